@@ -100,8 +100,9 @@ class LayerHeads:
         )
 
     def permute(self, order: Sequence[int]) -> LayerHeads:
-        """Return the query heads (and the columns of o) in another order; keys and values stay in
-        place.
+        """Return the query heads (and the columns of o) in another order.
+
+        Keys and values stay in place.
         """
         index = torch.as_tensor(order, device=self.q.device)
         return self.changed(QUERY_SIDE, lambda rows: rows[index])

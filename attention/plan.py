@@ -1,7 +1,7 @@
 """What a plan is: which key head and which value head each query head reads, in every layer.
 
-A plan holds integers and names only; it is frozen, canonical, JSON, and has a digest. MHA, MQA, GQA, uneven groups and
-different groups for keys and values are all one pair of maps.
+A plan holds integers and names only; it is frozen, canonical, JSON, and has a digest. MHA, MQA,
+GQA, uneven groups and different groups for keys and values are all one pair of maps.
 """
 
 from __future__ import annotations

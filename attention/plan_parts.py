@@ -120,7 +120,10 @@ class LayerPlan:
 
     @property
     def is_uniform_gqa(self) -> bool:
-        """One map for keys and values, groups of equal size: plain GQA once the query heads are permuted."""
+        """One map for keys and values, groups of equal size.
+
+        Plain GQA once the query heads are permuted.
+        """
         return self.key_map == self.value_map and len({len(g) for g in self.key_groups}) == 1
 
 
@@ -230,7 +233,10 @@ class Composition:
 
     @property
     def width(self) -> int:
-        """Weights that one side of one place has for a query head: 2R of the projection and 1 of the gate."""
+        """Weights that one side of one place has for a query head.
+
+        2R of the projection and 1 of the gate.
+        """
         return 2 * self.rank * self.projection + self.gate
 
     def cached_values(self, num_heads: int) -> int:
@@ -242,7 +248,10 @@ class Composition:
         return modules * num_heads * self.width if self.key_side else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; fields added later are left out at their default, so that digests stay."""
+        """Return plain values.
+
+        Fields added later are left out at their default, so that digests stay.
+        """
         record = asdict(self)
         return {k: v for k, v in record.items() if k not in ("projection", "gate") or not v}
 

@@ -1,9 +1,11 @@
-"""Shares of a checkpoint's own KV cache: the one place where ratios and numbers of heads are turned into each other.
+"""Shares of a checkpoint's own KV cache.
+
+The one place where ratios and numbers of heads are turned into each other.
 
 Legend: L layers, U KV heads a layer that the checkpoint stores.
 
-A *KV ratio*, wherever a user gives or reads one, is kept key and value heads over the 2 L U of the checkpoint. What
-composition caches besides heads is not in it, but in the bytes.
+A *KV ratio*, wherever a user gives or reads one, is kept key and value heads over the 2 L U of the
+checkpoint. What composition caches besides heads is not in it, but in the bytes.
 """
 
 from __future__ import annotations
@@ -141,8 +143,9 @@ def own_bytes(geometry: HeadGeometry, dtype: Any) -> int:
 
 
 def own_cache(geometry: HeadGeometry, dtype: Any = None) -> str:
-    """Describe the checkpoint's own cache; in bytes where `dtype` (a torch dtype or its name) is
-    given.
+    """Describe the checkpoint's own cache.
+
+    In bytes where `dtype` (a torch dtype or its name) is given.
     """
     heads = geometry.num_kv_heads
     shared = "" if heads == geometry.num_heads else f" for {geometry.num_heads} query heads"

@@ -1,12 +1,15 @@
-"""Fronts of points that are to be small in every objective: ranks, which points to keep, hypervolume.
+"""Fronts of points that are to be small in every objective.
 
-Legend: n points, m objectives; `values` [n, m], every entry finite. Point a dominates b if it is nowhere larger and
-somewhere smaller.
+Ranks, which points to keep, hypervolume.
 
-Points are kept in the order of NSGA-II (Deb 2002, sec. III): by rank; inside the rank that does not fit in whole by
-crowding distance (sec. III-B), or by an epsilon-net, the farthest point from those already taken coming next (Schmucker
-2021, sec. 3.2). What the papers leave open: ties go to the earlier point; the epsilon-net starts at the point that is
-smallest in the first objective; objectives are scaled to the range of the points of that rank.
+Legend: n points, m objectives; `values` [n, m], every entry finite. Point a dominates b if it is
+nowhere larger and somewhere smaller.
+
+Points are kept in the order of NSGA-II (Deb 2002, sec. III): by rank; inside the rank that does not
+fit in whole by crowding distance (sec. III-B), or by an epsilon-net, the farthest point from those
+already taken coming next (Schmucker 2021, sec. 3.2). What the papers leave open: ties go to the
+earlier point; the epsilon-net starts at the point that is smallest in the first objective;
+objectives are scaled to the range of the points of that rank.
 """
 
 from __future__ import annotations
@@ -61,9 +64,12 @@ def _ranks_by_pairs(points: np.ndarray) -> list[int]:
 
 
 def crowding(values: Sequence[Sequence[float]]) -> list[float]:
-    """Crowding distance of each point of one rank: the sum over objectives of the gap between its two neighbours.
+    """Crowding distance of each point of one rank.
 
-    Gaps are shares of the objective's range; the ends of each objective are infinitely far from the crowd.
+    The sum over objectives of the gap between its two neighbours.
+
+    Gaps are shares of the objective's range; the ends of each objective are infinitely far from the
+    crowd.
     """
     points = np.asarray(values, dtype=float)
     distance = np.zeros(len(points))
@@ -77,7 +83,9 @@ def crowding(values: Sequence[Sequence[float]]) -> list[float]:
 
 
 def epsilon_net(values: Sequence[Sequence[float]], count: int) -> list[int]:
-    """`count` of the points, each the farthest from those before it (Euclidean, in shares of the ranges)."""
+    """`count` of the points, each the farthest from those before it (Euclidean, in shares of the
+    ranges).
+    """
     if len(values) <= FEW:
         return _net_of_few(values, count)
     points = np.asarray(values, dtype=float)
@@ -93,7 +101,10 @@ def epsilon_net(values: Sequence[Sequence[float]], count: int) -> list[int]:
 
 
 def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
-    """`epsilon_net` without arrays: with few different KV bytes a rung of thousands has hundreds of ranks of few."""
+    """`epsilon_net` without arrays.
+
+    With few different KV bytes a rung of thousands has hundreds of ranks of few.
+    """
     columns = [
         (min(column), max(column) - min(column) or 1.0) for column in zip(*values, strict=True)
     ]
@@ -112,7 +123,10 @@ def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
 
 
 def select_best(values: Sequence[Sequence[float]], count: int, ties: str = "crowding") -> list[int]:
-    """The indices of the `count` points to keep, best first. Raises ValueError for an unknown rule for ties."""
+    """The indices of the `count` points to keep, best first.
+
+    Raises ValueError for an unknown rule for ties.
+    """
     if ties not in TIES:
         raise ValueError(f"ties must be one of {', '.join(TIES)}, got {ties!r}")
     by_rank: dict[int, list[int]] = {}

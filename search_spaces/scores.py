@@ -2,8 +2,8 @@
 
 Legend: H query heads, S sequences of T tokens, d head dim, D model dim.
 
-A group's effect on the layer's output depends on its members alone, so it is computed once for each group met, from the
-query heads of that group only; the groups met last are remembered.
+A group's effect on the layer's output depends on its members alone, so it is computed once for each
+group met, from the query heads of that group only; the groups met last are remembered.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ Norm = Callable[[Tensor], Tensor]
 
 @dataclass
 class LayerOutputScore:
-    """Minus the relative squared error of one layer's attention output on cached inputs, when heads are mean-pooled: 0
-    is the original layer, -1 an error as large as the output.
+    """Minus the relative squared error of one layer's attention output on cached inputs, when heads
+    are mean-pooled: 0 is the original layer, -1 an error as large as the output.
 
-    `heads` are lifted, `inputs` `[S, T, D]` float32, `rotary` the tables (cos, sin) `[T, r]`, `query_norm` and
-    `key_norm` act on `[..., d]` after the projection, `module` is the stock attention: it knows the scale of
-    the scores, a soft cap and a window. Partitions are over `units` (tuples of query heads); `sides` says
-    what is pooled: keys, values or both. The memory held is `inputs`, four times `[H, S, T, d]` and at most
-    `cache_bytes` of remembered groups (never fewer than those of one partition).
+    `heads` are lifted, `inputs` `[S, T, D]` float32, `rotary` the tables (cos, sin) `[T, r]`,
+    `query_norm` and `key_norm` act on `[..., d]` after the projection, `module` is the stock
+    attention: it knows the scale of the scores, a soft cap and a window. Partitions are over
+    `units` (tuples of query heads); `sides` says what is pooled: keys, values or both. The memory
+    held is `inputs`, four times `[H, S, T, d]` and at most `cache_bytes` of remembered groups
+    (never fewer than those of one partition).
     """
 
     heads: LayerHeads
@@ -69,10 +70,11 @@ class LayerOutputScore:
 
     @classmethod
     def from_site(cls, site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputScore:
-        """The score of a site on at most `tokens` calibration tokens, from the first `length` of each sequence.
+        """The score of a site on at most `tokens` calibration tokens, from the first `length` of each
+        sequence.
 
-        Raises ValueError without stored inputs, without the model where rotary tables or norms are needed, and for
-        norms that are not one for all heads.
+        Raises ValueError without stored inputs, without the model where rotary tables or norms are
+        needed, and for norms that are not one for all heads.
         """
         inputs = site.need_statistics("objective=layer").inputs
         if not inputs.numel():
@@ -115,7 +117,10 @@ class LayerOutputScore:
 
     @torch.no_grad()
     def scores(self, partitions: Sequence[Partition]) -> list[float]:
-        """`score` of each; new groups are computed together, as many as may be remembered at a time."""
+        """`score` of each.
+
+        New groups are computed together, as many as may be remembered at a time.
+        """
         values = []
         for some in self._fitting(partitions):
             self._make_known(
@@ -153,7 +158,9 @@ class LayerOutputScore:
         )
 
     def _make_known(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Have the effects of all these groups, and forget the oldest of the others as far as they take their place."""
+        """Have the effects of all these groups, and forget the oldest of the others as far as they
+        take their place.
+        """
         missing = []
         count = len(self._effects)
         for group in groups:
@@ -211,7 +218,9 @@ class LayerOutputScore:
         ).transpose(0, 1)
 
     def _output(self, members: list[int], mixed_gSTd: Tensor) -> Tensor:
-        """Their part in the layer's output, `[S, T, D]` (without the output bias, which no grouping changes)."""
+        """Their part in the layer's output, `[S, T, D]` (without the output bias, which no grouping
+        changes).
+        """
         columns_DN = self.heads.o[members].float().permute(1, 0, 2).flatten(1)
         return mixed_gSTd.permute(1, 2, 0, 3).flatten(2) @ columns_DN.T
 
@@ -238,8 +247,9 @@ def _norms(module: Any) -> tuple[Norm, Norm]:
 class ModelScore:
     """Minus the loss of the whole model (AsymGQA takes accuracy), each partition measured once.
 
-    Silent: whether earlier layers are already grouped when a later one is searched. They are here: `plan_with` keeps
-    what was found, as the paper's order "from the first layer to the last" suggests.
+    Silent: whether earlier layers are already grouped when a later one is searched. They are here:
+    `plan_with` keeps what was found, as the paper's order "from the first layer to the last"
+    suggests.
     """
 
     plan_with: Callable[[Partition], AttentionPlan]

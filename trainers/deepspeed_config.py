@@ -1,4 +1,7 @@
-"""DeepSpeed's configuration: what Headfold decides, and `train.deepspeed` merged into it. DeepSpeed is not loaded."""
+"""DeepSpeed's configuration: what Headfold decides, and `train.deepspeed` merged into it.
+
+DeepSpeed is not loaded.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ WRITTEN = {
 def config_of(settings: TrainSettings) -> dict[str, Any]:
     """The whole configuration that DeepSpeed is given.
 
-    Adam is torch's, since DeepSpeed would compile its own; on a GPU it is DeepSpeed's own where the optimiser lies in
-    CPU memory or NVMe, or where `optimizer.params.torch_adam` is false.
+    Adam is torch's, since DeepSpeed would compile its own; on a GPU it is DeepSpeed's own where the
+    optimiser lies in CPU memory or NVMe, or where `optimizer.params.torch_adam` is false.
     """
     compiled = _offloads(settings) and settings.device == "auto" and torch.cuda.is_available()
     optimizer: dict[str, Any] = {
@@ -47,8 +50,9 @@ def config_of(settings: TrainSettings) -> dict[str, Any]:
 
 
 def layout_of(settings: TrainSettings) -> dict[str, Any]:
-    """What the files of a training checkpoint depend on beside the number of workers, for which they can be changed
-    (`trainers.resharding`): only one of the same layout can be gone on with."""
+    """What the files of a training checkpoint depend on beside the number of workers, for which they
+    can be changed (`trainers.resharding`): only one of the same layout can be gone on with.
+    """
     layout: dict[str, Any] = {"zero_stage": settings.zero_stage, "dtype": settings.dtype}
     lora = {"tuning": "lora", "lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha}
     layout |= (
@@ -58,7 +62,10 @@ def layout_of(settings: TrainSettings) -> dict[str, Any]:
 
 
 def _written_by(settings: TrainSettings) -> dict[str, Any]:
-    """What of `train.deepspeed` changes the files of a training checkpoint; empty where nothing does."""
+    """What of `train.deepspeed` changes the files of a training checkpoint.
+
+    Empty where nothing does.
+    """
     result: dict[str, Any] = {}
     for section, keys in WRITTEN.items():
         section_keys: Any = settings.deepspeed.get(section, {})

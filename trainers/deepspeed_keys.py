@@ -1,7 +1,9 @@
-"""Keys of DeepSpeed's configuration that `train.deepspeed` may have. DeepSpeed itself is not loaded.
+"""Keys of DeepSpeed's configuration that `train.deepspeed` may have.
 
-A key that Headfold decides itself is refused with the setting to use instead: the loop, the schedule and what reports
-say depend on it.
+DeepSpeed itself is not loaded.
+
+A key that Headfold decides itself is refused with the setting to use instead: the loop, the
+schedule and what reports say depend on it.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ _KEYS: KeyTree = {
 
 
 def check_keys(keys: Mapping[str, Any], known_keys: KeyTree | None = _KEYS, path: str = "") -> None:
-    """Raise ValueError for a key that Headfold decides, that there is not, or whose value is of another type."""
+    """Raise ValueError for a key that Headfold decides, that there is not, or whose value is of
+    another type.
+    """
     for key, value in keys.items():
         name = f"{path}{key}"
         if name in DECIDED:

@@ -29,10 +29,11 @@ _OWN = (SCALE, "weight_decay")  # what a group has of its own
 class TrainEngine:
     """DeepSpeed's engine behind five verbs. All workers must make every call together.
 
-    `total_steps` fixes the learning-rate schedule; step 0 lies at `schedule_offset` of it, for a training that is one
-    part of a longer one (below 0: the schedule begins later, with what `load` goes on from). Parameters in `groups`
-    have rates of their own on the same schedule. What `settings.tuning` leaves out is frozen here; with
-    LoRA the model is given its adapters. Without a process group, as in a notebook, a group of one is made.
+    `total_steps` fixes the learning-rate schedule; step 0 lies at `schedule_offset` of it, for a
+    training that is one part of a longer one (below 0: the schedule begins later, with what `load`
+    goes on from). Parameters in `groups` have rates of their own on the same schedule. What
+    `settings.tuning` leaves out is frozen here; with LoRA the model is given its adapters. Without
+    a process group, as in a notebook, a group of one is made.
     """
 
     def __init__(
@@ -73,7 +74,10 @@ class TrainEngine:
 
     @property
     def model(self) -> nn.Module:
-        """The model, to evaluate in place. With ZeRO 3 all workers must run each forward pass together."""
+        """The model, to evaluate in place.
+
+        With ZeRO 3 all workers must run each forward pass together.
+        """
         return self._engine.module
 
     @property
@@ -99,10 +103,12 @@ class TrainEngine:
         return None if norm is None else float(norm)
 
     def step(self, batch: Tensor, loss_fn: LossFunction) -> float:
-        """One optimiser step on this worker's rows `[B / W, T]`; the loss before it, the mean over all B rows.
+        """One optimiser step on this worker's rows `[B / W, T]`.
 
-        Where W does not divide B some workers have a row more than others: each counts by its rows. When the loss is
-        not finite the weights are left as they were.
+        The loss before it, the mean over all B rows.
+
+        Where W does not divide B some workers have a row more than others: each counts by its rows.
+        When the loss is not finite the weights are left as they were.
         """
         rank = dist.get_rank()
         # A seed for each step and worker, so that dropout after a resume is what it would have been
@@ -133,7 +139,8 @@ class TrainEngine:
         return mean.item()
 
     def save(self, folder: str | Path, client_state: dict[str, Any] | None = None) -> None:
-        """Trained weights, optimiser state, position and `client_state` (plain values), each worker its own share.
+        """Trained weights, optimiser state, position and `client_state` (plain values), each worker
+        its own share.
 
         What `settings.tuning` freezes is left out: `load` is for an engine of the same model.
         """
@@ -155,7 +162,8 @@ class TrainEngine:
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue where `save` was called, exactly on as many workers; returns its `client_state`.
 
-        Raises ValueError when the checkpoint was written with other settings of ZeRO, another dtype or other adapters.
+        Raises ValueError when the checkpoint was written with other settings of ZeRO, another dtype
+        or other adapters.
         """
         file = Path(folder) / LAYOUT
         if not file.is_file():
@@ -193,11 +201,12 @@ class TrainEngine:
         return state["client"]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each weight and persistent buffer by name, whole and on the CPU, as it is asked for. All workers must go
-        through them together, and only rank 0 is given any.
+        """Each weight and persistent buffer by name, whole and on the CPU, as it is asked for.
 
-        With bfloat16 these are the weights that the model computes with, not the optimiser's float32 copies. Adapters
-        are merged: names and shapes are those of the model that was given.
+        All workers must go through them together, and only rank 0 is given any.
+
+        With bfloat16 these are the weights that the model computes with, not the optimiser's
+        float32 copies. Adapters are merged: names and shapes are those of the model that was given.
         """
         state = self._engine.module.state_dict(keep_vars=True)
         adapters = self._adapters

@@ -25,9 +25,11 @@ from trainers.shortage import give_back, is_shortage
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out `loss` and `kl` = KL(teacher ‖ model), mean nats a predicted token (`kl` None without a teacher);
-    `tokens`: how many predictions they are means of; `seconds`: wall-clock time; `notes`: of memory that it lacked;
-    `sequence_losses`: mean loss of each sequence, `[N]` float64, None where workers share the sequences."""
+    """Held-out `loss` and `kl` = KL(teacher ‖ model), mean nats a predicted token (`kl` None without a
+    teacher); `tokens`: how many predictions they are means of; `seconds`: wall-clock time; `notes`:
+    of memory that it lacked; `sequence_losses`: mean loss of each sequence, `[N]` float64, None
+    where workers share the sequences.
+    """
 
     loss: float
     kl: float | None
@@ -42,7 +44,9 @@ class Evaluation:
         return {"notes": list(self.notes)} if self.notes else {}
 
     def compared(self, original: Evaluation) -> dict[str, Any]:
-        """Fields of a record that say what this model's loss is beside that of the original on the same sequences."""
+        """Fields of a record that say what this model's loss is beside that of the original on the
+        same sequences.
+        """
         return comparison(self.loss, original.loss, self.sequence_losses, original.sequence_losses)
 
 
@@ -54,10 +58,12 @@ def perplexity(loss: float) -> float:
 def comparison(
     loss: float, original_loss: float, losses: Tensor | None, original_losses: Tensor | None
 ) -> dict[str, Any]:
-    """Increase of a loss with its standard error, and both perplexities. `losses`: of each sequence, `[N]`.
+    """Increase of a loss with its standard error, and both perplexities.
 
-    The error is that of the mean difference over the sequences: both models read the same ones, so how hard a sequence
-    is for either does not count. None for a single sequence.
+    `losses`: of each sequence, `[N]`.
+
+    The error is that of the mean difference over the sequences: both models read the same ones, so
+    how hard a sequence is for either does not count. None for a single sequence.
     """
     error = None
     if losses is not None and original_losses is not None and len(losses) > 1:
@@ -73,7 +79,9 @@ def comparison(
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second of reading a prompt (`prefill`) and of generating with the cache (`decode`), one sequence."""
+    """Tokens a second of reading a prompt (`prefill`) and of generating with the cache (`decode`), one
+    sequence.
+    """
 
     prefill: float
     decode: float
@@ -89,18 +97,21 @@ def evaluate(
     world_size: int = 1,
     reduce: Callable[[Tensor], Any] | None = None,
 ) -> Evaluation:
-    """Score `sequences [N, T]`: T - 1 predictions each, summed in float64 and divided once at the end. `model` may be a
+    """Score `sequences [N, T]`.
+
+    T - 1 predictions each, summed in float64 and divided once at the end. `model` may be a
     `CachedTeacher`, which then knows these sequences.
 
-    Of each batch the teacher's hidden states are computed, then the model's, then the logits of both for a part of the
-    positions at a time (`attention.modeling.predictions`).
-    `batch_size`: sequences at once, at most (`attention.modeling.running.batch_of`).
+    Of each batch the teacher's hidden states are computed, then the model's, then the logits of
+    both for a part of the positions at a time (`attention.modeling.predictions`). `batch_size`:
+    sequences at once, at most (`attention.modeling.running.batch_of`).
 
-    With several workers each scores the rows of its rank, in equally many forward passes (in which split weights are
-    gathered), and `reduce` must sum a tensor over them in place; every worker returns the same means.
+    With several workers each scores the rows of its rank, in equally many forward passes (in which
+    split weights are gathered), and `reduce` must sum a tensor over them in place; every worker
+    returns the same means.
 
-    Out of memory, it starts again with half the sequences at once, down to one, and `notes` says so; not with
-    `reduce`: a worker that is waited for cannot start again alone.
+    Out of memory, it starts again with half the sequences at once, down to one, and `notes` says
+    so; not with `reduce`: a worker that is waited for cannot start again alone.
     """
     if sequences.ndim != 2 or sequences.shape[0] < 1 or sequences.shape[1] < 2:
         raise ValueError(
@@ -136,8 +147,11 @@ TEACHER_BYTES = 256 * 2**20
 
 
 class CachedTeacher:
-    """A teacher that sees each batch once: the hidden states that enter its head, `[B, T, D]`, are kept, up to `most`
-    bytes, for the next model that is compared with it on the same sequences."""
+    """A teacher that sees each batch once.
+
+    The hidden states that enter its head, `[B, T, D]`, are kept, up to `most` bytes, for the next
+    model that is compared with it on the same sequences.
+    """
 
     def __init__(self, model: Any, most: int = TEACHER_BYTES) -> None:
         self.model = model
@@ -156,15 +170,20 @@ class CachedTeacher:
 
 
 def measure_cache(model: Any, tokens: int) -> int:
-    """Bytes that the cache really holds after a prefill of `tokens` tokens, batch 1 (see `cache_bytes`)."""
+    """Bytes that the cache really holds after a prefill of `tokens` tokens, batch 1 (see
+    `cache_bytes`).
+    """
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=next(model.parameters()).device)
     with evaluating(model):
         return cache_bytes(cache_of(model(ids, use_cache=True)))
 
 
 def decode_speed(model: Any, prompt: Tensor, new: int) -> Speed:
-    """Speed on `prompt [1, T]`, then `new` tokens one at a time, each the likeliest. The first token counts as
-    prefill; a run of both that is not timed comes first, so that start-up costs are not counted."""
+    """Speed on `prompt [1, T]`, then `new` tokens one at a time, each the likeliest.
+
+    The first token counts as prefill; a run of both that is not timed comes first, so that start-up
+    costs are not counted.
+    """
     if prompt.ndim != 2 or prompt.shape[0] != 1 or new < 1:
         raise ValueError(
             f"expected a prompt [1, T] and new >= 1, got shape {tuple(prompt.shape)} and {new}"
@@ -212,7 +231,10 @@ def _totals(
 
 
 def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> tuple[Tensor, Tensor]:
-    """Sums over the first `counted` rows of the batch: loss, KL, predictions, `[3]` float64; mean loss of each row."""
+    """Sums over the first `counted` rows of the batch: loss, KL, predictions, `[3]` float64.
+
+    Mean loss of each row.
+    """
     reference = None
     if teacher is not None:
         reference = teacher(batch) if isinstance(teacher, CachedTeacher) else final(teacher, batch)
@@ -230,8 +252,10 @@ def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> tuple[Tenso
 
 
 class PredictionCosts:
-    """A `Cost` of a batch: loss, KL (0 without a reference), and 1 for each prediction; `[3]` float64. It remembers the
-    loss of each prediction, in the order of the positions."""
+    """A `Cost` of a batch: loss, KL (0 without a reference), and 1 for each prediction.
+
+    `[3]` float64. It remembers the loss of each prediction, in the order of the positions.
+    """
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
@@ -251,7 +275,10 @@ class PredictionCosts:
 def _share(
     count: int, batch_size: int, rank: int, world_size: int
 ) -> Iterator[tuple[list[int], int]]:
-    """Batches of row numbers of one worker, and how many rows of each count; workers with fewer rows repeat row 0."""
+    """Batches of row numbers of one worker, and how many rows of each count.
+
+    Workers with fewer rows repeat row 0.
+    """
     indices = list(range(rank, count, world_size))
     longest = -(-count // world_size)
     real = len(indices)

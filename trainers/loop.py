@@ -1,4 +1,6 @@
-"""The one training loop, of brief fine-tuning and of full pre-training, and what it needs of an engine."""
+"""The one training loop, of brief fine-tuning and of full pre-training, and what it needs of an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,22 @@ class TrainingDiverged(RuntimeError):
 
 
 class Stepper(Protocol):
-    """What the loop needs of an engine: one optimiser step, returning the loss averaged over all workers."""
+    """What the loop needs of an engine.
+
+    One optimiser step, returning the loss averaged over all workers.
+    """
 
     def step(self, batch: Tensor, loss_fn: LossFunction) -> float: ...
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters with their own peak learning rate (None: the model's), which warms up and falls as all others do.
+    """Parameters with their own peak learning rate (None: the model's), which warms up and falls as
+    all others do.
 
-    `shrink`: the share of a parameter that each step takes away at the peak, beside what Adam's step does and whatever
-    the learning rate (decoupled weight decay, Loshchilov 2019, of shrink / learning rate).
+    `shrink`: the share of a parameter that each step takes away at the peak, beside what Adam's
+    step does and whatever the learning rate (decoupled weight decay, Loshchilov 2019, of shrink /
+    learning rate).
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -66,11 +73,13 @@ def train(
     until: Callable[[], bool] | None = None,
     losses: list[float] | None = None,
 ) -> int:
-    """Steps `start_step + 1` to `steps`. `on_step(step, loss)` after each; `on_milestone(step, mean loss since the last
-    milestone)` after those in `milestones`. Steps count from the beginning of the whole training, so a resumed run
-    passes what is done as `start_step`, and as `losses`, which is kept up to date, those since the last milestone.
-    `until`, asked after each step, may end the training early. Returns the last step done. Raises TrainingDiverged at
-    the first loss that is not finite.
+    """Steps `start_step + 1` to `steps`.
+
+    `on_step(step, loss)` after each; `on_milestone(step, mean loss since the last milestone)` after
+    those in `milestones`. Steps count from the beginning of the whole training, so a resumed run
+    passes what is done as `start_step`, and as `losses`, which is kept up to date, those since the
+    last milestone. `until`, asked after each step, may end the training early. Returns the last
+    step done. Raises TrainingDiverged at the first loss that is not finite.
     """
     losses = [] if losses is None else losses
     for step in range(start_step + 1, steps + 1):

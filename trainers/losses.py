@@ -20,14 +20,17 @@ DISTILLATIONS = ("none", "kl", "kl_bild")
 
 
 def bild(student: Tensor, teacher: Tensor, k: int = 16) -> Tensor:
-    """Bi-directional logit-difference loss (Li 2024, named by Jin 2024, appendix on distillation), mean over tokens.
+    """Bi-directional logit-difference loss (Li 2024, named by Jin 2024, appendix on distillation),
+    mean over tokens.
 
-    Take the k largest logits of one side and the other side's logits at the same places; the differences of all
-    pairs i < j, `[..., n]` on each side, pass a softmax; KL(teacher ‖ student) of the two. Once with the teacher
-    choosing the places and once with the student; the sum of both. Logits `[..., V]`.
+    Take the k largest logits of one side and the other side's logits at the same places; the
+    differences of all pairs i < j, `[..., n]` on each side, pass a softmax; KL(teacher ‖ student)
+    of the two. Once with the teacher choosing the places and once with the student; the sum of
+    both. Logits `[..., V]`.
 
-    Jin 2024 only names the loss. Decided here: no temperature, and the choice of places is not differentiated.
-    Raises ValueError for a k below 3: two logits have one difference, whose softmax is 1 on both sides.
+    Jin 2024 only names the loss. Decided here: no temperature, and the choice of places is not
+    differentiated. Raises ValueError for a k below 3: two logits have one difference, whose softmax
+    is 1 on both sides.
     """
     if not 3 <= k <= student.shape[-1]:
         raise ValueError(f"k must lie between 3 and the vocabulary of {student.shape[-1]}, got {k}")
@@ -54,9 +57,10 @@ def objective(
 ) -> Callable[[Any, Tensor], Tensor]:
     """The training loss as the loop wants it, `f(model, batch [B, T]) -> scalar`.
 
-    "none": language modelling. "kl": `(1 - weight)` of it and `weight` of KL(teacher ‖ model) on the same predictions.
-    "kl_bild": KL + BiLD in the place of KL (Jin 2024, Eq. 30; its k is `bild`'s default, its weight 1). Of a teacher
-    only the hidden states are computed before the model runs (`attention.modeling.predictions`).
+    "none": language modelling. "kl": `(1 - weight)` of it and `weight` of KL(teacher ‖ model) on
+    the same predictions. "kl_bild": KL + BiLD in the place of KL (Jin 2024, Eq. 30; its k is
+    `bild`'s default, its weight 1). Of a teacher only the hidden states are computed before the
+    model runs (`attention.modeling.predictions`).
     """
     if distillation not in DISTILLATIONS:
         raise ValueError(f"distillation must be one of {DISTILLATIONS}, got {distillation!r}")

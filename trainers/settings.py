@@ -1,4 +1,7 @@
-"""How a model is trained: one set of settings for brief fine-tuning and for full continued pre-training."""
+"""How a model is trained.
+
+One set of settings for brief fine-tuning and for full continued pre-training.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,11 @@ AUTO_STRATEGY: Strategy = "auto"
 
 
 class Shape(NamedTuple):
-    """Workers of a training: how many, CPUs and GPUs of each, which accelerators (Ray's name; None: any), how they lie
-    on nodes, what they compute on ("cuda" or "cpu"), and how few of them are enough (None: no fewer)."""
+    """Workers of a training.
+
+    How many, CPUs and GPUs of each, which accelerators (Ray's name; None: any), how they lie on
+    nodes, what they compute on ("cuda" or "cpu"), and how few of them are enough (None: no fewer).
+    """
 
     workers: int
     cpus: float
@@ -51,8 +57,11 @@ class Shape(NamedTuple):
 
 
 class StrictModel(BaseModel):
-    """A section of a configuration: unknown keys are refused, and so is what no field can be meant to hold. The
-    docstring below a field is its description."""
+    """A section of a configuration.
+
+    Unknown keys are refused, and so is what no field can be meant to hold. The docstring below a
+    field is its description.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -88,7 +97,10 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class TrainSettings(StrictModel):
-    """The optimiser, its schedule, the batch, and the machinery. An impossible combination cannot be constructed."""
+    """The optimiser, its schedule, the batch, and the machinery.
+
+    An impossible combination cannot be constructed.
+    """
 
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     """Peak of the schedule: a linear warm-up, then a cosine."""
@@ -237,10 +249,12 @@ class TrainSettings(StrictModel):
         return "cuda" if gpus and self.device == "auto" else "cpu"
 
     def rate(self, step: int, total_steps: int) -> float:
-        """Learning rate of the step after `step` finished ones: linear warm-up, then a cosine to the final fraction.
+        """Learning rate of the step after `step` finished ones.
 
-        A pure function of the position, so that resuming needs no scheduler state and a longer run is the same
-        schedule over more steps.
+        Linear warm-up, then a cosine to the final fraction.
+
+        A pure function of the position, so that resuming needs no scheduler state and a longer run
+        is the same schedule over more steps.
         """
         warmup = math.ceil(self.warmup_fraction * total_steps)
         if step < warmup:

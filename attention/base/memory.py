@@ -1,8 +1,10 @@
-"""Memory of this process: what it holds, and collecting what only refers to itself, often and cheaply.
+"""Memory of this process.
 
-A full collection looks at every object of the process. After the imports of torch, transformers and DeepSpeed those are
-more than a million, none of them garbage (models under hooks and DeepSpeed's engines are), and a look at all takes some
-0.4 s: more than a step of a small model.
+What it holds, and collecting what only refers to itself, often and cheaply.
+
+A full collection looks at every object of the process. After the imports of torch, transformers and
+DeepSpeed those are more than a million, none of them garbage (models under hooks and DeepSpeed's
+engines are), and a look at all takes some 0.4 s: more than a step of a small model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What every package says of a mistake: names that were nearly right, and what a library below had to say, whole."""
+"""What every package says of a mistake.
+
+Names that were nearly right, and what a library below had to say, whole.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def reason(error: BaseException, hide: Callable[[str], str] = str) -> str:
 
 
 def cut(text: str) -> str:
-    """Return `text` without its middle if it is long: what went wrong stands at the start or the end."""
+    """Return `text` without its middle if it is long.
+
+    What went wrong stands at the start or the end.
+    """
     return (
         text
         if len(text) <= _LONGEST

@@ -1,7 +1,7 @@
 """What the calibration pass reads from a running model, and how it gets in and out of it.
 
-Legend: B sequences a batch, T tokens, S tokens attended to, H query heads, d head dim, D model dim, e = D + 1 (the
-constant of the biases appended); b, t: a slice of the sequences and of their tokens.
+Legend: B sequences a batch, T tokens, S tokens attended to, H query heads, d head dim, D model dim,
+e = D + 1 (the constant of the biases appended); b, t: a slice of the sequences and of their tokens.
 """
 
 from __future__ import annotations
@@ -181,8 +181,10 @@ def calibration_attention(
 
 
 def _slices(count: int, length: int, keys: int) -> Iterator[tuple[slice, slice]]:
-    """Sequences and query tokens whose attention weights are held at a time: several short sequences, or some tokens of
-    one, so that those that come later are left out."""
+    """Sequences and query tokens whose attention weights are held at a time.
+
+    Several short sequences, or some tokens of one, so that those that come later are left out.
+    """
     tokens = max(1, SLICE_BYTES // (4 * keys))
     sequences = max(1, tokens // length)
     tokens = min(tokens, length, BLOCK)
@@ -210,8 +212,9 @@ AttentionMaskInterface.register(_NAME, eager_mask)
 def collecting(
     model: PreTrainedModel, geometry: HeadGeometry, sampled: int, mixed: Mixed
 ) -> Iterator[list[Collector]]:
-    """Install the hooks and our attention function while the body runs; both are removed on errors,
-    too.
+    """Install the hooks and our attention function while the body runs.
+
+    Both are removed on errors, too.
 
     The sums of a single layer stay on its device; those of several would be more than a GPU has.
     """

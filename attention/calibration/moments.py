@@ -1,9 +1,12 @@
-"""What a calibration knows about each layer: second moments of activations, and a sample of whole sequences.
+"""What a calibration knows about each layer.
 
-Legend: L layers, H query heads, d head dim, D model dim, S sampled sequences of T tokens; x the input of the attention
-projections (after the norm); a tilde marks one appended constant, x~ = [x; 1], so that biases are one more column.
-Every moment is a mean over tokens. Projections are linear, so the Gram matrix of any heads follows from a moment of x~
-without another pass over the tokens. Results lie on the device of the heads.
+Second moments of activations, and a sample of whole sequences.
+
+Legend: L layers, H query heads, d head dim, D model dim, S sampled sequences of T tokens; x the
+input of the attention projections (after the norm); a tilde marks one appended constant, x~ = [x;
+1], so that biases are one more column. Every moment is a mean over tokens. Projections are linear,
+so the Gram matrix of any heads follows from a moment of x~ without another pass over the tokens.
+Results lie on the device of the heads.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ STATISTICS = ("input_moment", "mixed_moments", "query_moment", "inputs")
 
 
 def augmented(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Append the bias to the rows of a projection, in float64: `[G, d, D]`, `[G, d]` or None -> `[G,
-    d, D+1]`.
+    """Append the bias to the rows of a projection, in float64.
+
+    `[G, d, D]`, `[G, d]` or None -> `[G, d, D+1]`.
     """
     column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
     return torch.cat([weight, column[..., None]], dim=-1).double()
@@ -37,8 +41,9 @@ def _gram(rows_Hde: Tensor, moment_ee: Tensor) -> Tensor:
 
 
 def packed(square: Tensor) -> Tensor:
-    """Return the lower triangles of symmetric matrices, row by row: `[M, e, e]` -> `[M, e (e + 1) /
-    2]`.
+    """Return the lower triangles of symmetric matrices, row by row.
+
+    `[M, e, e]` -> `[M, e (e + 1) / 2]`.
     """
     size = square.shape[-1]
     triangles = square.new_empty(len(square), size * (size + 1) // 2)
@@ -56,8 +61,10 @@ def unpacked(triangle: Tensor) -> Tensor:
 
 
 def _unpack(triangle: Tensor, rows: Tensor, begin: int) -> None:
-    """Write the rows of a packed triangle from row `begin` on into `rows` `[n, e]`; what lies above the diagonal stays.
-    Row by row: several times as fast as by a mask."""
+    """Write the rows of a packed triangle from row `begin` on into `rows` `[n, e]`.
+
+    What lies above the diagonal stays. Row by row: several times as fast as by a mask.
+    """
     start = begin * (begin + 1) // 2
     for index, row in enumerate(rows, begin + 1):
         row[:index] = triangle[start : start + index]

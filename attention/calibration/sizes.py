@@ -1,4 +1,5 @@
-"""How large the statistics of a layer are, and how the largest part of them, the mixed moments, is kept.
+"""How large the statistics of a layer are, and how the largest part of them, the mixed moments, is
+kept.
 
 Legend: H query heads, G KV heads, d head dim, D model dim, e = D + 1.
 """
@@ -22,7 +23,10 @@ float32; the same in bfloat16; in float32 one for the query heads of a KV head, 
 
 
 def matrices(geometry: HeadGeometry, mixed: Mixed) -> int:
-    """Return the number of mixed moments of a layer; that of query head h is number h * matrices // H."""
+    """Return the number of mixed moments of a layer.
+
+    That of query head h is number h * matrices // H.
+    """
     return {"kv_group": geometry.num_kv_heads, "pooled": 1}.get(mixed, geometry.num_heads)
 
 

@@ -1,11 +1,13 @@
-"""A calibration in files: one safetensors file a layer, mapped into memory when the layer is used and not before.
+"""A calibration in files.
+
+One safetensors file a layer, mapped into memory when the layer is used and not before.
 
     calibration-DIGEST/layer-0000.safetensors, ...     `LayerStatistics` of a layer
     calibration-DIGEST/calibration.json                what it is of, and of each file its SHA-256, size and time
 
-The SHA-256 of a file is worked out when it is written. A reader compares size and time of modification with those in
-`calibration.json` and hashes only a file that differs (a copy, or a damaged one); what proves sound is noted there, so
-that no other process hashes it again.
+The SHA-256 of a file is worked out when it is written. A reader compares size and time of
+modification with those in `calibration.json` and hashes only a file that differs (a copy, or a
+damaged one); what proves sound is noted there, so that no other process hashes it again.
 """
 
 from __future__ import annotations
@@ -221,9 +223,12 @@ def _stamp(path: Path) -> list[int]:
 
 
 def _verified(path: Path, entry: dict[str, Any], noted: int) -> bool:
-    """Check a file against its entry; True if it had to be hashed, and the entry now has its new stamp.
+    """Check a file against its entry.
 
-    `noted`: when the entry was written. A file of the same tick of the clock may have been changed after it.
+    True if it had to be hashed, and the entry now has its new stamp.
+
+    `noted`: when the entry was written. A file of the same tick of the clock may have been changed
+    after it.
     """
     stamp = _stamp(path)
     if stamp == entry["stamp"] and stamp[1] < noted:
@@ -237,7 +242,10 @@ def _verified(path: Path, entry: dict[str, Any], noted: int) -> bool:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what killed writers of the same have left; of a living one, here or on another node, nothing is so old."""
+    """Remove what killed writers of the same have left.
+
+    Of a living one, here or on another node, nothing is so old.
+    """
     for left in target.parent.glob(f".{target.name}.*.new"):
         with suppress(FileNotFoundError):  # finished just now
             newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))

@@ -1,4 +1,6 @@
-"""Plan and heads → model: read the heads, align, fuse, write them into a model of the plan's shapes.
+"""Plan and heads → model.
+
+Read the heads, align, fuse, write them into a model of the plan's shapes.
 
 Legend: H query heads, G^K / G^V kept key / value heads.
 """
@@ -41,8 +43,11 @@ def lift(model: PreTrainedModel) -> list[LayerHeads]:
 
 
 class LiftedHeads(Sequence[LayerHeads]):
-    """`lift`, a layer at a time as it is asked for: in float32 the heads of all are most of a model. The last one is
-    kept; the model must stay as it is."""
+    """`lift`, a layer at a time as it is asked for.
+
+    In float32 the heads of all are most of a model. The last one is kept; the model must stay as it
+    is.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._family = family_of(model.config)
@@ -78,8 +83,9 @@ def assemble(
 ) -> PreTrainedModel:
     """A Headfold model with `heads` in its attention layers and `model`'s weights everywhere else.
 
-    The new model has the dtype, device and training mode of `model`, which stays as it is. With `share` these other
-    weights are `model`'s own memory, for a result that is measured or written and never trained.
+    The new model has the dtype, device and training mode of `model`, which stays as it is. With
+    `share` these other weights are `model`'s own memory, for a result that is measured or written
+    and never trained.
     """
     if share and not (
         plan.is_shared or plan.mlp_shares or plan_of(model).is_shared or plan_of(model).mlp_shares
@@ -116,7 +122,9 @@ def unshare(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_composition(old: AttentionPlan, new: AttentionPlan) -> None:
-    """Raise PlanError if a conversion would change what composition does, and not only add it as an identity."""
+    """Raise PlanError if a conversion would change what composition does, and not only add it as an
+    identity.
+    """
     if old.composition is not None and new.composition != old.composition:
         raise PlanError(
             f"the model composes its heads ({old.composition}); its plan must keep that composition, got "
@@ -142,8 +150,9 @@ def convert(
 ) -> PreTrainedModel:
     """A new model that carries out `plan`; the given one is untouched. `share`: as in `assemble`.
 
-    `alignment` and `fusion` name parts of their axes; the settings are their knobs. Raises ValueError for an unknown
-    name or setting, for a part that needs a calibration when none is given, and PlanError if the plan does not fit.
+    `alignment` and `fusion` name parts of their axes; the settings are their knobs. Raises
+    ValueError for an unknown name or setting, for a part that needs a calibration when none is
+    given, and PlanError if the plan does not fit.
     """
     geometry = geometry_of(model.config)
     check_fits(plan, geometry)

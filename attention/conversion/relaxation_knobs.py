@@ -1,9 +1,11 @@
-"""Knobs and defaults of the relaxations, declared below both who proposes them (search_spaces) and who trains them,
-and what follows from them alone: the rate for a number of steps, and whether these can be enough.
+"""Knobs and defaults of the relaxations, declared below both who proposes them (search_spaces) and who
+trains them, and what follows from them alone: the rate for a number of steps, and whether these can
+be enough.
 
-Sources and meaning: `trainers.relaxations`, one file each. The papers' rates are for about a thousand steps or more; a
-search trains each trial for some dozens. So the default of `rate` is `auto`: the paper's, scaled to the steps that the
-relaxation has (`rate_of`). A rate that is a number is used as it is.
+Sources and meaning: `trainers.relaxations`, one file each. The papers' rates are for about a
+thousand steps or more; a search trains each trial for some dozens. So the default of `rate` is
+`auto`: the paper's, scaled to the steps that the relaxation has (`rate_of`). A rate that is a
+number is used as it is.
 """
 
 from __future__ import annotations
@@ -112,10 +114,13 @@ PULL_TOGETHER = (
 
 
 def rate_of(name: str, rate: float | str, steps: int) -> float:
-    """Return the rate of the relaxation `name` over `steps` steps: `rate` itself, or what `auto` comes to.
+    """Return the rate of the relaxation `name` over `steps` steps.
 
-    Adam moves a number by about its rate per step, so rate times steps stays what it is in the paper, up to a rate of
-    1. A pull closes a share of the gap per step, so what all steps together leave of it stays.
+    `rate` itself, or what `auto` comes to.
+
+    Adam moves a number by about its rate per step, so rate times steps stays what it is in the
+    paper, up to a rate of 1. A pull closes a share of the gap per step, so what all steps together
+    leave of it stays.
     """
     if isinstance(rate, (int, float)):
         return rate
@@ -127,10 +132,13 @@ def rate_of(name: str, rate: float | str, steps: int) -> float:
 
 
 def constraint_weight(weight: float | str, rate: float | str, steps: int) -> float:
-    """Return the weight of Align's constraint over `steps` steps: `weight` itself, or what `auto` comes to.
+    """Return the weight of Align's constraint over `steps` steps.
 
-    The paper's (1) draws a mask shut against the loss only slowly: in few steps the gradients of the loss keep masks
-    open, and Adam remembers them. The fewer the steps, the more it weighs; a rate that is a number leaves it alone.
+    `weight` itself, or what `auto` comes to.
+
+    The paper's (1) draws a mask shut against the loss only slowly: in few steps the gradients of
+    the loss keep masks open, and Adam remembers them. The fewer the steps, the more it weighs; a
+    rate that is a number leaves it alone.
     """
     if isinstance(weight, (int, float)):
         return weight
@@ -138,9 +146,12 @@ def constraint_weight(weight: float | str, rate: float | str, steps: int) -> flo
 
 
 def too_few_steps(name: str, knobs: Mapping[str, Any], steps: int) -> str | None:
-    """Say that a relaxation cannot come to its end in `steps` steps, whatever the loss does; None where it may.
+    """Say that a relaxation cannot come to its end in `steps` steps, whatever the loss does.
 
-    `knobs`: those of the part `name`. What is bounded is the way that Adam (or the pull) can go at the peak rate.
+    None where it may.
+
+    `knobs`: those of the part `name`. What is bounded is the way that Adam (or the pull) can go at
+    the peak rate.
     """
     rate = rate_of(name, knobs["rate"], steps)
     if name == "pull_together":

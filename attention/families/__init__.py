@@ -1,6 +1,7 @@
 """Checkpoint families: where each keeps its heads. One small file each, found by itself.
 
-A family file defines `FAMILY`, a `Family`. Everything else in Headfold speaks `HeadGeometry` and `LayerHeads`.
+A family file defines `FAMILY`, a `Family`. Everything else in Headfold speaks `HeadGeometry` and
+`LayerHeads`.
 """
 
 from __future__ import annotations
@@ -27,21 +28,23 @@ def _q_norm(module: Any, queries: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """How one architecture keeps its heads. Its logits must be what `get_output_embeddings()` returns, scaled or capped
-    at most as `attention.modeling.predictions` knows.
+    """How one architecture keeps its heads.
 
-    `attention_modules(model)`: the attention module of each layer, in order.
-    `read(module, geometry)`: its heads as stored (num_kv_heads keys and values), same dtype, no copy promised.
-    `reshape(module, geometry, plan)`: put projections of the plan's shapes (uninitialised) into a fresh stock module;
-    where the stock forward cannot take unequal counts, change its class to one that can. An identity plan changes
-    nothing, so that the converted model is bit-equal.
-    `write(module, heads)`: copy heads into projections of matching shapes.
-    `plain_config(config, kv_heads)`: the config of the same family with `kv_heads` KV heads, or None if it has none.
-    `separate(module, geometry, plan)`: for families that fuse their projections, `reshape` that makes them separate for
-    an identity plan too, as layers that share weights need them.
-    `query_norm(module, queries)`: queries `[N, H, d]` after the norm that follows the projection, where there is one.
-    `key_norm(module, geometry, plan)`: a fresh norm for the plan's key heads, where weights of the norm are each head's
-    own (`LayerHeads.k_norm`). `reshape` has done it.
+    Its logits must be what `get_output_embeddings()` returns, scaled or capped at most as
+    `attention.modeling.predictions` knows.
+
+    `attention_modules(model)`: the attention module of each layer, in order. `read(module,
+    geometry)`: its heads as stored (num_kv_heads keys and values), same dtype, no copy promised.
+    `reshape(module, geometry, plan)`: put projections of the plan's shapes (uninitialised) into a
+    fresh stock module; where the stock forward cannot take unequal counts, change its class to one
+    that can. An identity plan changes nothing, so that the converted model is bit-equal.
+    `write(module, heads)`: copy heads into projections of matching shapes. `plain_config(config,
+    kv_heads)`: the config of the same family with `kv_heads` KV heads, or None if it has none.
+    `separate(module, geometry, plan)`: for families that fuse their projections, `reshape` that
+    makes them separate for an identity plan too, as layers that share weights need them.
+    `query_norm(module, queries)`: queries `[N, H, d]` after the norm that follows the projection,
+    where there is one. `key_norm(module, geometry, plan)`: a fresh norm for the plan's key heads,
+    where weights of the norm are each head's own (`LayerHeads.k_norm`). `reshape` has done it.
     `pads_queries`: as in `HeadGeometry`.
     """
 
@@ -62,7 +65,10 @@ class Family:
 
 @cache
 def families() -> dict[str, Family]:
-    """All families by model type. A module whose name starts with an underscore is a helper, not a family."""
+    """All families by model type.
+
+    A module whose name starts with an underscore is a helper, not a family.
+    """
     by_type = {}
     for info in pkgutil.walk_packages(__path__, f"{__name__}."):
         if not info.ispkg and not info.name.rpartition(".")[2].startswith("_"):
@@ -72,7 +78,10 @@ def families() -> dict[str, Family]:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a config, its Headfold form included. Raises ValueError naming the supported ones."""
+    """The family of a config, its Headfold form included.
+
+    Raises ValueError naming the supported ones.
+    """
     model_type = str(getattr(config, "model_type", None)).removeprefix("headfold_")
     if model_type not in families():
         if (text := getattr(config, "text_config", None)) is not None:
@@ -105,8 +114,9 @@ def _multimodal(model_type: str, text_type: Any) -> str:
 
 
 def geometry_of(config: Any) -> HeadGeometry:
-    """Geometry of a transformers config. Raises ValueError with the supported families for any other, and for a config
-    that does not say what all layers have."""
+    """Geometry of a transformers config. Raises ValueError with the supported families for any other,
+    and for a config that does not say what all layers have.
+    """
     family = family_of(config)
     _check_rope(config)
     try:
@@ -129,7 +139,10 @@ def window_of(config: Any) -> int:
 
 
 def _check_rope(config: Any) -> None:
-    """Raise ValueError for a kind of RoPE that transformers does not have: it would fail while it builds the model."""
+    """Raise ValueError for a kind of RoPE that transformers does not have.
+
+    It would fail while it builds the model.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     supported = {"default", *ROPE_INIT_FUNCTIONS}
@@ -140,7 +153,9 @@ def _check_rope(config: Any) -> None:
 
 
 def ropes_of(config: Any) -> list[dict[str, Any]]:
-    """The settings of rotary embedding of a config, one for each kind of layer if it has several kinds."""
+    """The settings of rotary embedding of a config, one for each kind of layer if it has several
+    kinds.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [part for part in rope.values() if isinstance(part, dict)]
     return kinds or [rope]

@@ -1,4 +1,6 @@
-"""Families with separate q, k, v and o projections under `decoder.layers[i].self_attn` (Llama's layout)."""
+"""Families with separate q, k, v and o projections under `decoder.layers[i].self_attn` (Llama's
+layout).
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,11 @@ def geometry(
     output_bias: bool | None = None,
     qk_norm: bool = False,
 ) -> HeadGeometry:
-    """Geometry of a config with Llama's field names. Rotary covers `partial_rotary_factor` of the head dim. Biases that
-    are not given follow one switch of the config, `attention_bias`."""
+    """Geometry of a config with Llama's field names.
+
+    Rotary covers `partial_rotary_factor` of the head dim. Biases that are not given follow one
+    switch of the config, `attention_bias`.
+    """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     rotary = int(head_dim * float(rope.get("partial_rotary_factor", 1.0)))
@@ -169,8 +174,10 @@ def family(
     geometry_of: Callable[[Any], HeadGeometry] | None = None,
     **others: Any,
 ) -> Family:
-    """A family of this layout, with the geometry of `geometry` unless given. `others`: the fields of `Family` in which
-    it differs."""
+    """A family of this layout, with the geometry of `geometry` unless given.
+
+    `others`: the fields of `Family` in which it differs.
+    """
     layout: dict[str, Any] = {
         "attention_modules": attention_modules,
         "read": read,

@@ -1,7 +1,8 @@
 """What families share whose stock attention only takes as many keys and values as queries.
 
-Their stock forward splits a fused projection into thirds, or views keys and values with the number of query heads. A
-subclass with projections of its own for queries, keys and values stands in wherever a plan is not the identity.
+Their stock forward splits a fused projection into thirds, or views keys and values with the number
+of query heads. A subclass with projections of its own for queries, keys and values stands in
+wherever a plan is not the identity.
 
 Legend: B batch, T tokens, d head dim, D model dim.
 """
@@ -33,9 +34,11 @@ def geometry(config: Any, family: str, rotary_dims: int, bias: bool) -> HeadGeom
 def separate(
     fused: str, uneven: type[nn.Module], module: Any, geometry: HeadGeometry, plan: LayerPlan
 ) -> None:
-    """Replace the projection called `fused` by `q_proj`, `k_proj` and `v_proj` of the plan's counts; become `uneven`.
+    """Replace the projection called `fused` by `q_proj`, `k_proj` and `v_proj` of the plan's counts;
+    become `uneven`.
 
-    The class changes in place because hooks, caches and checkpoints know the module by its place in the model.
+    The class changes in place because hooks, caches and checkpoints know the module by its place in
+    the model.
     """
     weight = getattr(module, fused).weight
     like = {"device": weight.device, "dtype": weight.dtype}
@@ -80,8 +83,9 @@ def attend(
     dropout: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Cache, then the attention function that the config names, on the queries, keys and values of `project`. Returns
-    the heads side by side, `[B, T, H·d]`."""
+    """Cache, then the attention function that the config names, on the queries, keys and values of
+    `project`. Returns the heads side by side, `[B, T, H·d]`.
+    """
     query, key, value = states
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx)

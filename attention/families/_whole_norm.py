@@ -1,8 +1,10 @@
-"""Families with Llama's layout in which one RMS norm spans all heads of a projection, of queries and of keys.
+"""Families with Llama's layout in which one RMS norm spans all heads of a projection, of queries and
+of keys.
 
-What a token's keys are divided by is one number for all heads. In a converted layer it is taken over the keys as the
-query heads read them: a kept head counts once for each query head that reads it. So a model with kept heads repeated
-divides by the same, and equal groups divide as the stock norm does.
+What a token's keys are divided by is one number for all heads. In a converted layer it is taken
+over the keys as the query heads read them: a kept head counts once for each query head that reads
+it. So a model with kept heads repeated divides by the same, and equal groups divide as the stock
+norm does.
 
 Legend: G^K key heads, d head dim.
 """

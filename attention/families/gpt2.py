@@ -1,4 +1,6 @@
-"""GPT-2: fused c_attn, a Conv1D (weights `[in, out]`); learned positions, so keys take any orthogonal map; biases.
+"""GPT-2: fused c_attn, a Conv1D (weights `[in, out]`).
+
+Learned positions, so keys take any orthogonal map; biases.
 
 Legend: H heads, d head dim, D model dim.
 """

@@ -1,4 +1,6 @@
-"""Experts of an MLP: files hold a matrix for each, models of transformers 5 one tensor for all. Both ways.
+"""Experts of an MLP: files hold a matrix for each, models of transformers 5 one tensor for all.
+
+Both ways.
 
 Legend: E experts, F rows of a matrix, D columns.
 """
@@ -28,8 +30,10 @@ PlacedTensor = tuple[Stored, Any]
 
 @dataclass(frozen=True)
 class Stacked:
-    """A tensor `[E, sum of F, D]` of which the files hold the matrices: `experts[e]` are those of expert e, one below
-    the other."""
+    """A tensor `[E, sum of F, D]` of which the files hold the matrices.
+
+    `experts[e]` are those of expert e, one below the other.
+    """
 
     experts: tuple[tuple[Stored, ...], ...]
 
@@ -54,8 +58,11 @@ def stacks(converter: WeightConverter) -> bool:
 
 
 def stacked(name: str, matrices: Mapping[str, Sequence[Stored]], order: Sequence[str]) -> Stacked:
-    """The place of the model's tensor `name`. `matrices`: those of all experts, by the pattern that their names match;
-    `order`: the patterns as their matrices follow each other. Raises WeightsError unless all experts are alike."""
+    """The place of the model's tensor `name`.
+
+    `matrices`: those of all experts, by the pattern that their names match; `order`: the patterns
+    as their matrices follow each other. Raises WeightsError unless all experts are alike.
+    """
     columns = [
         sorted(matrices.get(one, []), key=lambda stored: dot_natural_key(stored.name))
         for one in order

@@ -1,4 +1,6 @@
-"""Export of a checkpoint to a format that engines load, with a report of what it costs (`attention.io.targets`)."""
+"""Export of a checkpoint to a format that engines load, with a report of what it costs
+(`attention.io.targets`).
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,15 @@ REPORT_FILE = "export.json"
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export did. Bytes are a token's KV cache in `cache_dtype`; logit differences are over random tokens.
+    """What an export did.
+
+    Bytes are a token's KV cache in `cache_dtype`; logit differences are over random tokens.
 
     `kv_heads`: of each layer, as the engines hold them. `engines`: software that loads the folder.
-    `kv_bytes_per_token_original`: of the model that was converted; None where that was not recorded. `check`: what an
-    engine that loaded it has shown, empty if none was asked. `zero_query_heads`: in all layers, and `extra_attention`:
-    their work over that of the model's own query heads.
+    `kv_bytes_per_token_original`: of the model that was converted; None where that was not
+    recorded. `check`: what an engine that loaded it has shown, empty if none was asked.
+    `zero_query_heads`: in all layers, and `extra_attention`: their work over that of the model's
+    own query heads.
     """
 
     target: str
@@ -68,15 +73,17 @@ def export(
     overwrite: bool = False,
     check: Callable[[Path, PreTrainedModel], Mapping[str, Any]] | None = None,
 ) -> ExportReport:
-    """Lower the checkpoint at `source` to a target and write it to `out`, atomically, with `export.json`.
+    """Lower the checkpoint at `source` to a target and write it to `out`, atomically, with
+    `export.json`.
 
-    Computed in float32 and rounded once to `dtype` (None: the checkpoint's own). `tokenizer`: as in `checkpoint.save`.
-    What was written is read back and compared in float32 with the source, whose weights are rounded alike. `check` is
-    then called with the folder, not yet in its place, and the model that was read back; what it returns goes into the
-    report, and if it raises, nothing is written. Raises,
-    before weights are read, OutputError as `attention.io.replacing.check_folder` does, TargetError if the target cannot
-    hold the plan, and LargerCacheError unless a larger cache is allowed; ValueError if the target or its dtype is
-    unknown, or if the copy that came back differs.
+    Computed in float32 and rounded once to `dtype` (None: the checkpoint's own). `tokenizer`: as in
+    `checkpoint.save`. What was written is read back and compared in float32 with the source, whose
+    weights are rounded alike. `check` is then called with the folder, not yet in its place, and the
+    model that was read back; what it returns goes into the report, and if it raises, nothing is
+    written. Raises, before weights are read, OutputError as `attention.io.replacing.check_folder`
+    does, TargetError if the target cannot hold the plan, and LargerCacheError unless a larger cache
+    is allowed; ValueError if the target or its dtype is unknown, or if the copy that came back
+    differs.
     """
     chosen = targets.target(target)
     check_folder(out, overwrite=overwrite, reads=[source])
@@ -145,7 +152,10 @@ def _write(
     folded: bool,
     check: Callable[[Path, PreTrainedModel], Mapping[str, Any]] | None,
 ) -> ExportReport:
-    """Write, read back, compare; returns the report with what was found. Raises ValueError if the logits differ."""
+    """Write, read back, compare; returns the report with what was found.
+
+    Raises ValueError if the logits differ.
+    """
     config = stock[0].config
     kind = chosen.write(stock.pop(), fresh, report.dtype, tokenizer)
     back = chosen.read(fresh, config)
@@ -170,7 +180,10 @@ def _write_report(folder: str | Path, record: dict[str, Any]) -> None:
 
 
 def cache_dtype(dtype: str) -> str:
-    """What an engine keeps its cache in for weights in `dtype`: the same, float16 for weights of fewer bits."""
+    """What an engine keeps its cache in for weights in `dtype`.
+
+    The same, float16 for weights of fewer bits.
+    """
     return dtype if dtype in DTYPES else "float16"
 
 
@@ -197,7 +210,10 @@ def padding_notes(support: EngineSupport, plan: AttentionPlan) -> tuple[str, ...
 
 
 def tolerance(dtype: torch.dtype, folded: bool = False) -> float:
-    """Relative logit difference that rounding alone may cause: tight in float32 and where weights are copied."""
+    """Relative logit difference that rounding alone may cause.
+
+    Tight in float32 and where weights are copied.
+    """
     if dtype == torch.float32:
         return 1e-4
     return 32 * torch.finfo(dtype).eps if folded else 1e-3
@@ -215,7 +231,10 @@ def check_equal(one: PreTrainedModel, other: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, tokens: int = 48, seed: int = 0) -> Tensor:
-    """Logits `[2, tokens, V]` on random tokens, on the CPU: what two models of one vocabulary are compared by."""
+    """Logits `[2, tokens, V]` on random tokens, on the CPU.
+
+    What two models of one vocabulary are compared by.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.config.vocab_size, (2, tokens), generator=generator)
     return model(ids.to(model.device)).logits.cpu()

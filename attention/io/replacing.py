@@ -1,7 +1,10 @@
-"""Folders that are written, and what may be replaced by them: only what Headfold has written itself.
+"""Folders that are written, and what may be replaced by them.
 
-Whatever `checkpoint.write_atomically` puts in place holds `digests.json`, the SHA-256 of every other file. A folder
-with anything that its list does not name is never replaced, and no such file is ever removed.
+Only what Headfold has written itself.
+
+Whatever `checkpoint.write_atomically` puts in place holds `digests.json`, the SHA-256 of every
+other file. A folder with anything that its list does not name is never replaced, and no such file
+is ever removed.
 """
 
 from __future__ import annotations
@@ -35,10 +38,11 @@ def check_folder(
 ) -> Path:
     """The absolute path of a folder that is about to be written. To be called before any work.
 
-    It must be free or empty; with `overwrite` it may be one that we wrote, unchanged since. Never: a file, a link, a
-    mount, the current or the home folder or what they lie in, one of `reads` (the model, where it is a local folder),
-    what it lies in, or a folder within a checkpoint. That it can be written is tried, without a trace. Raises
-    OutputError, whose message starts with `key`, and TypeError for a source that is no path.
+    It must be free or empty; with `overwrite` it may be one that we wrote, unchanged since. Never:
+    a file, a link, a mount, the current or the home folder or what they lie in, one of `reads` (the
+    model, where it is a local folder), what it lies in, or a folder within a checkpoint. That it
+    can be written is tried, without a trace. Raises OutputError, whose message starts with `key`,
+    and TypeError for a source that is no path.
     """
     sources = list(reads)
     for source in sources:
@@ -59,7 +63,10 @@ def check_folder(
 
 
 def cannot_write(path: str | Path, error: Exception, key: str) -> OutputError:
-    """What a user is told of an error of the system: no permission, no room, a parent that is a file, a loop."""
+    """What a user is told of an error of the system.
+
+    No permission, no room, a parent that is a file, a loop.
+    """
     why = error.strerror if isinstance(error, OSError) else error
     return OutputError(f"{key}: cannot write to {str(path)!r} ({why}); give another place")
 
@@ -95,7 +102,10 @@ def _check_place(path: Path, reads: Iterable[str | Path], key: str) -> None:
 
 
 def checkpoint_around(path: Path) -> Path | None:
-    """The checkpoint that a place lies in: the nearest folder above it with a config and safetensors."""
+    """The checkpoint that a place lies in.
+
+    The nearest folder above it with a config and safetensors.
+    """
     with contextlib.suppress(OSError):
         for folder in path.parents:
             if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
@@ -149,7 +159,10 @@ def _check_content(path: Path, overwrite: bool, key: str) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """What `digests.json` of a folder names, file by SHA-256; empty if there is none that can be read."""
+    """What `digests.json` of a folder names, file by SHA-256.
+
+    Empty if there is none that can be read.
+    """
     try:
         recorded = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -161,7 +174,10 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def stranger(folder: Path) -> str | None:
-    """The first thing in a folder that we did not write: a file that the list lacks, a link, an empty folder."""
+    """The first thing in a folder that we did not write.
+
+    A file that the list lacks, a link, an empty folder.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return folder.name
     ours = digests(folder)
@@ -173,7 +189,10 @@ def stranger(folder: Path) -> str | None:
 
 
 def foreign(folder: Path) -> str | None:
-    """`stranger`, or the list itself where nothing that it names is there: then it is somebody's file of that name."""
+    """`stranger`, or the list itself where nothing that it names is there.
+
+    Then it is somebody's file of that name.
+    """
     listed = any((folder / name).exists() for name in digests(folder))
     return stranger(folder) or (None if listed else DIGESTS)
 
@@ -192,7 +211,10 @@ def changed(folder: Path) -> str | None:
 
 
 def entries(folder: Path) -> Iterator[tuple[str, int]]:
-    """Path and mode of all in a folder, sorted; folders only where they are empty. Links are not followed."""
+    """Path and mode of all in a folder, sorted; folders only where they are empty.
+
+    Links are not followed.
+    """
     for entry in sorted(folder.iterdir()):
         mode = entry.lstat().st_mode
         empty = True
@@ -204,7 +226,8 @@ def entries(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def remove(folder: Path) -> None:
-    """Remove the files that the list of a folder names, the list last, and the folders that they leave empty.
+    """Remove the files that the list of a folder names, the list last, and the folders that they leave
+    empty.
 
     What else is there stays, and with it the folders that it lies in.
     """
@@ -243,9 +266,12 @@ def _left_by_us(spare: Path) -> bool:
 
 
 def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
-    """Rename a finished folder to `folder` on the same disk; what was there steps aside first, and then goes.
+    """Rename a finished folder to `folder` on the same disk.
 
-    Raises OutputError, with nothing changed, if what is there is not ours, or is and must not be replaced.
+    What was there steps aside first, and then goes.
+
+    Raises OutputError, with nothing changed, if what is there is not ours, or is and must not be
+    replaced.
     """
     recover(folder)
     if os.path.lexists(folder):
@@ -279,7 +305,10 @@ def unused(folder: Path) -> Path:
 
 @contextmanager
 def parents_made(folder: Path, keep: bool = True) -> Iterator[None]:
-    """Make what `folder` lies in; if the body fails, or without `keep`, what was made and is empty goes again."""
+    """Make what `folder` lies in.
+
+    If the body fails, or without `keep`, what was made and is empty goes again.
+    """
     missing = [parent for parent in folder.parents if not parent.exists()]
     done = False
     try:

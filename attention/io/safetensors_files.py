@@ -1,4 +1,6 @@
-"""The safetensors files of a checkpoint folder, read from their headers alone: which tensor lies where, in what shape.
+"""The safetensors files of a checkpoint folder, read from their headers alone.
+
+Which tensor lies where, in what shape.
 
 A file that cannot be read is told by name, with what it is instead and what to do.
 """
@@ -24,12 +26,18 @@ _AGAIN = "download or copy it again"
 
 
 class WeightsError(CheckpointError):
-    """Weights that are missing, wrong or unreadable. The message names the file or the tensor and what to do."""
+    """Weights that are missing, wrong or unreadable.
+
+    The message names the file or the tensor and what to do.
+    """
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: the file's name, the tensor's name there, its shape, its dtype in safetensors' spelling."""
+    """A tensor in a file.
+
+    The file's name, the tensor's name there, its shape, its dtype in safetensors' spelling.
+    """
 
     file: str
     name: str
@@ -61,8 +69,9 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """All tensors of a checkpoint folder by the names that they have there. No tensor is read.
 
-    The files are those that transformers takes: `model.safetensors`, or else those of the index. Raises WeightsError
-    for files that are not there, cannot be read, or do not hold what the index says.
+    The files are those that transformers takes: `model.safetensors`, or else those of the index.
+    Raises WeightsError for files that are not there, cannot be read, or do not hold what the index
+    says.
     """
     if (folder / "adapter_config.json").is_file():
         raise WeightsError(
@@ -140,7 +149,9 @@ def _nothing_in(folder: Path) -> str:
 
 
 def _diagnosis(path: Path, error: Exception) -> str:
-    """What a file that safetensors does not read is, as far as its first bytes and its size tell, and what to do."""
+    """What a file that safetensors does not read is, as far as its first bytes and its size tell, and
+    what to do.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -1,7 +1,9 @@
-"""A checkpoint that is written piece by piece: one safetensors file a piece, and an index over all at the end.
+"""A checkpoint that is written piece by piece.
 
-A piece that is there is whole, so a killed conversion goes on with the pieces that it has. Pieces are the embedding,
-one a layer, and what lies above the layers.
+One safetensors file a piece, and an index over all at the end.
+
+A piece that is there is whole, so a killed conversion goes on with the pieces that it has. Pieces
+are the embedding, one a layer, and what lies above the layers.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_index(folder: Path) -> dict[str, int]:
-    """Write the index over all pieces in `folder`. Returns `parameters` (floating-point numbers) and `bytes`."""
+    """Write the index over all pieces in `folder`.
+
+    Returns `parameters` (floating-point numbers) and `bytes`.
+    """
     weight_map: dict[str, str] = {}
     parameters = size = 0
     for path in sorted(folder.glob(_PARTS)):
@@ -76,11 +81,13 @@ def complete_checkpoint(
     dtype: torch.dtype,
     record: dict[str, Any] | None = None,
 ) -> dict[str, int]:
-    """Make a checkpoint of a folder that has the pieces of all layers: add what lies outside of them, index, config.
+    """Make a checkpoint of a folder that has the pieces of all layers.
 
-    `config` and `weights` are the original checkpoint's, whose tokenizer files are copied. Returns what `write_index`
-    does. Raises ValueError if the pieces are not those of the plan, or if there is no plain form and `plain` asks for
-    one.
+    Add what lies outside of them, index, config.
+
+    `config` and `weights` are the original checkpoint's, whose tokenizer files are copied. Returns
+    what `write_index` does. Raises ValueError if the pieces are not those of the plan, or if there
+    is no plain form and `plain` asks for one.
     """
     for half in folder.glob(".*.new"):  # of a killed conversion
         half.unlink()
@@ -107,7 +114,9 @@ def complete_checkpoint(
 
 
 def _check_names(folder: Path, config: PretrainedConfig) -> None:
-    """Complete the config by what only its model knows, and compare its tensors with those of the index."""
+    """Complete the config by what only its model knows, and compare its tensors with those of the
+    index.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     listed = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])

@@ -1,4 +1,7 @@
-"""What the name of a checkpoint stands for: a folder of this machine, or a model of the Hugging Face hub."""
+"""What the name of a checkpoint stands for.
+
+A folder of this machine, or a model of the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,9 @@ class CheckpointError(ValueError):
 def is_folder(source: str | Path) -> bool:
     """Whether `source` is a checkpoint's folder; False means that the hub is to be asked for it.
 
-    Raises CheckpointError, without asking the hub, for a folder without config.json, a file, and a path that is not
-    there: a name that no hub model can have, or one whose first part is a folder here (`models/x` beside `models/`).
+    Raises CheckpointError, without asking the hub, for a folder without config.json, a file, and a
+    path that is not there: a name that no hub model can have, or one whose first part is a folder
+    here (`models/x` beside `models/`).
     """
     name = str(source)
     path = Path(source)
@@ -55,8 +59,11 @@ def is_folder(source: str | Path) -> bool:
 
 
 def source_note(folder: str | Path) -> dict[str, Any]:
-    """What a plain copy was made of: `source`, `rounded` (names of the types whose rounding is in its weights), and
-    whether it has `weights`. Empty for any other checkpoint."""
+    """What a plain copy was made of.
+
+    `source`, `rounded` (names of the types whose rounding is in its weights), and whether it has
+    `weights`. Empty for any other checkpoint.
+    """
     try:
         record = json.loads((Path(folder) / SOURCE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -70,12 +77,18 @@ def source_name(model: str | Path) -> str:
 
 
 def only_cached(source: str | Path) -> bool:
-    """Whether `source` is a hub name and the hub out of reach, so that only the cache can have it. See `is_folder`."""
+    """Whether `source` is a hub name and the hub out of reach, so that only the cache can have it.
+
+    See `is_folder`.
+    """
     return not is_folder(source) and not hub_answers()
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be reached: one question, where the loaders repeat theirs for most of a minute."""
+    """Whether the hub can be reached.
+
+    One question, where the loaders repeat theirs for most of a minute.
+    """
     from huggingface_hub import constants, get_session
 
     try:
@@ -87,7 +100,10 @@ def hub_answers() -> bool:
 
 
 def check_source(source: object, key: str) -> None:
-    """Raise TypeError for what is not the name of a checkpoint, e.g. a loaded model: its `str` is no path."""
+    """Raise TypeError for what is not the name of a checkpoint, e.g. a loaded model.
+
+    Its `str` is no path.
+    """
     if not isinstance(source, (str, Path)):
         raise TypeError(
             f"{key}: expected the path of a checkpoint or a hub name (str or Path), got "

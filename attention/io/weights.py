@@ -1,7 +1,10 @@
-"""Whether the weights of a checkpoint are those that its config describes: every parameter by name and shape.
+"""Whether the weights of a checkpoint are those that its config describes.
 
-transformers fills what a checkpoint lacks at random and goes on. Here that is an error, told from the headers of the
-safetensors files before any weight is read (`check_weights`), and for hub names from what was loaded (`check_loaded`).
+Every parameter by name and shape.
+
+transformers fills what a checkpoint lacks at random and goes on. Here that is an error, told from
+the headers of the safetensors files before any weight is read (`check_weights`), and for hub names
+from what was loaded (`check_loaded`).
 """
 
 from __future__ import annotations
@@ -52,7 +55,10 @@ LAYER = re.compile(r"(.*?\.)(\d+)\.")
 
 @dataclass(frozen=True)
 class Differences:
-    """What sets a checkpoint's tensors apart from a model's. `wrong`: name -> (shape in the file, in the model)."""
+    """What sets a checkpoint's tensors apart from a model's.
+
+    `wrong`: name -> (shape in the file, in the model).
+    """
 
     missing: frozenset[str]
     wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -62,9 +68,10 @@ class Differences:
 def check_weights(source: str | Path, config: PretrainedConfig) -> dict[str, TensorSource]:
     """Where each tensor of the config's model lies, by the model's names; empty for a hub name.
 
-    Headers alone are read, unless both of two tied matrices are stored: those are compared. Surplus tensors are told in
-    a warning. Raises WeightsError for quantised weights, for files that cannot be read, and unless every parameter and
-    persistent buffer is there in its shape (of tied ones, one).
+    Headers alone are read, unless both of two tied matrices are stored: those are compared. Surplus
+    tensors are told in a warning. Raises WeightsError for quantised weights, for files that cannot
+    be read, and unless every parameter and persistent buffer is there in its shape (of tied ones,
+    one).
     """
     check_plain(source, config)
     folder = Path(source)
@@ -121,7 +128,10 @@ def _differences(model: PreTrainedModel, sources: Mapping[str, TensorSource]) ->
 
 
 def check_loaded(source: str | Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
-    """Raise WeightsError unless all of a model came from its checkpoint. `info`: transformers' loading info."""
+    """Raise WeightsError unless all of a model came from its checkpoint.
+
+    `info`: transformers' loading info.
+    """
     wrong = {name: (tuple(file), tuple(shape)) for name, file, shape in info["mismatched_keys"]}
     missing = frozenset(info["missing_keys"])
     surplus = frozenset(info["unexpected_keys"])
@@ -138,7 +148,10 @@ def check_loaded(source: str | Path, model: PreTrainedModel, info: Mapping[str, 
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """Without transformers' table of what is missing, surplus or of another shape: `check_loaded` tells it."""
+    """Without transformers' table of what is missing, surplus or of another shape.
+
+    `check_loaded` tells it.
+    """
     its = logging.getLogger("transformers.modeling_utils")
 
     def worse(
@@ -187,8 +200,10 @@ def _outline(source: Path, config: PretrainedConfig) -> PreTrainedModel:
 def _by_present_name(
     model: PreTrainedModel, stored: Mapping[str, Stored]
 ) -> dict[str, TensorSource] | None:
-    """Tensors under the names that transformers gives them on loading, experts put together; None if it would do more
-    to some. Raises WeightsError for experts that do not belong together."""
+    """Tensors under the names that transformers gives them on loading, experts put together.
+
+    None if it would do more to some. Raises WeightsError for experts that do not belong together.
+    """
     state = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]

@@ -1,11 +1,14 @@
-"""Attention of one new token over a long cache, reading every kept key and value once and expanding neither.
+"""Attention of one new token over a long cache, reading every kept key and value once and expanding
+neither.
 
-Legend: B batch, H query heads, G^K / G^V kept key / value heads, m query heads of a group, S cached tokens, d head dim.
+Legend: B batch, H query heads, G^K / G^V kept key / value heads, m query heads of a group, S cached
+tokens, d head dim.
 
-Three ways, all equal to `expand` followed by SDPA, which stays as the reference:
-- `decode_padded`: groups gathered and padded to the widest, one batched product for keys and one for values;
-- `decode_by_group`: one product a group, no padding; faster where a product is large enough to be worth a call;
-- `attention.modeling.kernels`: one fused kernel, on CUDA devices where Triton is there.
+Three ways, all equal to `expand` followed by SDPA, which stays as the reference: - `decode_padded`:
+groups gathered and padded to the widest, one batched product for keys and one for values; -
+`decode_by_group`: one product a group, no padding; faster where a product is large enough to be
+worth a call; - `attention.modeling.kernels`: one fused kernel, on CUDA devices where Triton is
+there.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ LARGE = 1 << 16
 
 @dataclass(frozen=True)
 class HeadSlots:
-    """Where the query heads of each kept head lie when gathered by group and padded to the widest group.
+    """Where the query heads of each kept head lie when gathered by group and padded to the widest
+    group.
 
-    `heads [G·m]`: the query head in each slot; a group narrower than m repeats its first member. `place [H]`: the slot
-    of each query head.
+    `heads [G·m]`: the query head in each slot; a group narrower than m repeats its first member.
+    `place [H]`: the slot of each query head.
     """
 
     groups: int
@@ -60,9 +64,10 @@ class HeadSlots:
 class HeadMaps:
     """What a layer's plan means at run time. Built once a layer, outside of the forward pass.
 
-    `by_key [H]`: the query heads, those of one key head side by side; `by_value [H]`: the same by value head, as places
-    in `by_key` (None: they lie so already); `back [H]`: where each query head lies after both. `key_sizes` and
-    `value_sizes`: how many query heads each group has. `kernel`: the maps as the fused kernel reads them.
+    `by_key [H]`: the query heads, those of one key head side by side; `by_value [H]`: the same by
+    value head, as places in `by_key` (None: they lie so already); `back [H]`: where each query head
+    lies after both. `key_sizes` and `value_sizes`: how many query heads each group has. `kernel`:
+    the maps as the fused kernel reads them.
     """
 
     plan: LayerPlan
@@ -111,8 +116,8 @@ def decode(
 ) -> Tensor:
     """Attention of one new token by whichever way is fastest here.
 
-    query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask broadcastable to `[B, H, 1, S]` (boolean:
-    True attends; or additive), sinks `[H]`. Returns `[B, H, 1, d]`.
+    query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask broadcastable to `[B,
+    H, 1, S]` (boolean: True attends; or additive), sinks `[H]`. Returns `[B, H, 1, d]`.
     """
     if softcap is not None or sinks is not None:  # the other ways know neither
         return decode_padded(query, key, value, maps, mask, scaling, softcap, sinks)
@@ -149,7 +154,10 @@ def decode_by_group(
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor:
-    """`decode` with one product a group of each sequence, written in place. Without gradients, on the CPU."""
+    """`decode` with one product a group of each sequence, written in place.
+
+    Without gradients, on the CPU.
+    """
     q_BHd = (query.squeeze(2) * _factor(query, scaling)).index_select(1, maps.by_key)
     weights = _softmax(_products(q_BHd, key.transpose(-1, -2), maps.key_sizes), mask, maps.by_key)
     if maps.by_value is not None:
@@ -158,7 +166,9 @@ def decode_by_group(
 
 
 def _products(rows: Tensor, head_rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Rows `[B, H, n]`, sorted into groups of these sizes, times each group's own `[n, p]` of `[B, G, n, p]`."""
+    """Rows `[B, H, n]`, sorted into groups of these sizes, times each group's own `[n, p]` of `[B, G,
+    n, p]`.
+    """
     result = rows.new_empty((*rows.shape[:2], head_rows.shape[-1]))
     for b, sequence in enumerate(head_rows):
         grouped = zip(rows[b].split(sizes), sequence, result[b].split(sizes), strict=True)
@@ -174,7 +184,9 @@ def decode_scores(query: Tensor, key: Tensor, maps: HeadMaps, scaling: float | N
 
 
 def decode_mix(weights: Tensor, value: Tensor, maps: HeadMaps) -> Tensor:
-    """Values under the weights of one new token, `[B, H, 1, S]` and `[B, G^V, S, d]` -> `[B, H, 1, d]`."""
+    """Values under the weights of one new token, `[B, H, 1, S]` and `[B, G^V, S, d]` -> `[B, H, 1,
+    d]`.
+    """
     return maps.value_slots.scatter(maps.value_slots.gather(weights.squeeze(2)) @ value).unsqueeze(
         2
     )
@@ -187,7 +199,9 @@ def _factor(query: Tensor, scaling: float | None) -> float:
 def _softmax(
     scores: Tensor, mask: Tensor | None, order: Tensor | None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Weights `[B, H, S]` of scores whose heads lie in `order`, under a mask as `decode` takes it, beside sinks."""
+    """Weights `[B, H, S]` of scores whose heads lie in `order`, under a mask as `decode` takes it,
+    beside sinks.
+    """
     if mask is not None:
         mask = mask.squeeze(2)
         if order is not None and mask.shape[1] > 1:

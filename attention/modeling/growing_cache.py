@@ -2,8 +2,8 @@
 
 Legend: B batch, G^K / G^V kept key / value heads, T new tokens, S cached tokens, d head dim.
 
-The stock dynamic layer copies all that is cached for every new token. This one copies once every `ROOM` tokens and
-writes in place between.
+The stock dynamic layer copies all that is cached for every new token. This one copies once every
+`ROOM` tokens and writes in place between.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ ROOM = 64
 
 
 class GrowingLayer(DynamicLayer):
-    """A `DynamicLayer` whose `keys` `[B, G^K, S, d]` and `values` `[B, G^V, S, d]` are views of longer tensors.
+    """A `DynamicLayer` whose `keys` `[B, G^K, S, d]` and `values` `[B, G^V, S, d]` are views of longer
+    tensors.
 
-    What was prefilled is held exactly; the room comes with the next token. Where gradients are recorded it
-    concatenates as the stock layer does.
+    What was prefilled is held exactly; the room comes with the next token. Where gradients are
+    recorded it concatenates as the stock layer does.
     """
 
     _room: tuple[Tensor, Tensor] | None = None
@@ -68,7 +69,10 @@ def _longer(tensor: Tensor, tokens: int) -> Tensor:
 
 
 def cache_in(kwargs: Mapping[str, Any]) -> Any:
-    """The cache among the keywords of an attention module, whatever it is called there; None without one."""
+    """The cache among the keywords of an attention module, whatever it is called there.
+
+    None without one.
+    """
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
 
@@ -98,7 +102,10 @@ def next_output(model: Any, tokens: Tensor, output: Any) -> Any:
 
 
 def cache_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:
-    """The layer of a cache, swapped for one of `kind` if it is a fresh dynamic one; None if there is no such layer."""
+    """The layer of a cache, swapped for one of `kind` if it is a fresh dynamic one.
+
+    None if there is no such layer.
+    """
     while cache.layer_class_to_replicate is DynamicLayer and len(cache.layers) <= index:
         cache.layers.append(kind())
     layer: Any = cache.layers[index] if index < len(cache.layers) else None

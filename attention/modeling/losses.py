@@ -17,7 +17,9 @@ from attention.modeling.running import AT_ONCE, batch_of
 
 
 def language_modelling(logits: Tensor, labels: Tensor, _: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy of the tokens that come next, `labels [P]`, under `logits [P, V]`; a `Cost`.
+    """Mean cross-entropy of the tokens that come next, `labels [P]`, under `logits [P, V]`.
+
+    A `Cost`.
 
     Computed in float32 at least, whatever the model's dtype.
     """

@@ -1,4 +1,6 @@
-"""The MLP of each layer, as its projections: what goes in (rows are neurons) and what comes out (columns are).
+"""The MLP of each layer, as its projections.
+
+What goes in (rows are neurons) and what comes out (columns are).
 
 Legend: F neurons, D model dim.
 """
@@ -44,7 +46,10 @@ class MlpSite:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """Copies of one MLP's weights: inputs `[F, D]` each and the output `[D, F]`, with their biases or None."""
+    """Copies of one MLP's weights.
+
+    Inputs `[F, D]` each and the output `[D, F]`, with their biases or None.
+    """
 
     inputs: tuple[Tensor, ...]
     output: Tensor
@@ -52,7 +57,10 @@ class MlpWeights:
 
 
 def mlp_sites(model: PreTrainedModel) -> list[MlpSite]:
-    """The MLP of every layer. Raises ValueError for a family whose MLP is not made of linear layers (GPT-2)."""
+    """The MLP of every layer.
+
+    Raises ValueError for a family whose MLP is not made of linear layers (GPT-2).
+    """
     decoder: Any = model.get_decoder()
     sites = []
     for layer in getattr(decoder, "layers", ()):

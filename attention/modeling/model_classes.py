@@ -1,7 +1,8 @@
 """Headfold's own model types: a family's stock model with the head counts and maps of a plan.
 
 One config class and one model class a family, `headfold_<family>`, registered with AutoConfig and
-AutoModelForCausalLM on import. Shapes are final inside the constructor, as ZeRO-3 and meta-device loading need.
+AutoModelForCausalLM on import. Shapes are final inside the constructor, as ZeRO-3 and meta-device
+loading need.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def check_fits(plan: AttentionPlan, geometry: HeadGeometry) -> None:
 
 
 class HeadfoldMixin:
-    """What the model class of every family gains: projections of the plan's shapes, maps, and uneven caches."""
+    """What the model class of every family gains.
+
+    Projections of the plan's shapes, maps, and uneven caches.
+    """
 
     family: Family
 
@@ -72,7 +76,10 @@ class HeadfoldMixin:
             module.reset_parameters()
 
     def initialize_weights(self) -> None:
-        """Called by transformers once the weights are read: composition that the checkpoint lacks starts afresh."""
+        """Called by transformers once the weights are read.
+
+        Composition that the checkpoint lacks starts afresh.
+        """
         super().initialize_weights()  # type: ignore[misc]
         reset_missing(self)  # type: ignore[arg-type]
 
@@ -120,7 +127,10 @@ def register() -> None:
 
 
 def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig:
-    """The config of `config`'s model with `plan`. Raises PlanError if the plan does not fit the checkpoint."""
+    """The config of `config`'s model with `plan`.
+
+    Raises PlanError if the plan does not fit the checkpoint.
+    """
     check_fits(plan, geometry_of(config))
     if plan.composition is not None and (window := window_of(config)):
         raise PlanError(
@@ -138,12 +148,18 @@ def family_fields(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def plan_of(model: PreTrainedModel) -> AttentionPlan:
-    """The plan that a model carries out; for a stock checkpoint, its own grouping (identity for MHA)."""
+    """The plan that a model carries out.
+
+    For a stock checkpoint, its own grouping (identity for MHA).
+    """
     return plan_of_config(model.config)
 
 
 def plan_of_config(config: PretrainedConfig) -> AttentionPlan:
-    """The plan of the models that a config describes. Raises PlanError for one of ours that has lost it."""
+    """The plan of the models that a config describes.
+
+    Raises PlanError for one of ours that has lost it.
+    """
     record = getattr(config, "attention_plan", None)
     if record is not None:
         return AttentionPlan.from_dict(record)

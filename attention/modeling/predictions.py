@@ -1,8 +1,9 @@
 """What the predictions of a model cost, a bounded number of positions at a time.
 
-The logits of a whole batch would be the largest tensor of a training step or an evaluation: 0.5 GB in float32 for one
-sequence of 4,096 tokens and a vocabulary of 32,000, several times over. So only the hidden states are computed for all
-positions; logits exist for `CHUNK_BYTES` of them, and with gradients are made again in the backward pass.
+The logits of a whole batch would be the largest tensor of a training step or an evaluation: 0.5 GB
+in float32 for one sequence of 4,096 tokens and a vocabulary of 32,000, several times over. So only
+the hidden states are computed for all positions; logits exist for `CHUNK_BYTES` of them, and with
+gradients are made again in the backward pass.
 
 Legend: B sequences, T tokens, D model dim, V vocabulary, P positions.
 """
@@ -30,8 +31,9 @@ _Head = Callable[[Tensor], Tensor]
 
 
 class Final(NamedTuple):
-    """The hidden states `[B, T, D]` that enter an output head, and the head, which makes logits `[P, vocabulary]` of
-    `[P, D]`."""
+    """The hidden states `[B, T, D]` that enter an output head, and the head, which makes logits `[P,
+    vocabulary]` of `[P, D]`.
+    """
 
     states: Tensor
     head: Callable[[Tensor], Tensor]
@@ -61,10 +63,12 @@ def final(model: Any, ids: Tensor, **more: Any) -> Final:
 def mean_cost(
     model: Any, ids: Tensor, cost: _Cost, reference: Final | None = None, rows: int | None = None
 ) -> Tensor:
-    """Mean of `cost` over the next-token predictions of the first `rows` (default: all) sequences of `ids [B, T]`.
+    """Mean of `cost` over the next-token predictions of the first `rows` (default: all) sequences of
+    `ids [B, T]`.
 
-    `model` may be a DeepSpeed engine: this is one forward pass of it. With ZeRO 3 the weights of the head are whole
-    only while the head is called, and while the backward pass is at that call: so all is computed within it.
+    `model` may be a DeepSpeed engine: this is one forward pass of it. With ZeRO 3 the weights of
+    the head are whole only while the head is called, and while the backward pass is at that call:
+    so all is computed within it.
     """
     head = model.get_output_embeddings()
     finish = _finishing(model)
@@ -84,10 +88,11 @@ def in_chunks(
     reference: Final | None = None,
     rows: int | None = None,
 ) -> Tensor:
-    """Mean of `cost` over the predictions of the first `rows` sequences of `ids [B, T]`, which went into both finals.
+    """Mean of `cost` over the predictions of the first `rows` sequences of `ids [B, T]`, which went
+    into both finals.
 
-    No gradients flow into the reference. The heads are called as often whatever `rows` is, since workers that hold a
-    split head must call it together; of no rows the mean is 0.
+    No gradients flow into the reference. The heads are called as often whatever `rows` is, since
+    workers that hold a split head must call it together; of no rows the mean is 0.
     """
     labels = ids[:, 1:].flatten()
     counted = (len(ids) if rows is None else rows) * (ids.shape[1] - 1)
@@ -147,7 +152,9 @@ def _config(model: Any) -> Any:
 def _at_the_head(
     model: Any, ids: Tensor, instead: Callable[[Tensor], Tensor], **more: Any
 ) -> Tensor:
-    """A forward pass in which the output head returns what `instead` makes of its input, and nothing comes after."""
+    """A forward pass in which the output head returns what `instead` makes of its input, and nothing
+    comes after.
+    """
     head = model.get_output_embeddings()
 
     def once(states: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Running a model in part: up to one of its modules and no further, or with other hidden states in one of its layers.
+"""Running a model in part.
+
+Up to one of its modules and no further, or with other hidden states in one of its layers.
 
 Legend: B sequences, T tokens, D model dim.
 """
@@ -28,8 +30,10 @@ class _Reached(Exception):
 
 
 class Call(NamedTuple):
-    """What a layer or attention module was called with, and what it made of it: `output [B, T, D]`, or None where the
-    module itself did not run."""
+    """What a layer or attention module was called with, and what it made of it.
+
+    `output [B, T, D]`, or None where the module itself did not run.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -69,7 +73,9 @@ def batch_of(length: int, batch_size: int = AT_ONCE) -> int:
 
 
 def layer_batch(num_heads: int, length: int) -> int:
-    """Sequences of `length` tokens that run through one layer at once, as few as their attention weights allow."""
+    """Sequences of `length` tokens that run through one layer at once, as few as their attention
+    weights allow.
+    """
     return min(AT_ONCE, max(1, ATTENTION_BYTES // (4 * num_heads * length**2)))
 
 
@@ -90,11 +96,13 @@ def layer_of(model: PreTrainedModel, module: nn.Module) -> nn.Module:
 
 
 class Streams:
-    """The hidden states `[B, T, D]` that enter one decoder layer of `model`, for each batch of `sequences [N, T]`.
+    """The hidden states `[B, T, D]` that enter one decoder layer of `model`, for each batch of
+    `sequences [N, T]`.
 
-    Layers are best asked for in ascending order: those below run once, and only what enters the present one is kept.
-    Going back to a lower one starts again from the embeddings. `modules`: the attention module of each layer; `layer`:
-    the present one; `batch_size`: sequences at once, at most (`batch_of`).
+    Layers are best asked for in ascending order: those below run once, and only what enters the
+    present one is kept. Going back to a lower one starts again from the embeddings. `modules`: the
+    attention module of each layer; `layer`: the present one; `batch_size`: sequences at once, at
+    most (`batch_of`).
     """
 
     def __init__(
@@ -116,8 +124,11 @@ class Streams:
 
     @torch.no_grad()
     def advance(self, layer: int, attended: Iterable[Tensor] | None = None) -> None:
-        """Bring all batches to the entrance of `layer`, through the layers below as they are now. `attended`: what the
-        attention of the present layer puts out for each batch, where that is known: it need not run then."""
+        """Bring all batches to the entrance of `layer`, through the layers below as they are now.
+
+        `attended`: what the attention of the present layer puts out for each batch, where that is
+        known: it need not run then.
+        """
         if layer < self.layer:
             self._restart()
         if layer == self.layer:
@@ -161,7 +172,10 @@ class Streams:
 
 @contextmanager
 def _shadowed(modules: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Within, `forward` stands for the modules' own. It is shadowed on the instances only, and shown again after."""
+    """Within, `forward` stands for the modules' own.
+
+    It is shadowed on the instances only, and shown again after.
+    """
     for module in modules:
         module.forward = forward
     try:

@@ -1,4 +1,5 @@
-"""Attention weights where scores are capped or share their softmax with a sink, which fused attention has no place for.
+"""Attention weights where scores are capped or share their softmax with a sink, which fused attention
+has no place for.
 
 Legend: B batch, H query heads, T query tokens, S tokens attended to, d head dim.
 """
@@ -16,8 +17,9 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def softmax_beside(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """Softmax over the last dim of `[..., S]` in float32 at least, beside one more logit `[...]` (broadcast) that takes
-    its share and is dropped: the weights then sum to less than 1."""
+    """Softmax over the last dim of `[..., S]` in float32 at least, beside one more logit `[...]`
+    (broadcast) that takes its share and is dropped: the weights then sum to less than 1.
+    """
     wide = torch.promote_types(scores.dtype, torch.float32)
     if sink is None:
         return scores.softmax(-1, dtype=wide).to(scores.dtype)
@@ -27,8 +29,10 @@ def softmax_beside(scores: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def hidden(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Scores `[B, H, T, S]` under a mask as transformers hands it on: boolean (True: seen), additive, or None: causal,
-    the T query tokens being the last of the S."""
+    """Scores `[B, H, T, S]` under a mask as transformers hands it on.
+
+    Boolean (True: seen), additive, or None: causal, the T query tokens being the last of the S.
+    """
     if mask is None:
         T, S = scores.shape[-2:]
         mask = torch.ones(T, S, dtype=torch.bool, device=scores.device).tril(S - T)
@@ -48,7 +52,8 @@ def explicit_attention(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """`[B, H, T, d]` of queries, keys and values with as many heads, all scores held at once. sinks `[H]`.
+    """`[B, H, T, d]` of queries, keys and values with as many heads, all scores held at once. sinks
+    `[H]`.
 
     The order of operations is that of the stock models, so that the result is theirs bit for bit.
     """

@@ -1,8 +1,10 @@
-"""Heads and MLP blocks of later layers that use the weights of earlier ones (Cao 2024, head-wise sharing).
+"""Heads and MLP blocks of later layers that use the weights of earlier ones (Cao 2024, head-wise
+sharing).
 
-A shared head takes over query, key and value rows with their biases, and its columns of the output projection if the
-plan shares them; norms and position embedding stay the layer's own. A shared MLP block takes over its neurons: rows of
-the input projections with their biases, and columns of the output projection.
+A shared head takes over query, key and value rows with their biases, and its columns of the output
+projection if the plan shares them; norms and position embedding stay the layer's own. A shared MLP
+block takes over its neurons: rows of the input projections with their biases, and columns of the
+output projection.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 
 def by_layer(shares: Iterable[HeadShare]) -> dict[int, dict[int, tuple[int, int]]]:
-    """Layer -> shared head -> (source layer, source head), layers ascending, so that lenders come before borrowers."""
+    """Layer -> shared head -> (source layer, source head), layers ascending, so that lenders come
+    before borrowers.
+    """
     layers: dict[int, dict[int, tuple[int, int]]] = {}
     for share in sorted(shares):
         layers.setdefault(share.layer, {})[share.head] = (share.source_layer, share.source_head)
@@ -40,7 +44,9 @@ def sharing_layers(plan: AttentionPlan) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class SharedSite:
-    """One projection of every layer of which blocks are shared: `name` in `owners[layer]`, blocks of `size` features.
+    """One projection of every layer of which blocks are shared.
+
+    `name` in `owners[layer]`, blocks of `size` features.
 
     `kind`: SharedRows where a block is output features, SharedColumns where it is input features.
     """

@@ -1,11 +1,15 @@
-"""Projections that use blocks of an earlier layer's projection: each weight is held once, by one module.
+"""Projections that use blocks of an earlier layer's projection.
 
-Legend: n output (or input) features in H blocks, D the other side; x `[..., D]` (rows) or `[..., n]` (columns).
+Each weight is held once, by one module.
 
-A block is a head's d rows of a q, k or v projection, or a slice of an MLP's neurons. The earlier projection *lends*
-the block; the later one keeps a plain reference to that module (not a submodule of it) and registers as parameters only
-what it owns, so that `parameters()`, `state_dict()`, the optimiser and safetensors see every weight once. Blocks are
-multiplied where they lie. A lender's weight is read as its attribute in each forward pass, where ZeRO 3 gathers it.
+Legend: n output (or input) features in H blocks, D the other side; x `[..., D]` (rows) or `[...,
+n]` (columns).
+
+A block is a head's d rows of a q, k or v projection, or a slice of an MLP's neurons. The earlier
+projection *lends* the block; the later one keeps a plain reference to that module (not a submodule
+of it) and registers as parameters only what it owns, so that `parameters()`, `state_dict()`, the
+optimiser and safetensors see every weight once. Blocks are multiplied where they lie. A lender's
+weight is read as its attribute in each forward pass, where ZeRO 3 gathers it.
 """
 
 from __future__ import annotations
@@ -34,9 +38,10 @@ class Piece:
 class SharedProjection(nn.Module):
     """A linear layer of which some blocks along `dim` of its weight belong to earlier projections.
 
-    `like`: the stock projection that it replaces (shape, bias, dtype, device). `borrowed[b] = (lender, block)`: block b
-    of this projection is that block of the lender, an `nn.Linear` or another SharedProjection which owns it. Features
-    beyond `blocks * size` belong to no block and are owned.
+    `like`: the stock projection that it replaces (shape, bias, dtype, device). `borrowed[b] =
+    (lender, block)`: block b of this projection is that block of the lender, an `nn.Linear` or
+    another SharedProjection which owns it. Features beyond `blocks * size` belong to no block and
+    are owned.
     """
 
     dim: int
@@ -127,7 +132,10 @@ class SharedProjection(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The whole weight `[out_features, in_features]`, put together anew at every access: to read, not to change."""
+        """The whole weight `[out_features, in_features]`, put together anew at every access.
+
+        To read, not to change.
+        """
         parts = self._weights()
         return torch.cat([parts[piece.owner][piece.part] for piece in self._pieces], self.dim)
 
@@ -143,7 +151,10 @@ class SharedProjection(nn.Module):
 
 
 class SharedRows(SharedProjection):
-    """Blocks of output features: q, k, v, and the MLP's input projections. A block's bias comes with it."""
+    """Blocks of output features: q, k, v, and the MLP's input projections.
+
+    A block's bias comes with it.
+    """
 
     dim = 0
 
@@ -254,7 +265,8 @@ def _part(sizes: Sequence[int], start: int) -> int:
 def sharing_modules(model: nn.Module) -> set[str]:
     """Names of the projections that borrow or lend blocks.
 
-    An adapter on one of these would change some users of a weight and, once merged, all of them: adapt others only.
+    An adapter on one of these would change some users of a weight and, once merged, all of them:
+    adapt others only.
     """
     borrowers = [module for module in model.modules() if isinstance(module, SharedProjection)]
     involved = {id(m) for borrower in borrowers for m in (borrower, *borrower._lenders)}

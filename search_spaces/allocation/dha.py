@@ -19,11 +19,12 @@ def dha_greedy(
 ) -> tuple[int, ...]:
     """Heads for each layer, `total` in all, more where the loss is greater (DHA, App. B.4, Alg. 5).
 
-    `quanta` (small, large): every layer starts with `small`; the `first` layers of greatest loss are raised to `large`,
-    but as printed only as many as whole `large` fit into what is left (line 10: R // 16, though each takes 12); then
-    `small` more goes to the layer of greatest loss / heads until nothing is left. Ties go to the earlier layer. No
-    layer gets more than `cap` heads (default: no limit). Raises ValueError if the total is too small, cannot be given
-    out in steps of `small`, or exceeds the cap.
+    `quanta` (small, large): every layer starts with `small`; the `first` layers of greatest loss
+    are raised to `large`, but as printed only as many as whole `large` fit into what is left (line
+    10: R // 16, though each takes 12); then `small` more goes to the layer of greatest loss / heads
+    until nothing is left. Ties go to the earlier layer. No layer gets more than `cap` heads
+    (default: no limit). Raises ValueError if the total is too small, cannot be given out in steps
+    of `small`, or exceeds the cap.
     """
     small, large = quanta
     layers = len(losses)
@@ -89,11 +90,14 @@ def dha(
     first: int = 1,
     key_share: float = 0.5,
 ) -> Counts:
-    """Greedy, once for keys and once for values (DHA, sec. 3.2 and 4.3); `key_share` of the total goes to keys,
-    with what is no whole head. **Silent** in the paper is the split of the total.
+    """Greedy, once for keys and once for values (DHA, sec. 3.2 and 4.3).
 
-    The default quanta are the paper's 4 and 16 of 32 heads in proportion, less where the total or the heads ask for it.
-    Raises ValueError if a side has fewer heads than layers, or more than the checkpoint.
+    `key_share` of the total goes to keys, with what is no whole head. **Silent** in the paper is
+    the split of the total.
+
+    The default quanta are the paper's 4 and 16 of 32 heads in proportion, less where the total or
+    the heads ask for it. Raises ValueError if a side has fewer heads than layers, or more than the
+    checkpoint.
     """
     if problem.loss is None:
         raise ValueError(
@@ -117,7 +121,9 @@ def dha(
 
 
 def _step(problem: AllocationProblem, total: int) -> int:
-    """The largest step up to an eighth of the heads that divides heads and total and that every layer can have."""
+    """The largest step up to an eighth of the heads that divides heads and total and that every layer
+    can have.
+    """
     steps = range(1, max(1, problem.stored // 8) + 1)
     return max(
         s

@@ -1,6 +1,7 @@
 """Exact allocation of a budget over sites with an error curve each: the multiple-choice knapsack.
 
-Legend: sites (2 L: keys and values of each layer), e_s(G) error of site s with G heads, B budget in heads.
+Legend: sites (2 L: keys and values of each layer), e_s(G) error of site s with G heads, B budget in
+heads.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ POWERS = range(-12, 7)  # of 2: weights of evenness, relative to the mean error
 def knapsack(
     curves: Sequence[Mapping[int, float]], budget: int, *, exact: bool = False
 ) -> tuple[int, ...]:
-    """One head count a site, of least total error, with at most `budget` heads in all (exactly so many if `exact`).
+    """One head count a site, of least total error, with at most `budget` heads in all (exactly so many
+    if `exact`).
 
-    `curves[s]`: error for each admissible head count of site s. Exact, by dynamic programming over sites and heads:
-    O(sites x counts x budget). Ties go to fewer heads, later sites first. Raises ValueError if no choice meets the
-    budget or an error is not finite.
+    `curves[s]`: error for each admissible head count of site s. Exact, by dynamic programming over
+    sites and heads: O(sites x counts x budget). Ties go to fewer heads, later sites first. Raises
+    ValueError if no choice meets the budget or an error is not finite.
     """
     least = np.full(budget + 1, np.inf)
     least[0] = 0.0
@@ -65,11 +67,13 @@ def knapsack(
 def towards_even(
     curves: Sequence[Mapping[int, float]], budget: int, at_most: int
 ) -> list[tuple[int, ...]]:
-    """Plans of exactly `budget` heads from the one of least summed error to the most even one, each once.
+    """Plans of exactly `budget` heads from the one of least summed error to the most even one, each
+    once.
 
-    Errors of single sites add up only roughly: where many come down to one head the model loses more than their sum.
-    Each plan minimises the sum of the errors plus w x log(G / even)^2 over the sites, even = budget / sites, for a
-    weight w that grows from 0; `at_most` of them stay, first and last included. Raises ValueError as `knapsack`.
+    Errors of single sites add up only roughly: where many come down to one head the model loses
+    more than their sum. Each plan minimises the sum of the errors plus w x log(G / even)^2 over the
+    sites, even = budget / sites, for a weight w that grows from 0; `at_most` of them stay, first
+    and last included. Raises ValueError as `knapsack`.
     """
     errors = [error for curve in curves for error in curve.values() if error > 0]
     scale = float(np.mean(errors)) if errors else 1.0
@@ -138,11 +142,14 @@ def reachable(counts: Sequence[int], sites: int) -> list[int]:
 
 
 def usual_counts(stored: int, num_heads: int) -> tuple[int, ...]:
-    """Counts of KV heads that layers of one model have by default, ascending: the divisors of `stored`.
+    """Counts of KV heads that layers of one model have by default, ascending.
 
-    Where these leave nothing between one head and all (3, 5, 7 stored heads), also those with which one number of query
-    heads for all layers, which vLLM wants, is at most twice the model's `num_heads`, small ones first: unequal groups
-    are made even by zero query heads, which take work in every layer.
+    The divisors of `stored`.
+
+    Where these leave nothing between one head and all (3, 5, 7 stored heads), also those with which
+    one number of query heads for all layers, which vLLM wants, is at most twice the model's
+    `num_heads`, small ones first: unequal groups are made even by zero query heads, which take work
+    in every layer.
     """
     counts = [g for g in range(1, stored + 1) if stored % g == 0]
     if len(counts) > 2 or stored < 3:
@@ -178,10 +185,12 @@ def best_measured(
     fit_steps: int = 60,
     finalist_steps: int = 120,
 ) -> Counts:
-    """The plan of least measured loss among `finalists` of `towards_even`; without a measure the first of them.
+    """The plan of least measured loss among `finalists` of `towards_even`.
 
-    `sides` with counts of their own: ("key", "value"), or ("both",). The other knobs are for whoever measures. Raises
-    ValueError without error curves.
+    Without a measure the first of them.
+
+    `sides` with counts of their own: ("key", "value"), or ("both",). The other knobs are for
+    whoever measures. Raises ValueError without error curves.
     """
     if problem.curves is None:
         raise ValueError("this allocation needs measured error curves: a model and token sequences")
@@ -205,7 +214,9 @@ def best_measured(
     passes_to=best_measured,
 )
 def knapsack_part(problem: AllocationProblem, **knobs: Any) -> Counts:
-    """Least measured loss among plans of little summed increase, over keys and values of all layers together."""
+    """Least measured loss among plans of little summed increase, over keys and values of all layers
+    together.
+    """
     return best_measured(problem, ("key", "value"), **knobs)
 
 

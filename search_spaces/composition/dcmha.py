@@ -1,4 +1,7 @@
-"""Dynamically composable heads (Xiao 2024). The settings are those that the paper varies in its Tables 9 and 10."""
+"""Dynamically composable heads (Xiao 2024).
+
+The settings are those that the paper varies in its Tables 9 and 10.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ def none(plan: AttentionPlan) -> AttentionPlan:
 
 
 def composition_of(settings: Mapping[str, Any]) -> Composition:
-    """A composition from its own settings, and `windowed`. Raises PlanError for settings that cannot be."""
+    """A composition from its own settings, and `windowed`.
+
+    Raises PlanError for settings that cannot be.
+    """
     fields = {name: value for name, value in settings.items() if name != "windowed"}
     if settings.get("windowed") and not fields.get("window"):
         fields["window"] = WINDOW

@@ -1,5 +1,7 @@
-"""Exchanging two heads of different groups on an additive group cost, by two published schedules: simulated annealing,
-and swaps that only improve, from many random starts."""
+"""Exchanging two heads of different groups on an additive group cost, by two published schedules.
+
+Simulated annealing, and swaps that only improve, from many random starts.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ from search_spaces.partitions import Partition, canonical, random_partition
 def swap_search(
     cost: GroupCost, start: Partition, temperatures: Iterable[float], generator: np.random.Generator
 ) -> tuple[Partition, float]:
-    """One exchange a temperature, kept if it lowers the cost or by chance exp(-increase / temperature).
+    """One exchange a temperature, kept if it lowers the cost or by chance exp(-increase /
+    temperature).
 
-    At temperature 0 only improvements are kept. Returns the best partition visited and its total cost.
+    At temperature 0 only improvements are kept. Returns the best partition visited and its total
+    cost.
     """
     groups = list(start)
     total = best_total = -cost.score(start)
@@ -82,11 +86,12 @@ def anneal(
 ) -> Grouping:
     """A partition of low total cost (DHA, App. B.3, Alg. 4; its schedule is the default: 110 moves).
 
-    `cost`: of one group (`GroupCost`, function of its members) or of one pair (`[n, n]` matrix, a distance). Groups
-    start equal (by one where `groups` does not divide the heads) and keep their sizes. `moves` at each temperature;
-    the best of `restarts` runs. As printed the algorithm maximises a sum of distances and returns where it ends; the
-    text asks for small distances within groups, so this minimises, and returns the best partition that it visited.
-    Raises ValueError for an impossible number of groups or schedule.
+    `cost`: of one group (`GroupCost`, function of its members) or of one pair (`[n, n]` matrix, a
+    distance). Groups start equal (by one where `groups` does not divide the heads) and keep their
+    sizes. `moves` at each temperature; the best of `restarts` runs. As printed the algorithm
+    maximises a sum of distances and returns where it ends; the text asks for small distances within
+    groups, so this minimises, and returns the best partition that it visited. Raises ValueError for
+    an impossible number of groups or schedule.
     """
     if not (0 < cooling < 1 and end_temperature > 0 and moves > 0 and restarts > 0):
         raise ValueError(
@@ -144,7 +149,8 @@ def anneal_restarts(
     moves: int = 1000,
     restarts: int = 10,
 ) -> Grouping:
-    """The best of `restarts` runs of `moves` swaps from random starts, each kept only if it lowers the cost.
+    """The best of `restarts` runs of `moves` swaps from random starts, each kept only if it lowers the
+    cost.
 
     Silent: the paper names neither number. Without `equal_sizes` sizes may differ by one.
     """

@@ -1,9 +1,12 @@
-"""One chain of the walk over all sites of a model, for scores that arrive later: what a searcher of trials keeps.
+"""One chain of the walk over all sites of a model, for scores that arrive later.
+
+What a searcher of trials keeps.
 
 Legend: L layers, U stored KV heads a layer (units).
 
-Sites are searched from the first layer to the last, as in AsymGQA, the keys of a layer before its values. **Silent**
-in the paper is what later sites look like meanwhile: they keep all heads, so only plans of the last one meet the ratio.
+Sites are searched from the first layer to the last, as in AsymGQA, the keys of a layer before its
+values. **Silent** in the paper is what later sites look like meanwhile: they keep all heads, so
+only plans of the last one meet the ratio.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ SiteKey = tuple[int, str]
 def searched_sites(counts: Sequence[tuple[int, int]], units: int) -> dict[SiteKey, int]:
     """Heads to keep at each site where there is something to choose, in the order of the search.
 
-    `counts`: (key heads, value heads) of each layer. Raises ValueError for a count that `units` heads cannot make.
+    `counts`: (key heads, value heads) of each layer. Raises ValueError for a count that `units`
+    heads cannot make.
     """
     sites = {
         (layer, side): pair[i] for layer, pair in enumerate(counts) for i, side in enumerate(SIDES)
@@ -42,11 +46,13 @@ def searched_sites(counts: Sequence[tuple[int, int]], units: int) -> dict[SiteKe
 class Chain:
     """Walks one site after another; one plan at a time waits for its score.
 
-    `counts`: (key heads, value heads) of each layer. `iterations`: moves at each of the `searched_sites`, at least one.
-    `settings`: probabilities, neighbours and `symmetric` of `Walk`. A chain and `make_plan` with the same generator and
-    score make the same decisions. Plain values: pickled and read back, the chain goes on as if nothing had happened.
+    `counts`: (key heads, value heads) of each layer. `iterations`: moves at each of the
+    `searched_sites`, at least one. `settings`: probabilities, neighbours and `symmetric` of `Walk`.
+    A chain and `make_plan` with the same generator and score make the same decisions. Plain values:
+    pickled and read back, the chain goes on as if nothing had happened.
 
-    Raises ValueError for counts that the checkpoint's heads cannot make, or if `iterations` does not fit the sites.
+    Raises ValueError for counts that the checkpoint's heads cannot make, or if `iterations` does
+    not fit the sites.
     """
 
     geometry: HeadGeometry
@@ -100,11 +106,16 @@ class Chain:
 
     @property
     def plan(self) -> AttentionPlan:
-        """The best partition of every site that has been searched; the others keep all heads until then."""
+        """The best partition of every site that has been searched.
+
+        The others keep all heads until then.
+        """
         return plan_of_sites(self.found, self.geometry)
 
     def propose_next(self, similarities: Mapping[SiteKey, np.ndarray]) -> AttentionPlan | None:
-        """The plan to score next, the same again until `tell`; None when all sites have been searched.
+        """The plan to score next, the same again until `tell`.
+
+        None when all sites have been searched.
 
         `similarities`: of the units at each site, `[U, U]`, higher is closer.
         """

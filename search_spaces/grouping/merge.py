@@ -1,4 +1,6 @@
-"""Hierarchical merging on an additive group cost, then local search: for more heads than the exact programme takes.
+"""Hierarchical merging on an additive group cost, then local search.
+
+For more heads than the exact programme takes.
 
 Legend: n heads, G groups, c(S) cost of the group S.
 """
@@ -52,7 +54,9 @@ def _union(a: Members, b: Members) -> Members:
 
 
 def improved(cost: GroupCost, groups: _Groups, may_move: bool, max_passes: int) -> _Groups:
-    """`groups` after the best swap (or move) between two groups, until none lowers the cost, changed in place."""
+    """`groups` after the best swap (or move) between two groups, until none lowers the cost, changed
+    in place.
+    """
     for _ in range(max_passes):
         changes = list(changes_of(cost, groups, may_move))
         if not changes:
@@ -68,7 +72,10 @@ def improved(cost: GroupCost, groups: _Groups, may_move: bool, max_passes: int) 
 def changes_of(
     cost: GroupCost, groups: _Groups, may_move: bool
 ) -> Iterator[tuple[float, int, int, Members, Members]]:
-    """Every swap (and every move) between two groups: (increase of the cost, i, j, new group i, new group j)."""
+    """Every swap (and every move) between two groups.
+
+    (increase of the cost, i, j, new group i, new group j).
+    """
     for i, j in combinations(range(len(groups)), 2):
         for a in groups[i]:
             for b in groups[j]:
@@ -101,8 +108,8 @@ def merge(
 ) -> Grouping:
     """Without chance: merge the cheapest pair until G groups are left, then improve.
 
-    Improving takes the best single move (not with `equal_sizes`) or swap of two groups until none lowers the cost,
-    `max_passes` times at most.
+    Improving takes the best single move (not with `equal_sizes`) or swap of two groups until none
+    lowers the cost, `max_passes` times at most.
     """
     cost = problem.need_cost()
     heads = problem.num_heads

@@ -1,4 +1,7 @@
-"""Merging, then annealing from there, on an additive group cost: for more heads than the exact programme takes."""
+"""Merging, then annealing from there, on an additive group cost.
+
+For more heads than the exact programme takes.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,10 @@ def _annealed(
 def _step(
     cost: GroupCost, groups: list[Members], may_move: bool, generator: np.random.Generator
 ) -> tuple[float, int, int, Members, Members]:
-    """A random swap or move between two groups: (increase of the cost, i, j, new group i, new group j)."""
+    """A random swap or move between two groups.
+
+    (increase of the cost, i, j, new group i, new group j).
+    """
     i, j = (int(g) for g in generator.choice(len(groups), size=2, replace=False))
     a = groups[i][int(generator.integers(len(groups[i])))]
     if may_move and len(groups[i]) > 1 and generator.random() < 0.5:
@@ -91,11 +97,11 @@ def merge_anneal(
 ) -> Grouping:
     """`merge`, then rounds of annealing, each ended by local search; the best partition counts.
 
-    Steps are swaps, and moves too if sizes may differ. The temperature starts at the mean change of cost over random
-    steps, so that no unit of the cost matters, and falls geometrically; it starts again in each round, by turns from
-    the best partition so far and from a random one. Local search ends with exact re-partitions of a few groups at a
-    time (`search_spaces.grouping.unions`). At most `PRICES` groups are priced on top of those of the plain local
-    searches at both ends.
+    Steps are swaps, and moves too if sizes may differ. The temperature starts at the mean change of
+    cost over random steps, so that no unit of the cost matters, and falls geometrically; it starts
+    again in each round, by turns from the best partition so far and from a random one. Local search
+    ends with exact re-partitions of a few groups at a time (`search_spaces.grouping.unions`). At
+    most `PRICES` groups are priced on top of those of the plain local searches at both ends.
     """
     return annealed_rounds(problem, generator, equal_sizes=equal_sizes, steps=steps)
 

@@ -21,7 +21,9 @@ place of missing ones are then as few as can be."""
 
 
 class Grouping(NamedTuple):
-    """The best partition found, its score (higher is better; None if nothing was scored), and how it was found."""
+    """The best partition found, its score (higher is better; None if nothing was scored), and how it
+    was found.
+    """
 
     partition: Partition
     score: float | None

@@ -1,6 +1,8 @@
-"""The best partition for an additive group cost, for every number of groups at once, by a programme over subsets.
+"""The best partition for an additive group cost, for every number of groups at once, by a programme
+over subsets.
 
-Legend: n heads, G groups, c[S] cost of the subset S as a group, f[S, G] least cost of S in G groups.
+Legend: n heads, G groups, c[S] cost of the subset S as a group, f[S, G] least cost of S in G
+groups.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ def exact_partition(
     equal_sizes: bool = False,
     groups: Sequence[int] | None = None,
 ) -> dict[int, Grouping]:
-    """The cheapest partition of `num_heads` heads into G groups, for each G in `groups` (default: all that can be).
+    r"""The cheapest partition of `num_heads` heads into G groups, for each G in `groups` (default: all
+    that can be).
 
-    `cost` as in `anneal`: of one group, or a matrix of pair costs. With `equal_sizes` no group of a partition is
-    larger than it must be, so that all have one size where G divides the heads, as it does by default. f[S, G] = min
-    over the groups T of S that hold its first head, of c[T] + f[S \\ T, G - 1]: O(3^n) in all. Ties go to the group
-    of lowest bit mask. The score is minus the cost.
+    `cost` as in `anneal`: of one group, or a matrix of pair costs. With `equal_sizes` no group of a
+    partition is larger than it must be, so that all have one size where G divides the heads, as it
+    does by default. f[S, G] = min over the groups T of S that hold its first head, of c[T] + f[S \
+    T, G - 1]: O(3^n) in all. Ties go to the group of lowest bit mask. The score is minus the cost.
 
     Raises ValueError above 16 heads, or for a G that cannot be.
     """
@@ -60,9 +63,11 @@ def exact_partition(
 def shared_exact_partition(
     cost: GroupCost, num_heads: int, groups: int, *, equal_sizes: bool
 ) -> Grouping:
-    """`exact_partition` for one number of groups, the work for which serves every other number asked of this `cost`.
+    """`exact_partition` for one number of groups, the work for which serves every other number asked
+    of this `cost`.
 
-    The filled programme stays with the cost: `2^n (n + 1) / 2` numbers. Raises as `exact_partition` does.
+    The filled programme stays with the cost: `2^n (n + 1) / 2` numbers. Raises as `exact_partition`
+    does.
     """
     largest = largest_group(num_heads, groups, equal_sizes)
     size = largest if equal_sizes else None
@@ -80,10 +85,11 @@ def shared_exact_partition(
 
 
 class Programme:
-    """f of all subsets that can be left over when groups are taken away, each with the first head still there.
+    """f of all subsets that can be left over when groups are taken away, each with the first head
+    still there.
 
-    `table` `[2^n]`: c by bit mask, infinite where not wanted; `most`: groups at most; with `size` all groups have it.
-    All subsets but the whole lack head 0, which halves their number.
+    `table` `[2^n]`: c by bit mask, infinite where not wanted; `most`: groups at most; with `size`
+    all groups have it. All subsets but the whole lack head 0, which halves their number.
     """
 
     def __init__(
@@ -121,7 +127,9 @@ class Programme:
         return Grouping(canonical(partition), -float(self.totals[groups - 1]))
 
     def _tried(self, mask: int) -> np.ndarray:
-        """Least cost of `mask` in 1, 2, ... groups for each group that may hold its first head, `[options, most]`."""
+        """Least cost of `mask` in 1, 2, ... groups for each group that may hold its first head,
+        `[options, most]`.
+        """
         options = _first_groups(mask, self.size)
         return self.table[options, None] + self.least[(mask ^ options) >> 1, :-1]
 

@@ -30,12 +30,14 @@ def asym_walk(
     generator: np.random.Generator,
     symmetric: bool = False,
 ) -> Grouping:
-    """Search a partition of high score (AsymGQA, App. A, Alg. 1 and 2, with the defects named in `propose` mended).
+    """Search a partition of high score (AsymGQA, App. A, Alg. 1 and 2, with the defects named in
+    `propose` mended).
 
-    `similarity` `[n, n]`, higher is closer; `score(partition)`, higher is better, any sign. The walk starts, and
-    restarts with probability `reset` before an iteration, at random groups of `full_sizes`, also when asymmetric. It
-    moves to what it tried if that beats the best, or with probability `accept`. Its trace are `WalkStep`s. Raises
-    ValueError for an impossible number of groups or a score that is not a number.
+    `similarity` `[n, n]`, higher is closer; `score(partition)`, higher is better, any sign. The
+    walk starts, and restarts with probability `reset` before an iteration, at random groups of
+    `full_sizes`, also when asymmetric. It moves to what it tried if that beats the best, or with
+    probability `accept`. Its trace are `WalkStep`s. Raises ValueError for an impossible number of
+    groups or a score that is not a number.
     """
     similarity = np.asarray(similarity, dtype=np.float64)
     count = len(similarity)
@@ -96,8 +98,11 @@ def walk_symmetric(
     equal_sizes: bool = True,
     **knobs: Any,
 ) -> Grouping:
-    """The walk by swaps: group sizes are kept. Without `equal_sizes` one group may be smaller than the others, as in
-    Table 1 (sizes of 3 and 6 for 32 heads)."""
+    """The walk by swaps: group sizes are kept.
+
+    Without `equal_sizes` one group may be smaller than the others, as in Table 1 (sizes of 3 and 6
+    for 32 heads).
+    """
     return _walk(problem, generator, True, knobs)
 
 

@@ -29,7 +29,10 @@ _KNOBS = (
     needs=("fusion_distances",),
 )
 def fusion_loss(site: Site, *, steps: int = 240, rate: float = 1e-2) -> PairCost:
-    """Additive: a group costs the sum of L_head over its pairs, so one group of all heads costs the layer's loss.
+    """Additive.
+
+    A group costs the sum of L_head over its pairs, so one group of all heads costs the layer's
+    loss.
 
     The knobs say how the distances were measured, which is done before any plan is made.
     """

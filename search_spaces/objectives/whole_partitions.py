@@ -18,7 +18,9 @@ from search_spaces.site import Site
     needs=("statistics", "inputs", "model", "whole_partition"),
 )
 def layer(site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputScore:
-    """Minus the relative squared error of the layer's attention output when the site's heads are mean-pooled."""
+    """Minus the relative squared error of the layer's attention output when the site's heads are
+    mean-pooled.
+    """
     return LayerOutputScore.from_site(site, tokens=tokens, length=length)
 
 
@@ -26,7 +28,9 @@ def layer(site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputSc
     "model", source="Chen 2024 (AsymGQA), sec. 2.1", needs=("model", "measure", "whole_partition")
 )
 def model(site: Site) -> ModelScore:
-    """Minus the loss of the model converted with the partition here and what was found at the sites before."""
+    """Minus the loss of the model converted with the partition here and what was found at the sites
+    before.
+    """
     if site.plan_with is None or site.measure is None:
         raise ValueError("objective=model needs a model and token sequences to measure the loss on")
     return ModelScore(site.plan_with, site.measure)

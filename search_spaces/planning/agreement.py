@@ -1,4 +1,5 @@
-"""How well the layer-output score ranks moves as the loss of the whole model does (docs/methods.md, section 7).
+"""How well the layer-output score ranks moves as the loss of the whole model does (docs/methods.md,
+section 7).
 
 Legend: U stored KV heads a layer (units), G groups.
 """
@@ -25,8 +26,11 @@ MOVES = 24
 
 @dataclass(frozen=True)
 class Agreement:
-    """Scores of the same moves at one site, higher is better: `cheap` of the layer's output, `full` minus the increase
-    of the loss in nats a token. `spearman`: their rank correlation, None where fewer than 3 moves differ."""
+    """Scores of the same moves at one site, higher is better.
+
+    `cheap` of the layer's output, `full` minus the increase of the loss in nats a token.
+    `spearman`: their rank correlation, None where fewer than 3 moves differ.
+    """
 
     layer: int
     side: str
@@ -62,9 +66,9 @@ def agreement(
 ) -> list[Agreement]:
     """Score random swaps from neighbour groups both ways, at every layer, for keys and for values.
 
-    Heads are mean-pooled; all other sites stay as they are. `groups`: half of the units by default. `moves`: different
-    partitions a site, at most. `tokens`: calibration tokens for either score. Raises ValueError without model,
-    sequences or calibration, or if there is nothing to swap.
+    Heads are mean-pooled; all other sites stay as they are. `groups`: half of the units by default.
+    `moves`: different partitions a site, at most. `tokens`: calibration tokens for either score.
+    Raises ValueError without model, sequences or calibration, or if there is nothing to swap.
     """
     count = len(context.units)
     groups = count // 2 if groups is None else groups
@@ -100,7 +104,9 @@ def agreement(
 def random_swaps(
     count: int, groups: int, moves: int, generator: np.random.Generator
 ) -> list[Partition]:
-    """Different partitions, each one exchange of two heads away from neighbour groups, in random order."""
+    """Different partitions, each one exchange of two heads away from neighbour groups, in random
+    order.
+    """
     start = neighbour_partition(count, groups)
     swaps = {
         canonical(

@@ -1,6 +1,7 @@
 """Which KV ratios a recipe can keep, as far as can be told without weights.
 
-A ratio that a user gives is a ceiling: `nearest_budget` is the budget that is used, `check_budget` the exact one.
+A ratio that a user gives is a ceiling: `nearest_budget` is the budget that is used, `check_budget`
+the exact one.
 
 Legend: L layers, U stored KV heads a layer (units).
 """
@@ -26,7 +27,10 @@ LOOKS_AT_WEIGHTS = frozenset({"measure", "group_cost", "model"})  # needs of an 
 
 
 def counts_of(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> Counts:
-    """(key heads, value heads) of each layer, for allocations that look at no weights. Raises ValueError for others."""
+    """(key heads, value heads) of each layer, for allocations that look at no weights.
+
+    Raises ValueError for others.
+    """
     part = AXES["allocation"].get(recipe.allocation)
     if part.needs & LOOKS_AT_WEIGHTS:
         raise ValueError(f"allocation={recipe.allocation} looks at the weights of all layers")
@@ -37,8 +41,8 @@ def counts_of(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry
 def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]:
     """Head counts that the recipe's grouping can make of one site, ascending.
 
-    Every count, in groups as equal as can be; divisors alone where the grouping makes no other groups, or where a stock
-    checkpoint of the family could not hold them.
+    Every count, in groups as equal as can be; divisors alone where the grouping makes no other
+    groups, or where a stock checkpoint of the family could not hold them.
     """
     stored = geometry.num_kv_heads
     part = AXES["grouping"].get(recipe.grouping)
@@ -51,7 +55,10 @@ def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]
 def problem_of(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, **measures: Any
 ) -> AllocationProblem:
-    """What the recipe's allocation is handed. `measures`: `loss`, `curves` and `final` of the problem."""
+    """What the recipe's allocation is handed.
+
+    `measures`: `loss`, `curves` and `final` of the problem.
+    """
     counts = admissible_counts(recipe, geometry)
     usual = (
         usual_counts(geometry.num_kv_heads, geometry.num_heads) if recipe.equal_groups else counts
@@ -64,8 +71,8 @@ def problem_of(
 def check_budget(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, dtype: Any = None
 ) -> None:
-    """Raise ValueError if the budget cannot be met exactly, as far as can be told without weights, naming the nearest
-    that can.
+    """Raise ValueError if the budget cannot be met exactly, as far as can be told without weights,
+    naming the nearest that can.
 
     Cheap: for config checks. `dtype`: of the cache, where it is known, for the message.
     """
@@ -76,7 +83,10 @@ def check_budget(
 
 
 def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> str:
-    """In words: the next budgets below and above that the recipe can meet and that change something."""
+    """In words.
+
+    The next budgets below and above that the recipe can meet and that change something.
+    """
     heads = own_heads(geometry)
     most = heads - bool(keeps_everything(recipe.sharing, recipe.composition, 1))
     totals = [total for total in possible_totals(recipe, geometry) if total <= most]
@@ -101,7 +111,9 @@ def _met(recipe: Recipe, totals: Sequence[int], geometry: HeadGeometry) -> list[
 
 @cache
 def possible_totals(recipe: Recipe, geometry: HeadGeometry) -> Sequence[int]:
-    """Key heads plus value heads in all layers, ascending: the totals that the recipe's allocation may give.
+    """Key heads plus value heads in all layers, ascending.
+
+    The totals that the recipe's allocation may give.
 
     Those of an allocation that is not known here are all there are, to be tried one by one.
     """
@@ -130,7 +142,10 @@ def _refused(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry)
 
 
 def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> None:
-    """`check_budget` without a search for budgets to name: for many calls, as of a space that is being laid out."""
+    """`check_budget` without a search for budgets to name.
+
+    For many calls, as of a space that is being laid out.
+    """
     for reason in (
         sharing_saves_no_cache(recipe.sharing, kv_ratio),
         nothing_to_fuse(recipe.relaxation, kv_ratio),

@@ -1,4 +1,6 @@
-"""Plans a few layers at a time: what is measured of some layers, one layer's plan, and a plan from kept curves.
+"""Plans a few layers at a time.
+
+What is measured of some layers, one layer's plan, and a plan from kept curves.
 
 Legend: L layers, U stored KV heads a layer (units).
 """
@@ -31,8 +33,11 @@ def plan_layer(
     context: PlanningContext,
     generators: list[np.random.Generator],
 ) -> LayerPlan:
-    """The plan of the single layer that `context` holds, keeping `counts` (key heads, value heads). With its two
-    `generators` of `site_generators` for the whole checkpoint the plan is the layer's in `make_plan`."""
+    """The plan of the single layer that `context` holds, keeping `counts` (key heads, value heads).
+
+    With its two `generators` of `site_generators` for the whole checkpoint the plan is the layer's
+    in `make_plan`.
+    """
     planner = Planner(recipe, 1, context, generators, [])
     planner.group_layer(0, counts)
     return planner.plan_of(planner.partitions).layers[0]
@@ -41,7 +46,8 @@ def plan_layer(
 def requested_counts(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry
 ) -> dict[tuple[int, str], _Counts]:
-    """Head counts of each (layer, "key", "value" or "both") of which the recipe's allocation wants loss increases.
+    """Head counts of each (layer, "key", "value" or "both") of which the recipe's allocation wants
+    loss increases.
 
     Raises ValueError if the budget cannot be met.
     """
@@ -65,7 +71,8 @@ def measure_curves(
     generator: np.random.Generator,
     layers: Sequence[int],
 ) -> int:
-    """Measure what `make_plan` with the same generator would measure in `layers`, into the context's curves.
+    """Measure what `make_plan` with the same generator would measure in `layers`, into the context's
+    curves.
 
     Returns the number of points that these layers have. Raises ValueError as `make_plan` does.
     """
@@ -82,8 +89,10 @@ def curves_of_layer(
     context: PlanningContext,
     generators: list[np.random.Generator],
 ) -> dict[str, CurvePoint]:
-    """The points of the single layer that `context` holds, for the `counts` of each side (`requested_counts`). With the
-    layer's two curve generators of `site_generators` they are those of `make_plan` for the whole checkpoint."""
+    """The points of the single layer that `context` holds, for the `counts` of each side
+    (`requested_counts`). With the layer's two curve generators of `site_generators` they are those
+    of `make_plan` for the whole checkpoint.
+    """
     planner = Planner(recipe, 1, context, [], generators)
     for side, requested in counts.items():
         # Who calls tells which layer of the checkpoint it is.
@@ -97,8 +106,8 @@ def plan_from_curves(
     geometry: HeadGeometry,
     points: Mapping[str, CurvePoint],
 ) -> tuple[AttentionPlan, list[float]]:
-    """The plan that the recipe's allocation makes of known curves, with the partitions that they were measured for, and
-    the loss increase that they expect of each layer.
+    """The plan that the recipe's allocation makes of known curves, with the partitions that they were
+    measured for, and the loss increase that they expect of each layer.
 
     Raises ValueError if the budget cannot be met exactly.
     """

@@ -36,14 +36,16 @@ from search_spaces.recipes.recipe import Recipe
 class PlanningContext:
     """What plans are made from.
 
-    `heads`: lifted, one entry a layer (`attention.conversion.convert.lift`). `calibration` for parts that need
-    statistics; `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model
-    scores and measured curves. `original`: the model where others look at its layers too; else one that keeps nothing.
-    `cache_dir`: folder where measured curves are kept, beside `curves` in memory. `fusion_distances`: of DHA's search
-    phase, `[L, H, H]` for "key" and "value"; `output_metrics`: of `attention.conversion.sensitivity`, worked out from
-    the model where they are not given. `work`: of each fit so far; `increases`: of the loss, that the curves expect of
-    each layer of the plans made so far. `first_layer`: the number in its checkpoint of the model's first layer, where
-    it is a window of a larger model. Raises ValueError if heads or statistics do not fit the geometry.
+    `heads`: lifted, one entry a layer (`attention.conversion.convert.lift`). `calibration` for
+    parts that need statistics; `model` for the layer-output score (rotary tables); `model` and
+    `sequences` `[N, T]` for whole-model scores and measured curves. `original`: the model where
+    others look at its layers too; else one that keeps nothing. `cache_dir`: folder where measured
+    curves are kept, beside `curves` in memory. `fusion_distances`: of DHA's search phase, `[L, H,
+    H]` for "key" and "value"; `output_metrics`: of `attention.conversion.sensitivity`, worked out
+    from the model where they are not given. `work`: of each fit so far; `increases`: of the loss,
+    that the curves expect of each layer of the plans made so far. `first_layer`: the number in its
+    checkpoint of the model's first layer, where it is a window of a larger model. Raises ValueError
+    if heads or statistics do not fit the geometry.
     """
 
     geometry: HeadGeometry
@@ -94,8 +96,10 @@ class PlanningContext:
     def loss_of(
         self, recipe: Recipe, plan: AttentionPlan, refinement: Mapping[str, Any] | None = None
     ) -> float:
-        """Loss in nats a token of the model converted with the recipe's alignment and fusion, and with its refinement
-        if that is given settings (`refinement`). Raises ValueError without a model or sequences."""
+        """Loss in nats a token of the model converted with the recipe's alignment and fusion, and with
+        its refinement if that is given settings (`refinement`). Raises ValueError without a model
+        or sequences.
+        """
         if self.model is None or self.sequences is None:
             raise ValueError(
                 f"recipe {recipe.name} measures whole models; the context needs a model and sequences"
@@ -107,7 +111,10 @@ class PlanningContext:
         return language_loss(converted, self.sequences)
 
     def measured_on(self, tokens: int) -> Tensor:
-        """The first sequences, about `tokens` tokens and at least one. Raises ValueError without model or sequences."""
+        """The first sequences, about `tokens` tokens and at least one.
+
+        Raises ValueError without model or sequences.
+        """
         if self.model is None or self.sequences is None:
             raise ValueError(
                 "measuring the increase of the loss needs a model and sequences in the context"
@@ -116,7 +123,10 @@ class PlanningContext:
 
     @property
     def layers_at_once(self) -> int:
-        """How many layers' loss increases are best asked for together: as many as are fitted beside each other."""
+        """How many layers' loss increases are best asked for together.
+
+        As many as are fitted beside each other.
+        """
         if self.model is None:
             return 1
         modules = self.looked_at.modules
@@ -131,9 +141,11 @@ class PlanningContext:
         report: StepReport = lambda: None,
         **knobs: Any,
     ) -> list[float]:
-        """Loss increase in nats a token if only `layer` follows `plan`, of each (`layer`, `plan`), with the recipe's
-        alignment and fusion, on about `tokens` tokens. Layers are best given in ascending order. `report` is called after
-        each; `knobs`: steps and ways of `LayerIncreases`. Raises ValueError without model or sequences."""
+        """Loss increase in nats a token if only `layer` follows `plan`, of each (`layer`, `plan`),
+        with the recipe's alignment and fusion, on about `tokens` tokens. Layers are best given in
+        ascending order. `report` is called after each; `knobs`: steps and ways of `LayerIncreases`.
+        Raises ValueError without model or sequences.
+        """
         single = LayerIncreases(
             recipe,
             self.trials(tokens),
@@ -168,7 +180,10 @@ class PlanningContext:
         return self._metrics[tokens][layer]
 
     def fusion_distance(self, layer: int, sides: Sequence[str]) -> np.ndarray | None:
-        """L_head of Eq. 7 (DHA) of a layer's units, summed over `sides`, `[U, U]`; None if not there."""
+        """L_head of Eq. 7 (DHA) of a layer's units, summed over `sides`, `[U, U]`.
+
+        None if not there.
+        """
         if self.fusion_distances is None:
             return None
         first = [unit[0] for unit in self.units]
@@ -181,7 +196,9 @@ class PlanningContext:
         return [read_mlp(site) for site in mlp_sites(self.model)]
 
     def similarity(self, recipe: Recipe, layer: int, side: str) -> np.ndarray:
-        """The recipe's similarity of the units of one side, `[U, U]`, kept for the next recipe that asks."""
+        """The recipe's similarity of the units of one side, `[U, U]`, kept for the next recipe that
+        asks.
+        """
         key = (recipe.similarity, tuple(sorted(recipe.knobs("similarity").items())), layer, side)
         if key not in self._similarities:
             statistics = self.calibration.layers[layer] if self.calibration else None
@@ -201,8 +218,10 @@ def convert_with(
     *,
     share: bool = False,
 ) -> PreTrainedModel:
-    """Carry out a plan as the recipe's alignment and fusion say; refinement comes after it. `share`: what is outside of
-    attention stays `model`'s memory, for a result that is not trained."""
+    """Carry out a plan as the recipe's alignment and fusion say; refinement comes after it.
+
+    `share`: what is outside of attention stays `model`'s memory, for a result that is not trained.
+    """
     return convert(
         model,
         plan,

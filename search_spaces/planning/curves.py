@@ -1,4 +1,7 @@
-"""Error curves: the measured increase of the loss for each head count of a site, with the partition that was measured.
+"""Error curves.
+
+The measured increase of the loss for each head count of a site, with the partition that was
+measured.
 
 Legend: U stored KV heads a layer (units).
 
@@ -46,9 +49,10 @@ class CurveSite(NamedTuple):
 class Curves:
     """Curves of one recipe on one context, over places of `units` heads.
 
-    `group(place, count)` is the recipe's partition of a place's units; `measure(partitions, told)` the increase of the
-    loss with each of these alone, and calls `told` after each. `prepare` is called before the first that is missing.
-    `at_once`: layers whose increases are measured together. `known` holds the points so far and is added to.
+    `group(place, count)` is the recipe's partition of a place's units; `measure(partitions, told)`
+    the increase of the loss with each of these alone, and calls `told` after each. `prepare` is
+    called before the first that is missing. `at_once`: layers whose increases are measured
+    together. `known` holds the points so far and is added to.
     """
 
     def __init__(
@@ -76,7 +80,10 @@ class Curves:
     def of(
         self, sites: Sequence[CurveSite], counts: Sequence[int], *, shown: bool = True
     ) -> list[dict[int, float]]:
-        """Rise in nats a token for each count, of each place; all units kept is 0. `shown`: how many are done yet."""
+        """Rise in nats a token for each count, of each place; all units kept is 0.
+
+        `shown`: how many are done yet.
+        """
         missing = [
             (p, c)
             for p in sites
@@ -116,7 +123,10 @@ class Curves:
         self._save()
 
     def whole(self, plan: Any, measure: Callable[[], float]) -> float:
-        """A measured loss of the whole model; `plan`: in plain values, all that it rests on besides the curves."""
+        """A measured loss of the whole model.
+
+        `plan`: in plain values, all that it rests on besides the curves.
+        """
         key = f"whole/{hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:24]}"
         if key not in self.points:
             self.points[key] = CurvePoint(measure(), ())
@@ -163,8 +173,10 @@ def curve_name(
 
 
 def _windowed(context: PlanningContext) -> dict[str, int]:
-    """Into how many parts a local fit cuts long sequences, and how many of them are looked at here; nothing where it
-    takes them whole."""
+    """Into how many parts a local fit cuts long sequences, and how many of them are looked at here.
+
+    Nothing where it takes them whole.
+    """
     parts = (
         1 if context.sequences is None else len(windows(context.sequences.shape[1], STEP_TOKENS))
     )
@@ -178,7 +190,9 @@ def point_key(layer: int, sides: tuple[str, ...], count: int) -> str:
 def expected_increases(
     recipe: Recipe, counts: Sequence[tuple[int, int]], units: int, points: Mapping[str, CurvePoint]
 ) -> list[float]:
-    """The loss increase that `points` expect of each layer, where it keeps `counts` (key heads, value heads)."""
+    """The loss increase that `points` expect of each layer, where it keeps `counts` (key heads, value
+    heads).
+    """
 
     def of(layer: int, sides: tuple[str, ...], count: int) -> float:
         return 0.0 if count == units else points[point_key(layer, sides, count)].increase

@@ -11,8 +11,11 @@ from pathlib import Path
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Make `folder` and wait until no other process adds to its files. Where the file system has no locks, two that
-    write at one moment may lose what one has written, which is then worked out again."""
+    """Make `folder` and wait until no other process adds to its files.
+
+    Where the file system has no locks, two that write at one moment may lose what one has written,
+    which is then worked out again.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -1,6 +1,9 @@
-"""What the loss increases by if one layer has other heads: measured, or estimated from the error of its attention.
+"""What the loss increases by if one layer has other heads.
 
-Legend: T tokens, D model dim. Only what enters the layer that is being tried is kept, for all batches: `T x D` numbers.
+Measured, or estimated from the error of its attention.
+
+Legend: T tokens, D model dim. Only what enters the layer that is being tried is kept, for all
+batches: `T x D` numbers.
 """
 
 from __future__ import annotations
@@ -45,11 +48,13 @@ StepReport = Callable[[], None]
 
 
 class LayerTrials:
-    """Losses of a model with the heads of one layer exchanged, on `sequences` `[N, T]`. The layers below it are run
-    once, not every time.
+    """Losses of a model with the heads of one layer exchanged, on `sequences` `[N, T]`.
 
-    Works on a copy of the model's attention with one key and value head a query head (which changes no logit). Layers
-    are best tried in ascending order: going back to a lower one starts again from the embeddings.
+    The layers below it are run once, not every time.
+
+    Works on a copy of the model's attention with one key and value head a query head (which changes
+    no logit). Layers are best tried in ascending order: going back to a lower one starts again from
+    the embeddings.
     """
 
     def __init__(
@@ -72,8 +77,10 @@ class LayerTrials:
         return self._loss()
 
     def increase(self, layer: int, heads: LayerHeads) -> float:
-        """How much the loss in nats a token increases with these lifted `heads` in `layer`; the model is as before
-        afterwards. Raises ValueError if the heads are not lifted."""
+        """How much the loss in nats a token increases with these lifted `heads` in `layer`.
+
+        The model is as before afterwards. Raises ValueError if the heads are not lifted.
+        """
         layer_heads = self.heads[layer]
         if heads.k.shape != layer_heads.k.shape or heads.v.shape != layer_heads.v.shape:
             raise ValueError(
@@ -89,7 +96,10 @@ class LayerTrials:
             self._write(layer, layer_heads)
 
     def module(self, layer: int, heads: LayerHeads, plan: LayerPlan) -> nn.Module:
-        """An attention module of its own, in float32, with `heads` in the shapes of `plan`: to be fitted, say."""
+        """An attention module of its own, in float32, with `heads` in the shapes of `plan`.
+
+        To be fitted, say.
+        """
         module = copy.deepcopy(self.modules[layer]).float()
         self.family.reshape(module, self.geometry, plan)
         attach(module, plan)
@@ -118,16 +128,17 @@ class LayerTrials:
 class LayerIncreases:
     """Loss increases of single layers of the model of `trials`.
 
-    `increases`: MEASURED by running the whole model, or ESTIMATED from the error of the attention's output
-    (`attention.conversion.sensitivity`). With `fit_steps` the layer is first fitted to the original's output for so
-    many steps, as refinement will do: a fit takes away most of what fused keys cost, and little of what values do. So
-    nothing is fitted for an estimate where keys stay as they are. Where they are fused the estimate is scaled by
-    FIT_DECAY from `fit_steps` to the `refined_steps` of the refinement, if these are more.
+    `increases`: MEASURED by running the whole model, or ESTIMATED from the error of the attention's
+    output (`attention.conversion.sensitivity`). With `fit_steps` the layer is first fitted to the
+    original's output for so many steps, as refinement will do: a fit takes away most of what fused
+    keys cost, and little of what values do. So nothing is fitted for an estimate where keys stay as
+    they are. Where they are fused the estimate is scaled by FIT_DECAY from `fit_steps` to the
+    `refined_steps` of the refinement, if these are more.
 
-    `heads`: of each layer, lifted. `task(layer)`: what the layer is fitted to and judged by; `metric(layer)`: `[D, D]`,
-    see `attention.conversion.sensitivity`. The work of each fit is added to `work`. `first_layer`: the number in its
-    checkpoint of the model's first layer; fits are seeded by the numbers there, so that a window of a model gives what
-    the whole model does.
+    `heads`: of each layer, lifted. `task(layer)`: what the layer is fitted to and judged by;
+    `metric(layer)`: `[D, D]`, see `attention.conversion.sensitivity`. The work of each fit is added
+    to `work`. `first_layer`: the number in its checkpoint of the model's first layer; fits are
+    seeded by the numbers there, so that a window of a model gives what the whole model does.
     """
 
     recipe: Recipe

@@ -2,8 +2,8 @@
 
 Legend: L layers, H query heads, U stored KV heads a layer (units).
 
-The same recipe, KV ratio, model, calibration and seed give the same plan in any process: every site has a generator of
-its own, spawned in a fixed order.
+The same recipe, KV ratio, model, calibration and seed give the same plan in any process: every site
+has a generator of its own, spawned in a fixed order.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def make_plan(
 ) -> AttentionPlan:
     """The plan of `recipe` that keeps exactly `kv_ratio` of the checkpoint's own KV heads.
 
-    Raises ValueError if the budget cannot be met exactly (naming the admissible ratios), or if a part of the
-    recipe lacks what it needs.
+    Raises ValueError if the budget cannot be met exactly (naming the admissible ratios), or if a
+    part of the recipe lacks what it needs.
     """
     check_budget(recipe, kv_ratio, context.geometry)
     return Planner(
@@ -97,7 +97,9 @@ class Planner:
             )
 
     def counts(self) -> Counts:
-        """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""
+        """(key heads, value heads) of each layer, from the allocation part, checked against the
+        budget.
+        """
         recipe = self.recipe
         measures: dict[str, Any] = {"loss": self._loss_of_one_group, "curves": self.curves_of}
         if recipe.knobs("allocation").get("increases") == MEASURED_INCREASE:
@@ -162,7 +164,10 @@ class Planner:
         )
 
     def _objective(self, site: Site) -> Objective:
-        """The recipe's objective at a site; of the last site only, since it holds the site's moments."""
+        """The recipe's objective at a site.
+
+        Of the last site only, since it holds the site's moments.
+        """
         key = (site.layer, site.sides)
         name = str(self.recipe.objective)
         knobs = self.recipe.knobs("objective")
@@ -192,8 +197,9 @@ class Planner:
     def curves_of(
         self, sites: Sequence[tuple[int, str]], counts: Sequence[int], *, shown: bool = True
     ) -> list[dict[int, float]]:
-        """Increase of the loss if only that site is grouped, for each count, of each site (layer, side). `side` may be
-        "both". `shown`: as in `Curves.of`."""
+        """Increase of the loss if only that site is grouped, for each count, of each site (layer,
+        side). `side` may be "both". `shown`: as in `Curves.of`.
+        """
         both = (SIDES,) if self.recipe.together else tuple((side,) for side in SIDES)
         curve_sites = [
             [CurveSite(at, sides) for sides in (both if side == "both" else ((side,),))]
@@ -211,7 +217,10 @@ class Planner:
         ]
 
     def _final(self, counts: Counts) -> float:
-        """Measured loss of the model that these counts lead to, refined in few steps: enough to rank the finalists."""
+        """Measured loss of the model that these counts lead to, refined in few steps.
+
+        Enough to rank the finalists.
+        """
         recipe = self.recipe
         knobs = recipe.knobs("refinement")
         if "fit_steps" in knobs:
@@ -228,7 +237,9 @@ class Planner:
 
     @cached_property
     def curves(self) -> Curves:
-        """Measured curves of this recipe, shared by all budgets through the context and its cache folder."""
+        """Measured curves of this recipe, shared by all budgets through the context and its cache
+        folder.
+        """
         allocation_knobs = self.recipe.knobs("allocation")
         # What no refinement will fit is measured as it is.
         fitted = self.recipe.knobs("refinement").get("fit_steps", 0)
@@ -288,7 +299,10 @@ def _seeds(generator: np.random.Generator) -> list[int]:
 
 
 def _combined(matrices: list[np.ndarray]) -> np.ndarray:
-    """Sum of similarities, each brought to zero mean and unit spread over its pairs; one matrix comes back as it is."""
+    """Sum of similarities, each brought to zero mean and unit spread over its pairs.
+
+    One matrix comes back as it is.
+    """
     if len(matrices) == 1:
         return matrices[0]
     total = np.zeros_like(matrices[0])

@@ -22,7 +22,10 @@ LEAST_SQUARES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class NamedRecipe:
-    """A recipe as `headfold recipes` lists it. `papers`: keys of `bibliography.PAPERS`; none: our own."""
+    """A recipe as `headfold recipes` lists it.
+
+    `papers`: keys of `bibliography.PAPERS`; none: our own.
+    """
 
     recipe: Recipe
     summary: str

@@ -74,9 +74,9 @@ def engines_of(recipe: Recipe, forms: Mapping[str, list[EngineForm]]) -> tuple[s
 def choose_recipe(config: Any, geometry: HeadGeometry, engine: str | None = None) -> RecipeChoice:
     """Return the best recipe for a checkpoint, by the order of `BEST_FIRST`.
 
-    With `engine` the first that it holds; else the first that all servers hold which hold any, so that
-    the result is not tied to one of them. A family that no engine holds in groups gets the best recipe
-    in Headfold's own format. Raises RecipeError where the named engine holds none.
+    With `engine` the first that it holds; else the first that all servers hold which hold any, so
+    that the result is not tied to one of them. A family that no engine holds in groups gets the
+    best recipe in Headfold's own format. Raises RecipeError where the named engine holds none.
     """
     forms = engine_forms(config, geometry)
     engines = {name: engines_of(RECIPES[name], forms) for name in BEST_FIRST}

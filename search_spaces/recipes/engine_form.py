@@ -1,6 +1,8 @@
-"""What an engine holds exactly of a checkpoint's family, without a larger cache, and what that leaves of a recipe.
+"""What an engine holds exactly of a checkpoint's family, without a larger cache, and what that leaves
+of a recipe.
 
-Nothing here knows an engine: the export target is asked about a few plans (`attention.io.targets.Target.held`).
+Nothing here knows an engine: the export target is asked about a few plans
+(`attention.io.targets.Target.held`).
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from search_spaces.recipes.rules import EQUAL_SIZES_FIELD
 
 @dataclass(frozen=True)
 class EngineForm:
-    """What export target `target` holds at the plan's own bytes: `grouped` layers at all, with groups of `unequal`
-    size, counts of KV heads of each layer's own (`own_counts`: the usual ones, in groups as equal as can be), both of
-    these together (`own_unequal`), keys and values with groups of
-    their own (`apart`), heads that are `composed`."""
+    """What export target `target` holds at the plan's own bytes.
+
+    `grouped` layers at all, with groups of `unequal` size, counts of KV heads of each layer's own
+    (`own_counts`: the usual ones, in groups as equal as can be), both of these together
+    (`own_unequal`), keys and values with groups of their own (`apart`), heads that are `composed`.
+    """
 
     target: str
     grouped: bool
@@ -35,7 +39,10 @@ class EngineForm:
 
     @classmethod
     def of(cls, name: str, config: Any, geometry: HeadGeometry) -> EngineForm:
-        """`config`, `geometry`: of the checkpoint. Raises ValueError naming the targets for one that is unknown."""
+        """`config`, `geometry`: of the checkpoint.
+
+        Raises ValueError naming the targets for one that is unknown.
+        """
         stored = geometry.num_kv_heads
         layers = geometry.num_layers
         engine_target = target(name)
@@ -45,7 +52,9 @@ class EngineForm:
             values: Sequence[Sequence[int]] | None = None,
             **more: Any,
         ) -> bool:
-            """Whether it holds layers whose stored head `u` goes to group `keys[l][u]`, and `values[l][u]`."""
+            """Whether it holds layers whose stored head `u` goes to group `keys[l][u]`, and
+            `values[l][u]`.
+            """
             both = zip(keys, values or keys, strict=True)
             maps = [
                 LayerPlan(*(tuple(g[u] for u in geometry.kv_map) for g in pair)) for pair in both
@@ -80,8 +89,10 @@ class EngineForm:
         )
 
     def refusals(self, record: Mapping[str, Any], *, equal_groups: bool) -> list[str]:
-        """Why the choices of `record` (fields of a recipe, not all of them) make plans that it does not hold so; empty
-        if they make none. `equal_groups`: whether the grouping, if it is there, makes groups of one size."""
+        """Why the choices of `record` (fields of a recipe, not all of them) make plans that it does
+        not hold so; empty if they make none. `equal_groups`: whether the grouping, if it is there,
+        makes groups of one size.
+        """
         name = f"target {self.target}"
         reasons = []
         by_layer = (

@@ -43,9 +43,10 @@ class RecipeError(ValueError):
 class Recipe:
     """One point of the joint space, but for the KV ratio. Hashable.
 
-    `objective` and `similarity` are None where the grouping does not use them. `together`: one grouping for keys and
-    values, judged `by` the key side, the value side or both (ignored when apart). `settings`: knob values by
-    "axis.knob", completed with the defaults at construction. Raises RecipeError for what cannot be combined.
+    `objective` and `similarity` are None where the grouping does not use them. `together`: one
+    grouping for keys and values, judged `by` the key side, the value side or both (ignored when
+    apart). `settings`: knob values by "axis.knob", completed with the defaults at construction.
+    Raises RecipeError for what cannot be combined.
     """
 
     name: str
@@ -115,7 +116,10 @@ class Recipe:
 
     @property
     def equal_groups(self) -> bool:
-        """True if the grouping only makes groups of one size: its knob says so, or the part can do no other."""
+        """True if the grouping only makes groups of one size.
+
+        Its knob says so, or the part can do no other.
+        """
         return makes_equal_groups(self.grouping, dict(self.settings))
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,13 +144,19 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all but name and source, first 16 hex digits: equal choices have equal digests."""
+        """SHA-256 of all but name and source, first 16 hex digits.
+
+        Equal choices have equal digests.
+        """
         record = {k: v for k, v in self.to_dict().items() if k not in ("name", "source")}
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
     def with_changes(self, **changes: Any) -> Recipe:
-        """This recipe with other choices. `settings` (or "axis.knob" keys) are merged; settings of parts that are no
-        longer chosen fall away; what the new grouping does not use is set to None. Raises RecipeError."""
+        """This recipe with other choices.
+
+        `settings` (or "axis.knob" keys) are merged; settings of parts that are no longer chosen
+        fall away; what the new grouping does not use is set to None. Raises RecipeError.
+        """
         dotted = {key: changes.pop(key) for key in list(changes) if "." in key}
         unknown = sorted(set(changes) - {*_CHOSEN, "settings"})
         if unknown:

@@ -1,4 +1,7 @@
-"""What cannot be combined, and why. Declared once: recipes refuse it, and the joint space never proposes it."""
+"""What cannot be combined, and why.
+
+Declared once: recipes refuse it, and the joint space never proposes it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ FUSING = ("lagrangian", "hard_concrete")  # relaxations at whose end heads are f
 
 
 def broken_rules(record: Mapping[str, Any]) -> list[str]:
-    """Reasons why the choices of `record` (fields of a recipe) do not go together; empty if they do.
+    """Reasons why the choices of `record` (fields of a recipe) do not go together.
+
+    Empty if they do.
 
     The record may be partial: a rule applies once all fields that it reads are there.
     """
@@ -84,7 +89,10 @@ def _split_counts(together: bool, allocation: str) -> str | None:
 
 
 def _only_with(axis: str, parts: tuple[str, ...], why: str, choice: str, plain: str) -> Rule:
-    """These parts of an axis go only with `choice` = `plain`. `why`: what the message says of such a part."""
+    """These parts of an axis go only with `choice` = `plain`.
+
+    `why`: what the message says of such a part.
+    """
 
     def rule(part: str, chosen: str) -> str | None:
         if part in parts and chosen != plain:

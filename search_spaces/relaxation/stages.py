@@ -113,9 +113,10 @@ def lagrangian(
 ) -> tuple[AttentionPlan, ...]:
     """DHA: heads become learned mixes, which a Lagrangian draws together (DHA, sec. 4.2, App. B.2).
 
-    The plan itself or, with `halving`, first groups of two, of four, ... that make up its groups. Every stage is a part
-    of the last one, whose groups were searched for. Which heads of a group come first is cut here in their order; with
-    `regroup_steps` the training finds it anew at every stage, as the paper does.
+    The plan itself or, with `halving`, first groups of two, of four, ... that make up its groups.
+    Every stage is a part of the last one, whose groups were searched for. Which heads of a group
+    come first is cut here in their order; with `regroup_steps` the training finds it anew at every
+    stage, as the paper does.
     """
     if not halving:
         return (plan,)

@@ -24,8 +24,9 @@ CHUNK = 1 << 24  # numbers of the normalised Gram product held at once
 def similarities(layers: Sequence[Sequence[Tensor]]) -> np.ndarray:
     """Cosines of all heads of all layers, `[L·H, L·H]` float64 (Eq. 3); 0 for a head of zeros.
 
-    `layers[l]`: the weights that are compared, `[H, rows, D]` each; a head's are flattened and concatenated. The
-    product is summed over slices of rows, so that memory stays bounded for any model.
+    `layers[l]`: the weights that are compared, `[H, rows, D]` each; a head's are flattened and
+    concatenated. The product is summed over slices of rows, so that memory stays bounded for any
+    model.
     """
     count = sum(parts[0].shape[0] for parts in layers)
     gram = torch.zeros(count, count, dtype=torch.float64)
@@ -45,9 +46,11 @@ def similarities(layers: Sequence[Sequence[Tensor]]) -> np.ndarray:
 
 
 def best_matches(cosines: np.ndarray, num_heads: int) -> list[HeadShare]:
-    """For every head of every layer but the first its best match among all earlier layers, best pairs first.
+    """For every head of every layer but the first its best match among all earlier layers, best pairs
+    first.
 
-    `cosines` as from `similarities`. Ties go to the lowest (layer, head), among matches and in the order of pairs.
+    `cosines` as from `similarities`. Ties go to the lowest (layer, head), among matches and in the
+    order of pairs.
     """
     rounded = np.round(cosines, DECIMALS)
     matches = []
@@ -62,8 +65,8 @@ def best_matches(cosines: np.ndarray, num_heads: int) -> list[HeadShare]:
 def share_count(alpha: float | Fraction, num_layers: int, num_heads: int) -> int:
     """N = α·L·H, rounded down: never more than α is shared (**silent** in the paper).
 
-    α is taken as the decimal that it is written as: 0.29 of 100 heads are 29, not the 28 of binary fractions. Raises
-    ValueError outside [0, (L - 1)/L]: the first layer has nothing to share from.
+    α is taken as the decimal that it is written as: 0.29 of 100 heads are 29, not the 28 of binary
+    fractions. Raises ValueError outside [0, (L - 1)/L]: the first layer has nothing to share from.
     """
     exact = Fraction(str(alpha))
     if not 0 <= exact <= Fraction(num_layers - 1, num_layers):
@@ -77,7 +80,9 @@ def share_count(alpha: float | Fraction, num_layers: int, num_heads: int) -> int
 def match_parts(
     layers: Sequence[Sequence[Tensor]], alpha: float | Fraction
 ) -> tuple[HeadShare, ...]:
-    """The best N shares of heads with these weights (see `similarities`), chains resolved to their roots."""
+    """The best N shares of heads with these weights (see `similarities`), chains resolved to their
+    roots.
+    """
     heads = layers[0][0].shape[0]
     count = share_count(alpha, len(layers), heads)
     if not count:
@@ -88,11 +93,13 @@ def match_parts(
 def match_heads(
     heads: Sequence[LayerHeads], alpha: float | Fraction, sides: str = "qk"
 ) -> tuple[HeadShare, ...]:
-    """The α·L·H heads that resemble an earlier head most by their query and key weights, and those heads (Alg. 1).
+    """The α·L·H heads that resemble an earlier head most by their query and key weights, and those
+    heads (Alg. 1).
 
-    `heads`: multi-head layers, one entry a layer (lift others). `sides`: whose weights are compared, of "q", "k", "v";
-    those of Eq. 3 unless asked otherwise. Q, K and V all follow the one match; biases play no part in it (**silent**).
-    Raises ValueError for grouped heads and for an impossible `alpha`.
+    `heads`: multi-head layers, one entry a layer (lift others). `sides`: whose weights are
+    compared, of "q", "k", "v"; those of Eq. 3 unless asked otherwise. Q, K and V all follow the one
+    match; biases play no part in it (**silent**). Raises ValueError for grouped heads and for an
+    impossible `alpha`.
     """
     for index, layer in enumerate(heads):
         if not layer.q.shape[0] == layer.k.shape[0] == layer.v.shape[0]:
@@ -106,8 +113,11 @@ def match_heads(
 def match_blocks(
     mlps: Sequence[MlpWeights], num_blocks: int, alpha: float | Fraction
 ) -> tuple[HeadShare, ...]:
-    """The same for MLPs cut into `num_blocks` blocks of neurons: **silent** in the paper, which only names "FFN".
+    """The same for MLPs cut into `num_blocks` blocks of neurons.
 
-    Blocks are compared by their input side, [gate ‖ up], as heads are by [Q ‖ K]; the output side follows, as V does.
+    **silent** in the paper, which only names "FFN".
+
+    Blocks are compared by their input side, [gate ‖ up], as heads are by [Q ‖ K]; the output side
+    follows, as V does.
     """
     return match_parts([blocks_of(mlp, num_blocks) for mlp in mlps], alpha)

@@ -1,4 +1,6 @@
-"""Activation-informed similarity: how well the vectors of one head find a like direction among those of the other.
+"""Activation-informed similarity.
+
+How well the vectors of one head find a like direction among those of the other.
 
 Legend: H heads, n tokens, d head dim.
 """
@@ -17,10 +19,12 @@ from search_spaces.similarity.projections import activations
 
 
 def activation_similarity(a: Tensor, b: Tensor) -> float:
-    """Similarity of two heads' activations a, b `[n, d]`, one row a token (AsymGQA, section 2.2, Eq. 1).
+    """Similarity of two heads' activations a, b `[n, d]`, one row a token (AsymGQA, section 2.2, Eq.
+    1).
 
-    Half the sum, over the rows of a, of the largest cosine with any row of b, plus half the same from b to a. At most
-    n; n for a head with itself. A zero row has cosine 0 with everything. Raises ValueError on unequal widths.
+    Half the sum, over the rows of a, of the largest cosine with any row of b, plus half the same
+    from b to a. At most n; n for a head with itself. A zero row has cosine 0 with everything.
+    Raises ValueError on unequal widths.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(

@@ -21,9 +21,9 @@ SpacePoint = dict[str, Any]
 class Domain:
     """One decision, plain enough for any sampler.
 
-    `name` is unique; `field` is what it decides ("grouping", "kv_ratio", "grouping.preserve", ...): one field has
-    several domains where earlier choices narrow it. `kind`: "choice", "bool", "int", "float" or "log_float"; `low` and
-    `high` are inclusive.
+    `name` is unique; `field` is what it decides ("grouping", "kv_ratio", "grouping.preserve", ...):
+    one field has several domains where earlier choices narrow it. `kind`: "choice", "bool", "int",
+    "float" or "log_float"; `low` and `high` are inclusive.
     """
 
     name: str

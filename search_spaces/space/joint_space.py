@@ -1,7 +1,8 @@
 """The joint space: every axis and every searched knob, read from their one declaration.
 
-A point is decided field by field, in a fixed order, and a choice that would lead to an impossible combination, or to
-the same plan twice, is never offered. Any sampler that can draw one plain `Domain` at a time can drive it.
+A point is decided field by field, in a fixed order, and a choice that would lead to an impossible
+combination, or to the same plan twice, is never offered. Any sampler that can draw one plain
+`Domain` at a time can drive it.
 """
 
 from __future__ import annotations
@@ -37,13 +38,16 @@ NOT_UNASKED = {
 
 @dataclass
 class JointSpace:
-    """All recipes and budgets that can be tried on one checkpoint; what `NOT_UNASKED` holds back, `choices` brings in.
+    """All recipes and budgets that can be tried on one checkpoint.
 
-    `kv_ratios`: the budgets. `geometry` excludes those that a grouping cannot meet. `choices` restricts fields, e.g.
-    `{"grouping": ["exact", "neighbour"]}`. `provided`: what parts may need ("statistics", "model", ...). `settings`
-    fixes knobs ("axis.knob"), which are then not searched. `engine`: what is to hold the plans, exactly (None:
-    Headfold itself). A ratio that nothing in the space meets exactly is a ceiling, unless `strict`. Raises ValueError
-    for an unknown field or choice, or if nothing is left to propose.
+    What `NOT_UNASKED` holds back, `choices` brings in.
+
+    `kv_ratios`: the budgets. `geometry` excludes those that a grouping cannot meet. `choices`
+    restricts fields, e.g. `{"grouping": ["exact", "neighbour"]}`. `provided`: what parts may need
+    ("statistics", "model", ...). `settings` fixes knobs ("axis.knob"), which are then not searched.
+    `engine`: what is to hold the plans, exactly (None: Headfold itself). A ratio that nothing in
+    the space meets exactly is a ceiling, unless `strict`. Raises ValueError for an unknown field or
+    choice, or if nothing is left to propose.
     """
 
     kv_ratios: Sequence[float | Fraction]
@@ -114,7 +118,9 @@ class JointSpace:
     # ---- deciding ---------------------------------------------------------------------------------------------
 
     def next(self, point: Mapping[str, Any]) -> Domain | None:
-        """The next decision after those in `point` (by name or field), or None when the point is complete."""
+        """The next decision after those in `point` (by name or field), or None when the point is
+        complete.
+        """
         full, pending = self._forced(by_field(point))
         if pending is not None:
             return self._domain(pending, self._allowed(full, pending))
@@ -149,7 +155,10 @@ class JointSpace:
     # ---- inside -----------------------------------------------------------------------------------------------
 
     def _forced(self, values: Mapping[str, Any]) -> tuple[SpacePoint, str | None]:
-        """All decided fields with those that have one option only; and the first field still open, if any."""
+        """All decided fields with those that have one option only.
+
+        And the first field still open, if any.
+        """
         full: SpacePoint = {}
         for name in ORDER:
             allowed = self._allowed(full, name)
@@ -200,7 +209,10 @@ class JointSpace:
         return reasons
 
     def _over_budget(self, full: SpacePoint) -> str | None:
-        """Why the budget cannot be met: it looks at sharing, relaxation, grouping and allocation only."""
+        """Why the budget cannot be met.
+
+        It looks at sharing, relaxation, grouping and allocation only.
+        """
         assert self.geometry is not None
         names = ("sharing", "relaxation", "grouping", "objective", "similarity", "allocation")
         key = (full["kv_ratio"], *(full.get(name) for name in names))
@@ -315,7 +327,9 @@ def _twice_the_same(full: SpacePoint) -> list[str]:
 
 
 def _too_dear(full: SpacePoint) -> list[str]:
-    """Measuring whole models for every move of a search, and that again for every point of every error curve."""
+    """Measuring whole models for every move of a search, and that again for every point of every error
+    curve.
+    """
     objective = full.get("objective")
     allocation = full.get("allocation")
     if objective is None or allocation is None:

@@ -1,4 +1,6 @@
-"""Addresses of storage (`s3://bucket/path`, `gs://...`, what fsspec knows) and of folders, opened as file systems."""
+"""Addresses of storage (`s3://bucket/path`, `gs://...`, what fsspec knows) and of folders, opened as
+file systems.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def fetch(filesystem: Any, path: str, target: Path) -> None:
 
 
 def private(folder: Path) -> None:
-    """Make a folder of this user's alone. Raises PermissionError for one of somebody else's: pickles are read there."""
+    """Make a folder of this user's alone.
+
+    Raises PermissionError for one of somebody else's: pickles are read there.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(

@@ -1,7 +1,10 @@
-"""The weights of a run's best measured step: `<out_dir>.best/step-000024/`; `<out_dir>` if the last step is the best.
+"""The weights of a run's best measured step: `<out_dir>.best/step-000024/`.
 
-Each report names the best step so far and where its weights lie. What the report of a kept training checkpoint names
-is there as long as the checkpoint, so a job that goes on from one ends with the same best as one never stopped.
+`<out_dir>` if the last step is the best.
+
+Each report names the best step so far and where its weights lie. What the report of a kept training
+checkpoint names is there as long as the checkpoint, so a job that goes on from one ends with the
+same best as one never stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ def best_folder(out_dir: str, step: int) -> str:
 
 
 def best_is_there(report: dict[str, Any], out_dir: str) -> bool:
-    """Whether the best weights that a report names are as they were written. Those in `out_dir` can be made again."""
+    """Whether the best weights that a report names are as they were written.
+
+    Those in `out_dir` can be made again.
+    """
     path = report.get("best_dir")
     return path in (None, out_dir) or checkpoint.intact(path)
 

@@ -3,12 +3,14 @@
     <place>/<run_name>/checkpoints.json     reports so far; checkpoints that are kept, oldest first
     <place>/<run_name>/checkpoint_000024/   what all workers wrote at step 24
 
-`checkpoints.json` names a checkpoint only once all of it is there, and is replaced as a whole, so that a kill at any
-moment leaves the checkpoints before. One whose files have changed since is passed over for the one before it.
+`checkpoints.json` names a checkpoint only once all of it is there, and is replaced as a whole, so
+that a kill at any moment leaves the checkpoints before. One whose files have changed since is
+passed over for the one before it.
 
-The place is a folder that every node sees, or an address (s3://...). To an address every worker sends its own files
-itself, from the scratch folder of its node (TMPDIR), in a thread: training goes on meanwhile, unless a report names the
-checkpoint or another one is to be saved. What is read from there, is read once a node, by its workers together.
+The place is a folder that every node sees, or an address (s3://...). To an address every worker
+sends its own files itself, from the scratch folder of its node (TMPDIR), in a thread: training goes
+on meanwhile, unless a report names the checkpoint or another one is to be saved. What is read from
+there, is read once a node, by its workers together.
 
 Legend: W workers; all of them make every call together, each with its own rank.
 """
@@ -80,8 +82,11 @@ class CheckpointNotSentError(OSError):
 
 
 class CheckpointStore:
-    """Checkpoints of the run `run_name`, as worker `rank` of `world_size` sees them: at `address`, or else under the
-    folder `storage_path`. Reports name them below `storage_path` in either case."""
+    """Checkpoints of the run `run_name`, as worker `rank` of `world_size` sees them.
+
+    At `address`, or else under the folder `storage_path`. Reports name them below `storage_path` in
+    either case.
+    """
 
     def __init__(
         self,
@@ -115,7 +120,10 @@ class CheckpointStore:
         )
 
     def read(self) -> tuple[list[SavedCheckpoint], list[dict[str, Any]]]:
-        """Checkpoints and reports of the index, oldest first; both empty before the first. Any process may ask."""
+        """Checkpoints and reports of the index, oldest first; both empty before the first.
+
+        Any process may ask.
+        """
         try:
             with self.files.open_input_stream(str(self.root / CHECKPOINT_INDEX)) as stream:
                 record = json.loads(stream.read())
@@ -128,10 +136,11 @@ class CheckpointStore:
     def save(
         self, step: int, write: Callable[[Path], None], report: dict[str, Any] | None = None
     ) -> None:
-        """Keep what `write(folder)` of every worker writes as the checkpoint of `step`, and with it the `report` of
-        rank 0, `checkpoint_path` added; None between two milestones.
+        """Keep what `write(folder)` of every worker writes as the checkpoint of `step`, and with it
+        the `report` of rank 0, `checkpoint_path` added; None between two milestones.
 
-        It is there when this returns, but for one without a report that is on its way to an address: see `settle`.
+        It is there when this returns, but for one without a report that is on its way to an
+        address: see `settle`.
         """
         self.settle()
         name = f"checkpoint_{step:06d}"
@@ -175,8 +184,10 @@ class CheckpointStore:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the checkpoint on its way. One that did not come is told and left out; with a report it raises
-        CheckpointNotSentError."""
+        """Wait for the checkpoint on its way.
+
+        One that did not come is told and left out; with a report it raises CheckpointNotSentError.
+        """
         if self._sending is None:
             return
         sending = self._sending
@@ -193,8 +204,10 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[Path]:
-        """A checkpoint of this run, by the path in a report, as a folder. Raises OSError for one at an address that is
-        not there, or not as it was written."""
+        """A checkpoint of this run, by the path in a report, as a folder.
+
+        Raises OSError for one at an address that is not there, or not as it was written.
+        """
         if not self.remote:
             yield Path(path)
             return
@@ -239,7 +252,9 @@ class CheckpointStore:
     # ---- reading ----------------------------------------------------------------------------------------------
 
     def newest_whole(self) -> tuple[SavedCheckpoint | None, list[dict[str, Any]], list[str]]:
-        """The newest checkpoint that is as it was written, the reports up to it, and what is wrong with newer ones."""
+        """The newest checkpoint that is as it was written, the reports up to it, and what is wrong
+        with newer ones.
+        """
         checkpoints, reports = gather_objects(
             self.read() if self.rank == 0 else None, self.world_size
         )[0]
@@ -252,7 +267,10 @@ class CheckpointStore:
         return None, [], damage
 
     def damage(self, checkpoint: SavedCheckpoint) -> str | None:
-        """What is wrong with a checkpoint, of which every worker looks at a part. One at an address is fetched."""
+        """What is wrong with a checkpoint, of which every worker looks at a part.
+
+        One at an address is fetched.
+        """
         everyone = range(self.world_size)
         if self.remote:
             hosts = gather_objects(socket.gethostname(), self.world_size)
@@ -280,7 +298,10 @@ class CheckpointStore:
         gather_objects(None, self.world_size)
 
     def keep_only(self, name: str | None) -> None:
-        """Of a run that has ended: remove all checkpoints but one, or all of them. The reports stay."""
+        """Of a run that has ended: remove all checkpoints but one, or all of them.
+
+        The reports stay.
+        """
         checkpoints, reports = self.read()
         if left := [k for k in checkpoints if k.name != name]:
             self._write([k for k in checkpoints if k not in left], reports)
@@ -328,7 +349,10 @@ class CheckpointStore:
 
 
 def is_saved(path: str, address: str | None) -> bool:
-    """Whether the checkpoint of a report is still there. `address`: that of the job which has reported."""
+    """Whether the checkpoint of a report is still there.
+
+    `address`: that of the job which has reported.
+    """
     if address is None:
         return Path(path).is_dir()
     file = Path(path)

@@ -8,8 +8,11 @@ from trainers.jobs.train_job import TrainJob
 
 
 class Link(Protocol):
-    """What a worker knows of the world. `report` is called by all workers together with rank 0's numbers, after each
-    milestone but also for those that an earlier start of the job has measured; it says whether to go on."""
+    """What a worker knows of the world.
+
+    `report` is called by all workers together with rank 0's numbers, after each milestone but also
+    for those that an earlier start of the job has measured; it says whether to go on.
+    """
 
     rank: int
     world_size: int

@@ -1,7 +1,9 @@
-"""Out of memory in training: half the micro-batch with more accumulation, once, and the report says so.
+"""Out of memory in training.
 
-The batch of a step, and so the training, stays what it is. A note beside the job's `out_dir` keeps a job that is
-started again from running out of memory first.
+Half the micro-batch with more accumulation, once, and the report says so.
+
+The batch of a step, and so the training, stays what it is. A note beside the job's `out_dir` keeps
+a job that is started again from running out of memory first.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ class JobOutOfMemoryError(RuntimeError):
 
 
 class MicroBatchLoweredError(RuntimeError):
-    """One of several workers ran out of memory. Started again, they go on with a smaller micro-batch."""
+    """One of several workers ran out of memory.
+
+    Started again, they go on with a smaller micro-batch.
+    """
 
 
 def lowered(settings: TrainSettings) -> TrainSettings | None:
@@ -36,7 +41,8 @@ def lowered(settings: TrainSettings) -> TrainSettings | None:
 def lower_micro_batch(job: TrainJob, cause: str, already: bool) -> None:
     """Have the job go on with a smaller micro-batch from its next start on.
 
-    `already`: whether it did so before. Raises JobOutOfMemoryError then, and if a single sequence is too much.
+    `already`: whether it did so before. Raises JobOutOfMemoryError then, and if a single sequence
+    is too much.
     """
     rows = job.settings.device_batch_size
     if already or lowered(job.settings) is None:
@@ -50,7 +56,9 @@ def lower_micro_batch(job: TrainJob, cause: str, already: bool) -> None:
 
 
 def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
-    """The job with the micro-batch that earlier starts have found out, and what a report should say of it."""
+    """The job with the micro-batch that earlier starts have found out, and what a report should say of
+    it.
+    """
     file = _note(job)
     if not file.exists():
         return job, []

@@ -35,7 +35,10 @@ name of its folder) and trial (that of the run); Ray exports them as `ray_` and 
 
 
 class RayLink:
-    """The link of a worker. In a worker pool's group all workers wait at a milestone for the pool's answer."""
+    """The link of a worker.
+
+    In a worker pool's group all workers wait at a milestone for the pool's answer.
+    """
 
     def __init__(self, pool: Any = None, group: str = "") -> None:
         context = ray.train.get_context()
@@ -67,9 +70,12 @@ class RayLink:
 
     @contextlib.contextmanager
     def _pointer(self, metrics: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """What `ray.train.report` is given of a checkpoint, by rank 0 alone: a small file that says where it lies. Ray
-        keeps the newest; checkpoints themselves are kept and removed by their own index (`trainers.jobs.checkpoints`),
-        which also knows those between two reports, and which of them are damaged."""
+        """What `ray.train.report` is given of a checkpoint, by rank 0 alone.
+
+        A small file that says where it lies. Ray keeps the newest; checkpoints themselves are kept
+        and removed by their own index (`trainers.jobs.checkpoints`), which also knows those between
+        two reports, and which of them are damaged.
+        """
         if self.rank != 0:
             yield {}
             return

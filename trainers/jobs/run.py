@@ -25,12 +25,15 @@ from trainers.shortage import give_back, is_shortage
 
 
 def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
-    """Carry out a job, or what is left of it. Returns the last report and how it ended: {"metrics"},
-    {"diverged": reason} or {"stopped": step}.
+    """Carry out a job, or what is left of it.
 
-    Out of memory, the job goes on with a smaller micro-batch, once; the report then has `notes` that say so. Raises
-    JobOutOfMemoryError when that does not help, and MicroBatchLoweredError where several workers must start again for
-    it: the others wait in a collective operation for the one that ran out.
+    Returns the last report and how it ended: {"metrics"}, {"diverged": reason} or {"stopped":
+    step}.
+
+    Out of memory, the job goes on with a smaller micro-batch, once; the report then has `notes`
+    that say so. Raises JobOutOfMemoryError when that does not help, and MicroBatchLoweredError
+    where several workers must start again for it: the others wait in a collective operation for the
+    one that ran out.
     """
     job = job.on(link.world_size)
     fitting, notes = _agreed(link, lambda: memory.as_it_fits(job))
@@ -91,8 +94,10 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
 def _ended_before(
     job: TrainJob, link: Link, newest: SavedCheckpoint | None, reports: list[dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Report again what earlier starts of the job have measured. Returns how the job ended if nothing is left to do,
-    else None."""
+    """Report again what earlier starts of the job have measured.
+
+    Returns how the job ended if nothing is left to do, else None.
+    """
     last = job.milestones[-1]
     for report in reports:
         if not link.report(report, report["step"] == last):

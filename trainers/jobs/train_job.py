@@ -18,34 +18,40 @@ if TYPE_CHECKING:
 class TrainJob:
     """What to train, on what, for how long, and where the results go.
 
-    `milestones`: steps, counted from the beginning of the training, after which the held-out loss is measured and
-    reported with a checkpoint; the last one ends the job. `total_steps`: the step at which the learning-rate schedule
-    ends (None: the last milestone). `resume_from`: a checkpoint of an earlier job (`checkpoint_path` of its reports);
-    the job then continues its weights, optimiser, schedule position and, on the same `train_file`, its data position
-    from `start_step`. `seed` orders the data. `storage_path` and `out_dir` must be absolute.
+    `milestones`: steps, counted from the beginning of the training, after which the held-out loss
+    is measured and reported with a checkpoint; the last one ends the job. `total_steps`: the step
+    at which the learning-rate schedule ends (None: the last milestone). `resume_from`: a checkpoint
+    of an earlier job (`checkpoint_path` of its reports); the job then continues its weights,
+    optimiser, schedule position and, on the same `train_file`, its data position from `start_step`.
+    `seed` orders the data. `storage_path` and `out_dir` must be absolute.
 
-    `relaxation`: a stage before all this: from `model_dir`, which is not converted yet, to a collapsed checkpoint (in
-    the reports: `relaxed_dir`), where the training then starts. Its tokens are in the report, its steps not in the
-    milestones; milestones (0,) measure the collapsed model and end there. One learning-rate schedule spans both, unless
-    the relaxation has its own: stage i starts at position `i steps`, the training after them at
-    `relaxation.total_steps`. What a stage that ends early leaves of its positions stays unused, so that the rate of a
-    step depends on the job alone. `schedule_offset`: the schedule's steps before step 0, for a job that goes on behind
-    the relaxation of an earlier one; minus `start_step` for a schedule that begins, and warms up, with this job.
-    `first_sequence`: of the training data, for a job that reads on where an earlier one has stopped.
+    `relaxation`: a stage before all this: from `model_dir`, which is not converted yet, to a
+    collapsed checkpoint (in the reports: `relaxed_dir`), where the training then starts. Its tokens
+    are in the report, its steps not in the milestones; milestones (0,) measure the collapsed model
+    and end there. One learning-rate schedule spans both, unless the relaxation has its own: stage i
+    starts at position `i steps`, the training after them at `relaxation.total_steps`. What a stage
+    that ends early leaves of its positions stays unused, so that the rate of a step depends on the
+    job alone. `schedule_offset`: the schedule's steps before step 0, for a job that goes on behind
+    the relaxation of an earlier one; minus `start_step` for a schedule that begins, and warms up,
+    with this job. `first_sequence`: of the training data, for a job that reads on where an earlier
+    one has stopped.
 
-    A checkpoint is kept at each milestone; in between every `checkpoint_steps` steps, and once `checkpoint_minutes`
-    have gone by since the last one (None: not). With `settings.min_workers` workers come and go while it runs: each
-    time it goes on from its newest checkpoint, on as many as there are.
+    A checkpoint is kept at each milestone; in between every `checkpoint_steps` steps, and once
+    `checkpoint_minutes` have gone by since the last one (None: not). With `settings.min_workers`
+    workers come and go while it runs: each time it goes on from its newest checkpoint, on as many
+    as there are.
 
-    `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.jobs.best`); the
-    reports then have `best_step`, `best_loss`, `best_kl` and `best_dir`.
+    `keep_best`: also keep the weights of the milestone with the lowest held-out loss
+    (`trainers.jobs.best`); the reports then have `best_step`, `best_loss`, `best_kl` and
+    `best_dir`.
 
     `accelerator_type`, `placement_strategy`: where its workers run (`trainers.settings.Shape`).
 
-    `checkpoint_address`: where its training checkpoints lie (s3://...), below its `run_name`; None: `storage_path`.
+    `checkpoint_address`: where its training checkpoints lie (s3://...), below its `run_name`; None:
+    `storage_path`.
 
-    A `run_name` that already exists under `storage_path` continues that run: the same job run twice does nothing
-    twice, and two different jobs need two names.
+    A `run_name` that already exists under `storage_path` continues that run: the same job run twice
+    does nothing twice, and two different jobs need two names.
     """
 
     model_dir: str
@@ -140,7 +146,10 @@ class TrainJob:
 
     @property
     def relaxation_settings(self) -> TrainSettings:
-        """How the relaxation stage is trained: always all weights, since it changes what the heads are."""
+        """How the relaxation stage is trained.
+
+        Always all weights, since it changes what the heads are.
+        """
         settings = self.relaxation.settings if self.relaxation else None
         return settings or self.settings.model_copy(update={"tuning": "full"})
 

@@ -1,4 +1,7 @@
-"""A training job on one worker: from its start or its checkpoint, milestone by milestone, to its finished weights."""
+"""A training job on one worker.
+
+From its start or its checkpoint, milestone by milestone, to its finished weights.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class WorkerTraining(WorkerShare):
-    """One worker's training of a job: where it starts, and what it does at a step and at a milestone."""
+    """One worker's training of a job.
+
+    Where it starts, and what it does at a step and at a milestone.
+    """
 
     def __init__(
         self,
@@ -65,8 +71,9 @@ class WorkerTraining(WorkerShare):
         self.curve = Curve(store.named, engine, self.world_size, show) if self.rank == 0 else None
 
     def run(self, newest: SavedCheckpoint | None, reports: list[dict[str, Any]]) -> dict[str, Any]:
-        """Train from the checkpoint `newest` of this run, or from where the job starts, to the last milestone.
-        `reports`: of the milestones before. Returns what `run_job` does."""
+        """Train from the checkpoint `newest` of this run, or from where the job starts, to the last
+        milestone. `reports`: of the milestones before. Returns what `run_job` does.
+        """
         job = self.job
         last = self.job.milestones[-1]
         start = self._begin(newest)
@@ -115,7 +122,10 @@ class WorkerTraining(WorkerShare):
         return 0
 
     def resume(self, folder: Path, earlier_job: bool = False) -> int:
-        """The step to go on from: that of this run's checkpoint, or of an earlier job's (`resume_from`)."""
+        """The step to go on from.
+
+        That of this run's checkpoint, or of an earlier job's (`resume_from`).
+        """
         state = self.engine.load(folder)
         self.saved_step = int(state["step"])
         if not earlier_job:
@@ -142,8 +152,10 @@ class WorkerTraining(WorkerShare):
             self.lap()
 
     def _due(self, step: int) -> bool:
-        """Whether a checkpoint is kept between two milestones; the clock is rank 0's. One is kept, once, when a node is
-        about to be taken away."""
+        """Whether a checkpoint is kept between two milestones; the clock is rank 0's.
+
+        One is kept, once, when a node is about to be taken away.
+        """
         if self.link.leaving() and not self.leaving:
             self.leaving = True
             return True
@@ -221,7 +233,9 @@ class WorkerTraining(WorkerShare):
         self.steps = 0
 
     def finish(self, metrics: dict[str, Any]) -> None:
-        """Write the finished weights as a checkpoint of their own, before the report says that they are there."""
+        """Write the finished weights as a checkpoint of their own, before the report says that they
+        are there.
+        """
         self._write(self.job.out_dir)
         if self.link.rank == 0:
             metrics["out_dir"] = self.job.out_dir
@@ -254,7 +268,10 @@ class WorkerTraining(WorkerShare):
         dist.barrier()
 
     def _speed(self) -> float:
-        """Tokens a second since the last milestone; of the relaxation, with its own measuring, where it was all."""
+        """Tokens a second since the last milestone.
+
+        Of the relaxation, with its own measuring, where it was all.
+        """
         if self.steps or self.relaxed is None:
             return self.steps * self.tokens_a_step / self.train_seconds
         return self.relaxed.tokens / self.relaxed.seconds

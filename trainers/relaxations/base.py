@@ -1,8 +1,11 @@
-"""What every relaxation is made of: projections that hold the original heads, learned numbers, and the protocol.
+"""What every relaxation is made of.
 
-A relaxation is a model that computes what the checkpoint computes, in which stand-ins take the place of projections.
-A stand-in builds its weight anew in each forward pass from the original heads and a few learned numbers. Training
-drives these to where fewer heads do the same; `collapse` takes them.
+Projections that hold the original heads, learned numbers, and the protocol.
+
+A relaxation is a model that computes what the checkpoint computes, in which stand-ins take the
+place of projections. A stand-in builds its weight anew in each forward pass from the original heads
+and a few learned numbers. Training drives these to where fewer heads do the same; `collapse` takes
+them.
 
 Legend: L layers, S source heads that a projection holds, d head dim, D model dim.
 """
@@ -39,7 +42,10 @@ def pooled(rows: Tensor, groups: HeadGroups) -> Tensor:
 
 
 class Learned(nn.Module):
-    """One learned tensor, read by calling the module: ZeRO 3 gathers parameters around a call and nowhere else."""
+    """One learned tensor, read by calling the module.
+
+    ZeRO 3 gathers parameters around a call and nowhere else.
+    """
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -50,7 +56,10 @@ class Learned(nn.Module):
 
 
 class HeadProjection(nn.Linear):
-    """A linear projection that knows its heads: weight `[S·d, D]`, bias `[S·d]` or None. Subclasses mix them."""
+    """A linear projection that knows its heads: weight `[S·d, D]`, bias `[S·d]` or None.
+
+    Subclasses mix them.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         heads, self.head_dim, in_features = weight.shape
@@ -66,11 +75,16 @@ class HeadProjection(nn.Linear):
         return self.source()
 
     def collapsed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One head a group in the place of the heads held, `weight` and `bias` as `source` gives them, in float32."""
+        """One head a group in the place of the heads held, `weight` and `bias` as `source` gives them,
+        in float32.
+        """
         raise NotImplementedError
 
     def source(self) -> tuple[Tensor, Tensor | None]:
-        """The heads held, `[S, d, D]` and `[S, d]`. Inside the module's own call only, as ZeRO 3 has it."""
+        """The heads held, `[S, d, D]` and `[S, d]`.
+
+        Inside the module's own call only, as ZeRO 3 has it.
+        """
         bias = None if self.bias is None else self.bias.unflatten(0, (-1, self.head_dim))
         return self.weight.unflatten(0, (-1, self.head_dim)), bias
 
@@ -80,10 +94,12 @@ class HeadProjection(nn.Linear):
 
 
 class Relaxation(nn.Module, ABC):
-    """The protocol. Sits in the relaxed model as its child `relaxation`, so that what it learns is saved with it.
+    """The protocol.
 
-    `stand_ins`: of each layer, by side ("k" or "v"), those that belong to its attention module. `stop_early`: end the
-    stage as soon as `finished` says so.
+    Sits in the relaxed model as its child `relaxation`, so that what it learns is saved with it.
+
+    `stand_ins`: of each layer, by side ("k" or "v"), those that belong to its attention module.
+    `stop_early`: end the stage as soon as `finished` says so.
     """
 
     stop_early = False
@@ -116,12 +132,18 @@ class Relaxation(nn.Module, ABC):
 
     @abstractmethod
     def finished(self) -> bool:
-        """Whether collapsing would now change as little as the method asks for; the same on all workers."""
+        """Whether collapsing would now change as little as the method asks for.
+
+        The same on all workers.
+        """
 
     @abstractmethod
     def remaining(self) -> float:
-        """Share of its way that is left: 1 at step 0, at most `UNFINISHED` where it came to its end. What collapsing
-        changes grows with it. All workers call it together."""
+        """Share of its way that is left.
+
+        1 at step 0, at most `UNFINISHED` where it came to its end. What collapsing changes grows
+        with it. All workers call it together.
+        """
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
@@ -135,7 +157,8 @@ class Relaxation(nn.Module, ABC):
     def collapse(self) -> list[LayerHeads]:
         """The heads of every layer, float32, keys and values in the order of the plan's groups.
 
-        For whole weights: with ZeRO 3 load the gathered weights into a second relaxed model and collapse that.
+        For whole weights: with ZeRO 3 load the gathered weights into a second relaxed model and
+        collapse that.
         """
         layers = read_layers(self.model)
         old = plan_of(self.model)
@@ -164,7 +187,9 @@ class Relaxation(nn.Module, ABC):
 
 
 def coarser_groups(old: Sequence[int], new: Sequence[int], where: str) -> HeadGroups:
-    """Which kept heads of the map `old` each kept head of `new` is made of: (0,1,2,2), (0,0,1,1) -> ((0,1), (2,)).
+    """Which kept heads of the map `old` each kept head of `new` is made of.
+
+    (0,1,2,2), (0,0,1,1) -> ((0,1), (2,)).
 
     Raises PlanError if `new` would split a head of `old`.
     """
@@ -199,8 +224,9 @@ def lifted(model: PreTrainedModel) -> PreTrainedModel:
 def open_projections(
     model: PreTrainedModel, plan: AttentionPlan
 ) -> tuple[PreTrainedModel, AttentionPlan]:
-    """A copy of the model, the same function, whose q, k and v projections are separate `HeadProjection`s in every
-    layer, and its plan. Raises PlanError if `plan` does not fit the model.
+    """A copy of the model, the same function, whose q, k and v projections are separate
+    `HeadProjection`s in every layer, and its plan. Raises PlanError if `plan` does not fit the
+    model.
     """
     check_fits(plan, geometry_of(model.config))
     model = unshare(model)
@@ -238,8 +264,9 @@ def replace_projections(
     new: AttentionPlan,
     make: Callable[[HeadProjection, HeadGroups], StandIn],
 ) -> list[dict[str, StandIn]]:
-    """Put `make(projection, groups)` in the place of every k and v projection of an opened model whose heads `new`
-    fuses. Returns them by side, for each layer. Raises PlanError if `new` fuses nothing, or splits a head of `old`.
+    """Put `make(projection, groups)` in the place of every k and v projection of an opened model whose
+    heads `new` fuses. Returns them by side, for each layer. Raises PlanError if `new` fuses
+    nothing, or splits a head of `old`.
     """
     replaced: list[dict[str, StandIn]] = []
     for index, module in enumerate(family_of(model.config).attention_modules(model)):

@@ -1,17 +1,19 @@
-"""Align: each head fades from its own key and value to its group's new ones, by an L0 mask under one constraint.
+"""Align.
+
+Each head fades from its own key and value to its group's new ones, by an L0 mask under one
+constraint.
 
 Jin 2024, section 3.5, Eq. 25 to 29; the masks are hard concrete (Louizos 2017, Eq. 10 to 13).
 Legend: L layers with masks, H query heads, G groups, d head dim, D model dim; z mask, T target.
 
-Where the paper is **silent**:
-- the mean mask of Eq. 29 is the probability that a mask is not 0 (Louizos 2017, Eq. 12): a clamped sample at 1 has no
-  gradient, so masks that start at 1 would stay there;
-- Eq. 29 is negative for a mean mask below T, and still falls down to T - 1/2: masks run ahead of the schedule. The
-  formula is kept; T does not fall below 0;
-- the location log α starts at 4: then the mask is exactly 1 without noise, and fewer than one in ten below 1 with it;
-- the paper's constraint and rate close the masks in thousands of steps. With fewer, both are scaled up
-  (`relaxation_knobs`): with the rate alone, masks that the loss needs in the first steps stay open for good;
-- a sample of the masks holds for a step, in all passes and on all workers.
+Where the paper is **silent**: - the mean mask of Eq. 29 is the probability that a mask is not 0
+(Louizos 2017, Eq. 12): a clamped sample at 1 has no gradient, so masks that start at 1 would stay
+there; - Eq. 29 is negative for a mean mask below T, and still falls down to T - 1/2: masks run
+ahead of the schedule. The formula is kept; T does not fall below 0; - the location log α starts at
+4: then the mask is exactly 1 without noise, and fewer than one in ten below 1 with it; - the
+paper's constraint and rate close the masks in thousands of steps. With fewer, both are scaled up
+(`relaxation_knobs`): with the rate alone, masks that the loss needs in the first steps stay open
+for good; - a sample of the masks holds for a step, in all passes and on all workers.
 """
 
 from __future__ import annotations
@@ -77,7 +79,10 @@ def size_constraint(mean_mask: Tensor, size: float) -> Tensor:
 
 
 def faded(z: Tensor, original: Tensor, shared: Tensor, head_map: Tensor) -> Tensor:
-    """Eq. 27 and 28: z W + (1 - z) W~ of the head's group. z `[H]`, own `[H, ...]`, shared `[G, ...]`."""
+    """Eq. 27 and 28.
+
+    Z W + (1 - z) W~ of the head's group. z `[H]`, own `[H, ...]`, shared `[G, ...]`.
+    """
     z = z.to(original.dtype).reshape(-1, *(1,) * (original.ndim - 1))
     return z * original + (1 - z) * shared[head_map]
 
@@ -86,7 +91,9 @@ def faded(z: Tensor, original: Tensor, shared: Tensor, head_map: Tensor) -> Tens
 
 
 class MaskedProjection(HeadProjection):
-    """The k or v projection of Align: its original heads, its groups' new heads (their means at first), the masks.
+    """The k or v projection of Align.
+
+    Its original heads, its groups' new heads (their means at first), the masks.
 
     `masks`: whose masks it fades by, and at which row of them.
     """
@@ -127,10 +134,12 @@ def _means(rows: Tensor, groups: HeadGroups) -> nn.Parameter:
 
 @RELAXATION_TRAINING.part("hard_concrete", source=_SOURCE, knobs=HARD_CONCRETE)
 class HardConcrete(Relaxation):
-    """Align's pruning training, of a copy of `model`, towards `plan`. `penalty` is Eq. 29 over all masks at once.
+    """Align's pruning training, of a copy of `model`, towards `plan`.
 
-    One mask a query head serves its key and its value (Eq. 27 and 28). `generator` seeds the masks' noise (None: 0).
-    Raises PlanError if the model shares heads already.
+    `penalty` is Eq. 29 over all masks at once.
+
+    One mask a query head serves its key and its value (Eq. 27 and 28). `generator` seeds the masks'
+    noise (None: 0). Raises PlanError if the model shares heads already.
     """
 
     seed: Tensor
@@ -172,14 +181,20 @@ class HardConcrete(Relaxation):
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Draw the step's noise: a function of seed and step alone, so equal on all workers and after a resume."""
+        """Draw the step's noise.
+
+        A function of seed and step alone, so equal on all workers and after a resume.
+        """
         self.step = step
         generator = torch.Generator().manual_seed(int(self.seed) * 1_000_003 + step)
         uniform = torch.rand(self._shape, generator=generator, dtype=torch.float64)
         self._uniform = uniform.clamp(1e-6, 1 - 1e-6).float()
 
     def masks(self) -> Tensor:
-        """z `[L, H]` float32: this step's sample in training, the mask without noise in evaluation, 0 once frozen."""
+        """z `[L, H]` float32.
+
+        This step's sample in training, the mask without noise in evaluation, 0 once frozen.
+        """
         log_alpha = self.log_alpha().float()
         if self.finished():
             return log_alpha * 0

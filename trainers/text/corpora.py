@@ -1,17 +1,19 @@
-"""Where text comes from, as documents: this interpreter's standard library, local files, a hub data set, or tasks.
+"""Where text comes from, as documents.
 
-A *source* is one of
-- `builtin`: prose and code of this interpreter, half and half: the help topics of `pydoc` and files of `stdlib`;
-- `stdlib`: the Python standard library's source, one document a file, without its tests;
-- a local file, folder or glob of .txt, .jsonl, .json or .parquet;
-- a hub data set, `name`, `name@subset`;
-- `synthetic:NAME`: the tasks of Xiao 2024, see `trainers.text.synthetic_corpus`;
-and files and data sets may end in `:split`. Text that belongs to no split, or to `train`, is divided by the md5 rule
-below, of small files with a larger held-out side where that is asked for (`Division`); text of any other split
-(`validation`, `test`) is held out as a whole.
+This interpreter's standard library, local files, a hub data set, or tasks.
 
-A record of a file or data set has its text in one field, or a conversation in `messages` (role, content) or
-`conversations` (from, value): a `Conversation`, which becomes text by the tokenizer's chat template.
+A *source* is one of - `builtin`: prose and code of this interpreter, half and half: the help topics
+of `pydoc` and files of `stdlib`; - `stdlib`: the Python standard library's source, one document a
+file, without its tests; - a local file, folder or glob of .txt, .jsonl, .json or .parquet; - a hub
+data set, `name`, `name@subset`; - `synthetic:NAME`: the tasks of Xiao 2024, see
+`trainers.text.synthetic_corpus`; and files and data sets may end in `:split`. Text that belongs to
+no split, or to `train`, is divided by the md5 rule below, of small files with a larger held-out
+side where that is asked for (`Division`); text of any other split (`validation`, `test`) is held
+out as a whole.
+
+A record of a file or data set has its text in one field, or a conversation in `messages` (role,
+content) or `conversations` (from, value): a `Conversation`, which becomes text by the tokenizer's
+chat template.
 """
 
 from __future__ import annotations
@@ -89,7 +91,10 @@ class DataError(ValueError):
 
 
 class Conversation(str):
-    """The messages of a conversation as JSON: a list of objects with `role` and `content`. `field`: where they were."""
+    """The messages of a conversation as JSON: a list of objects with `role` and `content`.
+
+    `field`: where they were.
+    """
 
     field: str
 
@@ -122,7 +127,10 @@ class Conversation(str):
 
 
 def is_held_out(identity: str, one_in: int = HOLD_OUT) -> bool:
-    """True for about one document in `one_in`, by the md5 digest of what identifies it: the same in every process."""
+    """True for about one document in `one_in`, by the md5 digest of what identifies it.
+
+    The same in every process.
+    """
     return _md5(identity) % one_in == 0
 
 
@@ -163,7 +171,10 @@ class Corpus:
 
     @property
     def most_tokens(self) -> int | None:
-        """More tokens cannot be in the text, beginning and end tokens included; None where only reading it tells."""
+        """More tokens cannot be in the text, beginning and end tokens included.
+
+        None where only reading it tells.
+        """
         if self.kind not in (STDLIB, BUILTIN) and not (
             self.files and self.files[0].suffix in _PLAIN
         ):
@@ -185,11 +196,12 @@ class Corpus:
         *,
         mixed: bool = False,
     ) -> Iterator[str]:
-        """Texts of one side, in the order of the source, or shuffled when a seed is given. `mixed`: of `builtin` only
-        as much code as there is prose.
+        """Texts of one side, in the order of the source, or shuffled when a seed is given.
 
-        Raises DataError when the source is missing, has no `text_field`, is held out and asked to train, or cannot be
-        divided.
+        `mixed`: of `builtin` only as much code as there is prose.
+
+        Raises DataError when the source is missing, has no `text_field`, is held out and asked to
+        train, or cannot be divided.
         """
         if side == "train" and self.wholly_held_out:
             raise DataError(
@@ -250,9 +262,12 @@ class Corpus:
                 yield text
 
     def _held_out_by_size(self, text_field: str) -> frozenset[bytes]:
-        """Digests of the held-out documents of small files: those by the md5 rule, and of the others as many as it
-        takes, in the order of the digests. Empty where the md5 rule is enough. Raises DataError for text that has less
-        than two different documents."""
+        """Digests of the held-out documents of small files.
+
+        Those by the md5 rule, and of the others as many as it takes, in the order of the digests.
+        Empty where the md5 rule is enough. Raises DataError for text that has less than two
+        different documents.
+        """
         if self.wholly_held_out or not self.files or self.size > SMALL_BYTES:
             return frozenset()
         lengths: dict[str, int] = {}
@@ -294,7 +309,10 @@ def _shuffled(items: list[Any], seed: int | None) -> list[Any]:
 
 
 def help_topics() -> dict[str, str]:
-    """The texts of `help()` about Python, by name: English with examples. Empty where an interpreter comes without."""
+    """The texts of `help()` about Python, by name: English with examples.
+
+    Empty where an interpreter comes without.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -303,8 +321,11 @@ def help_topics() -> dict[str, str]:
 
 
 def resolve(source: str) -> Corpus:
-    """The corpus that a source names. Raises DataError when local files are named but missing or of no known type, and
-    TypeError for texts themselves."""
+    """The corpus that a source names.
+
+    Raises DataError when local files are named but missing or of no known type, and TypeError for
+    texts themselves.
+    """
     if not isinstance(source, str):
         raise TypeError(
             "data: expected the name of a source of text (str: a local file or folder, a hub data set, or "
@@ -360,7 +381,9 @@ def resolve(source: str) -> Corpus:
 
 
 def library_files() -> Iterable[Path]:
-    """Every .py file of this interpreter's standard library but tests and installed packages, by relative path."""
+    """Every .py file of this interpreter's standard library but tests and installed packages, by
+    relative path.
+    """
     files: list[Path] = []
     for folder, below, names in os.walk(LIBRARY):
         # Installed packages are most of the tree.

@@ -1,8 +1,10 @@
-"""Text to token sequences: tokenise, join with the end token, cut to equal length, keep on disk, batch.
+"""Text to token sequences.
 
-Where a tokenizer begins every text with a token, every sequence begins with it too, since a sequence begins in the
-middle of a document, and most heads attend to what every prompt begins with: it stands in the place of the sequence's
-first token, which nothing predicts.
+Tokenise, join with the end token, cut to equal length, keep on disk, batch.
+
+Where a tokenizer begins every text with a token, every sequence begins with it too, since a
+sequence begins in the middle of a document, and most heads attend to what every prompt begins with:
+it stands in the place of the sequence's first token, which nothing predicts.
 
 Legend: N sequences, T tokens a sequence, B sequences a step over all workers, W workers.
 """
@@ -77,16 +79,18 @@ CALIBRATION_SEED = (
 
 @dataclass(frozen=True)
 class TextCut:
-    """Which text is cut into which sequences: those of one split of a source (see `trainers.text.corpora`), `[N, T]`
-    with N = tokens // T.
+    """Which text is cut into which sequences.
 
-    `train` and `calibration` come from the training side, documents shuffled by `seed` (each with its own order), the
-    calibration evenly spaced over many documents; `eval` from the held-out side, evenly spaced over it, in fixed order
-    whatever the seed. The sequences of `train` are the first of the text; evaluation and calibration are small, and
-    their text is held in memory (see `POOL`).
+    Those of one split of a source (see `trainers.text.corpora`), `[N, T]` with N = tokens // T.
 
-    `division`: how the source is divided into the two sides. `apart_from`: another source, whose documents are left out
-    of `eval`. `at_most`: where there is less text, all that there is.
+    `train` and `calibration` come from the training side, documents shuffled by `seed` (each with
+    its own order), the calibration evenly spaced over many documents; `eval` from the held-out
+    side, evenly spaced over it, in fixed order whatever the seed. The sequences of `train` are the
+    first of the text; evaluation and calibration are small, and their text is held in memory (see
+    `POOL`).
+
+    `division`: how the source is divided into the two sides. `apart_from`: another source, whose
+    documents are left out of `eval`. `at_most`: where there is less text, all that there is.
     """
 
     source: str
@@ -122,8 +126,9 @@ class TextCut:
         return resolve(self.source)
 
     def check(self) -> None:
-        """Raises DataError for a source that is not there, and for one whose files are too small for a text that takes
-        long to read; of a SMALL one reading tells how many tokens there are."""
+        """Raises DataError for a source that is not there, and for one whose files are too small for a
+        text that takes long to read; of a SMALL one reading tells how many tokens there are.
+        """
         most = self.corpus.most_tokens
         if most is not None and self.tokens > max(most, SMALL_TEXT):
             raise DataError(
@@ -134,7 +139,10 @@ class TextCut:
     def folder(
         self, tokenizer: Any, cache_dir: str | Path, shard_tokens: int = SHARD_TOKENS
     ) -> Path:
-        """Where in `cache_dir` the token set lies, or will: the name holds everything that it depends on."""
+        """Where in `cache_dir` the token set lies, or will.
+
+        The name holds everything that it depends on.
+        """
         key = json.dumps([TOKEN_SET_FORMAT, shard_tokens, self._made_of(tokenizer)], sort_keys=True)
         return Path(cache_dir) / f"{self.split}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
@@ -175,8 +183,9 @@ class TextCut:
                 left_out.append(text)
 
     def _others(self) -> set[bytes]:
-        """Digests of the documents of `apart_from`, of its first COMPARED characters in the order that a calibration
-        reads them in."""
+        """Digests of the documents of `apart_from`, of its first COMPARED characters in the order that
+        a calibration reads them in.
+        """
         digests: set[bytes] = set()
         characters = 0
         other = resolve(self.apart_from or self.source)
@@ -208,8 +217,10 @@ class TextCut:
         return PooledTokens(ids, documents, beginning(tokenizer), len(left_out))
 
     def write(self, tokenizer: Any, folder: Path, shard_tokens: int, tokenise: Tokenise) -> None:
-        """Write the token set, what an earlier run has left of it excepted. Raises DataError when there is too little
-        text."""
+        """Write the token set, what an earlier run has left of it excepted.
+
+        Raises DataError when there is too little text.
+        """
         made_of = self._made_of(tokenizer)
         largest = largest_id(tokenizer)
         if self.split != "train":
@@ -278,8 +289,11 @@ class TextCut:
 
 @dataclass(frozen=True)
 class PooledTokens:
-    """Tokens `[n]` int32 of the first documents of a split. `first`: what every sequence begins with; `left_out`:
-    documents that also stand in the text that it is to be apart from."""
+    """Tokens `[n]` int32 of the first documents of a split.
+
+    `first`: what every sequence begins with; `left_out`: documents that also stand in the text that
+    it is to be apart from.
+    """
 
     ids: np.ndarray
     documents: int
@@ -287,7 +301,10 @@ class PooledTokens:
     left_out: int = 0
 
     def sequences(self, cut: TextCut) -> np.ndarray:
-        """Those of `cut`, `[N, T]` int32, evenly spaced. Raises DataError when there is too little text."""
+        """Those of `cut`, `[N, T]` int32, evenly spaced.
+
+        Raises DataError when there is too little text.
+        """
         requested = cut.sequences
         length = cut.sequence_length
         there = len(self.ids) // length
@@ -312,8 +329,10 @@ def _begun(sequences: np.ndarray, first: list[int]) -> np.ndarray:
 
 
 def default_length(positions: int, *tokens: int) -> int:
-    """Tokens a sequence by default, for a model of so many positions and splits of so many tokens: LENGTH, or all that
-    the model takes; less where the tokens would be fewer than FEWEST sequences."""
+    """Tokens a sequence by default, for a model of so many positions and splits of so many tokens.
+
+    LENGTH, or all that the model takes; less where the tokens would be fewer than FEWEST sequences.
+    """
     length = min(LENGTH, positions)
     while length > _SHORTEST and min(tokens, default=length * FEWEST) < length * FEWEST:
         length //= 2
@@ -321,7 +340,9 @@ def default_length(positions: int, *tokens: int) -> int:
 
 
 class LoadedTexts(NamedTuple):
-    """Calibration and held-out token sequences `[N, T]` int64, and `facts` of where they are from, for a record."""
+    """Calibration and held-out token sequences `[N, T]` int64, and `facts` of where they are from, for
+    a record.
+    """
 
     calibration: Tensor
     held_out: Tensor
@@ -332,9 +353,10 @@ class LoadedTexts(NamedTuple):
 class Texts:
     """Which text is calibrated or trained on (`data`), and which is measured on (`eval_data`).
 
-    One source is for both, and is divided. Where another one is named to measure on, both are used whole, less the
-    documents of `eval_data` that also stand in the first. Without any it is `builtin`. Token counts of None: TOKENS, or
-    as many as there are; a sequence length of None: `default_length`.
+    One source is for both, and is divided. Where another one is named to measure on, both are used
+    whole, less the documents of `eval_data` that also stand in the first. Without any it is
+    `builtin`. Token counts of None: TOKENS, or as many as there are; a sequence length of None:
+    `default_length`.
     """
 
     data: str | None = None
@@ -363,7 +385,10 @@ class Texts:
         return resolve(self.source).text_of == resolve(self.eval_source).text_of
 
     def cut(self, split: Split, tokens: int | None, length: int) -> TextCut:
-        """One split. Raises DataError for a source that is not there, and for tokens that fill no sequence."""
+        """One split.
+
+        Raises DataError for a source that is not there, and for tokens that fill no sequence.
+        """
         source = self.eval_source if split == "eval" else self.source
         corpus = resolve(source)
         apart = None
@@ -396,8 +421,11 @@ class Texts:
         calibration_tokens: int | None = None,
         calibrate: bool = True,
     ) -> LoadedTexts:
-        """Both texts, for a model of so many `positions`; that to calibrate on is empty, `[0, T]`, unless it is wanted
-        (`calibrate`). Raises DataError for a source that is not there or has too little text."""
+        """Both texts, for a model of so many `positions`.
+
+        That to calibrate on is empty, `[0, T]`, unless it is wanted (`calibrate`). Raises DataError
+        for a source that is not there or has too little text.
+        """
         requested: dict[Split, int | None] = {"eval": eval_tokens}
         if calibrate:
             requested["calibration"] = calibration_tokens
@@ -428,7 +456,10 @@ class Texts:
 def load_sequences(
     source: str, tokenizer: Any, *, cache_dir: str | Path | None = None, **cut: Any
 ) -> Tensor:
-    """The sequences of `TextCut(source, **cut)` in memory, `[N, T]` int64; without `cache_dir` none are kept."""
+    """The sequences of `TextCut(source, **cut)` in memory, `[N, T]` int64.
+
+    Without `cache_dir` none are kept.
+    """
     if cache_dir is not None:
         return read_sequences(token_set(TextCut(source, **cut), tokenizer, cache_dir))[:]
     return torch.from_numpy(TextCut(source, **cut).in_memory(tokenizer)).long()
@@ -442,10 +473,12 @@ def token_set(
     tokenise: Tokenise = tokenise_here,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Path:
-    """The folder in `cache_dir` with the sequences of `cut`, for `read_sequences`; made unless it is there.
+    """The folder in `cache_dir` with the sequences of `cut`, for `read_sequences`.
 
-    A run that was killed is gone on with. Whatever `tokenise`, the set is the same. Raises DataError when there is too
-    little text.
+    Made unless it is there.
+
+    A run that was killed is gone on with. Whatever `tokenise`, the set is the same. Raises
+    DataError when there is too little text.
     """
     folder = cut.folder(tokenizer, cache_dir, shard_tokens)
     if not is_complete(folder):
@@ -454,11 +487,14 @@ def token_set(
 
 
 class BatchStream:
-    """Endless shuffled epochs over `sequences [N, T]`: `next()` gives this worker's rows of a step, `[B / W, T]` int64.
+    """Endless shuffled epochs over `sequences [N, T]`.
 
-    Worker r of W gets rows ⌊r B/W⌋ to ⌊(r + 1) B/W⌋ of the step, so that all together see what one worker would. An
-    epoch's remainder begins the next one's first step. The state is a position, so resuming is exact, with any W. Of a
-    set on disk only this worker's rows are read; memory holds the order of one epoch, 8 N bytes.
+    `next()` gives this worker's rows of a step, `[B / W, T]` int64.
+
+    Worker r of W gets rows ⌊r B/W⌋ to ⌊(r + 1) B/W⌋ of the step, so that all together see what one
+    worker would. An epoch's remainder begins the next one's first step. The state is a position, so
+    resuming is exact, with any W. Of a set on disk only this worker's rows are read; memory holds
+    the order of one epoch, 8 N bytes.
     """
 
     def __init__(
@@ -510,7 +546,10 @@ class BatchStream:
         return {"position": self._position, "seed": self._seed, "sequences": len(self._sequences)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises ValueError for a state of another seed or of other data."""
+        """Continue where `state` was taken.
+
+        Raises ValueError for a state of another seed or of other data.
+        """
         for name, value in (("seed", self._seed), ("sequences", len(self._sequences))):
             if state[name] != value:
                 raise ValueError(

@@ -1,11 +1,13 @@
-"""Synthetic tasks that need the right source token and the right change of it (Xiao 2024, sec. 4.3 and App. F).
+"""Synthetic tasks that need the right source token and the right change of it (Xiao 2024, sec. 4.3 and
+App. F).
 
-A task is an attention pattern (whom to look up) with a transformation (what to make of what is found there): heads
-with one fixed QK and one fixed OV circuit need one head for every pair, composed heads only one for each. The paper
-has 74 tasks with 888 examples and prints a few; these sentences, words and tasks are our own, drawn without end.
+A task is an attention pattern (whom to look up) with a transformation (what to make of what is
+found there): heads with one fixed QK and one fixed OV circuit need one head for every pair,
+composed heads only one for each. The paper has 74 tasks with 888 examples and prints a few; these
+sentences, words and tasks are our own, drawn without end.
 
-Every choice comes from the given `numpy.random.Generator`. An example has one right answer, and none of the other items
-in its context leads to it, copied or transformed.
+Every choice comes from the given `numpy.random.Generator`. An example has one right answer, and
+none of the other items in its context leads to it, copied or transformed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ SHOTS = (2, 3, 4, 5, 6, 7)  # the paper's mixture
 
 @dataclass(frozen=True, order=True)
 class Task:
-    """`pattern`: a key of PATTERNS; `domain`: a key of DOMAINS; `transformation`: one that the domain knows."""
+    """`pattern`: a key of PATTERNS.
+
+    `domain`: a key of DOMAINS; `transformation`: one that the domain knows.
+    """
 
     pattern: str
     domain: str
@@ -42,7 +47,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt that ends right before the answer, and the one word that answers it. `shots`: solved examples in it."""
+    """A prompt that ends right before the answer, and the one word that answers it.
+
+    `shots`: solved examples in it.
+    """
 
     task: Task
     prompt: str
@@ -154,7 +162,10 @@ PATTERNS: dict[str, Callable[[WordDomain, dict[str, str], np.random.Generator], 
 
 
 def all_tasks() -> tuple[Task, ...]:
-    """Every pattern with every transformation that fits it, sorted; of a person (`same item`) only the name is said."""
+    """Every pattern with every transformation that fits it, sorted.
+
+    Of a person (`same item`) only the name is said.
+    """
     tasks = []
     for pattern in PATTERNS:
         for domain in DOMAINS.values():
@@ -168,8 +179,11 @@ def all_tasks() -> tuple[Task, ...]:
 def split_tasks(
     tasks: Sequence[Task], held_out: int, generator: np.random.Generator
 ) -> tuple[list[Task], list[Task]]:
-    """(tasks to train on, `held_out` tasks to test on): every pattern and every transformation of the second is also in
-    the first, but no pair of them. Raises ValueError if so many cannot be held out."""
+    """(tasks to train on, `held_out` tasks to test on).
+
+    Every pattern and every transformation of the second is also in the first, but no pair of them.
+    Raises ValueError if so many cannot be held out.
+    """
     training = set(tasks)
     out = list[Task]()
     for task in (sorted(tasks)[i] for i in generator.permutation(len(tasks))):
@@ -215,7 +229,9 @@ def examples(
     generator: np.random.Generator,
     shots: Sequence[int] = SHOTS,
 ) -> list[Example]:
-    """`per_task` examples of each task (the paper has 12), each with one of `shots` numbers of shots, drawn evenly."""
+    """`per_task` examples of each task (the paper has 12), each with one of `shots` numbers of shots,
+    drawn evenly.
+    """
     return [
         episode(task, int(generator.choice(shots)), generator)
         for task in tasks
@@ -247,8 +263,12 @@ def vocabulary() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Score:
-    """Over `count` examples: `accuracy`, the share whose answer is the model's likeliest, token by token; `perplexity`
-    of the answer word, exp of its mean nats (all its tokens together). `by_task`: accuracy of each task by name."""
+    """Over `count` examples.
+
+    `accuracy`, the share whose answer is the model's likeliest, token by token; `perplexity` of the
+    answer word, exp of its mean nats (all its tokens together). `by_task`: accuracy of each task by
+    name.
+    """
 
     accuracy: float
     perplexity: float
@@ -264,10 +284,12 @@ def evaluate_tasks(
     first: Sequence[int] = (),
     batch_size: int = 16,
 ) -> Score:
-    """Score a causal model on examples (Xiao 2024, Table 5). `encode` gives token ids without special tokens; `first`:
-    those that a prompt begins with.
+    """Score a causal model on examples (Xiao 2024, Table 5).
 
-    Padded on the right, which a causal model does not see. The answer is encoded with its leading space.
+    `encode` gives token ids without special tokens; `first`: those that a prompt begins with.
+
+    Padded on the right, which a causal model does not see. The answer is encoded with its leading
+    space.
     """
     from attention.modeling.running import evaluating  # brings all of transformers
 

@@ -1,4 +1,6 @@
-"""Words and sentences of the synthetic tasks: what the contexts speak of, and what can be said about it.
+"""Words and sentences of the synthetic tasks.
+
+What the contexts speak of, and what can be said about it.
 
 All of it is written for this project; Xiao 2024 (App. F) gives only the idea and a few examples.
 """
@@ -20,9 +22,13 @@ PEOPLE = _split(
 
 @dataclass(frozen=True)
 class WordDomain:
-    """A kind of things. `classes`: class -> its items; `statement`: of a person and an item; `listing`: of items alone;
-    `other_class`: names what is outside a class ("" if no class may be asked for); `transformations`: phrase that asks
-    for it -> answer of every item, by name. `copy` is always among them."""
+    """A kind of things.
+
+    `classes`: class -> its items; `statement`: of a person and an item; `listing`: of items alone;
+    `other_class`: names what is outside a class ("" if no class may be asked for);
+    `transformations`: phrase that asks for it -> answer of every item, by name. `copy` is always
+    among them.
+    """
 
     name: str
     classes: Mapping[str, tuple[str, ...]]

@@ -46,7 +46,10 @@ class TextPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished shard: `size` of its file in bytes, its SHA-256, and where in the text the next shard begins."""
+    """A finished shard.
+
+    `size` of its file in bytes, its SHA-256, and where in the text the next shard begins.
+    """
 
     size: int
     sha256: str
@@ -59,7 +62,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a set is cut: N `sequences` of T tokens, S of them a shard; `dtype` of the ids; `made_of`: plain values."""
+    """How a set is cut: N `sequences` of T tokens, S of them a shard.
+
+    `dtype` of the ids; `made_of`: plain values.
+    """
 
     sequences: int
     sequence_length: int
@@ -89,8 +95,11 @@ class Layout:
 
 
 class TokenSequences:
-    """The sequences of a finished set, `[N, T]`. Rows are read from disk when they are asked for, and nothing is kept,
-    so that memory does not grow with the number of tokens. `digest`: of all tokens and how they are cut."""
+    """The sequences of a finished set, `[N, T]`.
+
+    Rows are read from disk when they are asked for, and nothing is kept, so that memory does not
+    grow with the number of tokens. `digest`: of all tokens and how they are cut.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Raises DataError if there is no finished set in `folder`."""
@@ -158,8 +167,10 @@ class TokenSetWriter:
         return self._shards[number - 1].end if number else TextPosition()
 
     def write(self, number: int, sequences: np.ndarray, end: TextPosition) -> None:
-        """`sequences` `[rows, T]`; `end`: where in the text the next shard begins. Raises ValueError for a token id
-        that the set's type cannot hold."""
+        """`sequences` `[rows, T]`; `end`: where in the text the next shard begins.
+
+        Raises ValueError for a token id that the set's type cannot hold.
+        """
         if sequences.max() > np.iinfo(self.layout.dtype).max:
             raise ValueError(f"token ids must fit {self.layout.dtype}, got {sequences.max()}")
         with written_whole(shard_file(self._folder, number)) as fresh:
@@ -190,8 +201,10 @@ class TokenSetWriter:
 
 
 def read_sequences(folder: str | Path) -> TokenSequences:
-    """The sequences of a set by `write_sequences` or `trainers.text.data.token_set`. Raises DataError if there is
-    none."""
+    """The sequences of a set by `write_sequences` or `trainers.text.data.token_set`.
+
+    Raises DataError if there is none.
+    """
     return TokenSequences(folder)
 
 
@@ -203,7 +216,10 @@ def write_sequences(
     shard_tokens: int = SHARD_TOKENS,
     made_of: dict[str, Any] | None = None,
 ) -> None:
-    """Write `[N, T]` token ids that are in memory. `largest_id`: of the vocabulary (None: of the sequences)."""
+    """Write `[N, T]` token ids that are in memory.
+
+    `largest_id`: of the vocabulary (None: of the sequences).
+    """
     count, length = sequences.shape
     largest = int(sequences.max()) if largest_id is None else largest_id
     layout = Layout.of(count, length, largest, shard_tokens, made_of or {})
@@ -231,7 +247,10 @@ def shard_file(folder: Path, number: int) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """An index of this format; None if it is not there, was cut by a full disk, or is of another format."""
+    """An index of this format.
+
+    None if it is not there, was cut by a full disk, or is of another format.
+    """
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,8 +1,10 @@
-"""Documents to token ids, block by block, so that several processes can work on one text and the result is the same.
+"""Documents to token ids, block by block, so that several processes can work on one text and the
+result is the same.
 
-A text is the concatenation of its documents, each followed by the end token, and begun as the tokenizer begins a text
-(`beginning`). It is tokenised in blocks of documents (`tokenise`, which a process of any machine can do for any block)
-and cut at any token (`TokenReader`): which block was tokenised where, and how many at a time, changes no token.
+A text is the concatenation of its documents, each followed by the end token, and begun as the
+tokenizer begins a text (`beginning`). It is tokenised in blocks of documents (`tokenise`, which a
+process of any machine can do for any block) and cut at any token (`TokenReader`): which block was
+tokenised where, and how many at a time, changes no token.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ BLOCK_CHARACTERS = 1_000_000  # a block ends with the document that reaches it
 
 
 class TokenBlock(NamedTuple):
-    """Token ids `[n]` int32 of some documents, each with beginning and end, and where each of them ends in `ids`."""
+    """Token ids `[n]` int32 of some documents, each with beginning and end, and where each of them
+    ends in `ids`.
+    """
 
     ids: np.ndarray
     ends: np.ndarray
@@ -52,8 +56,10 @@ def text_blocks(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def tokenise(texts: list[str], tokenizer: Any) -> TokenBlock:
-    """The tokens of one block: of nothing but the block and the tokenizer. Raises DataError for conversations that the
-    tokenizer's chat template does not take."""
+    """The tokens of one block: of nothing but the block and the tokenizer.
+
+    Raises DataError for conversations that the tokenizer's chat template does not take.
+    """
     first = beginning(tokenizer)
     end = tokenizer.eos_token_id
     written = [
@@ -70,8 +76,10 @@ def tokenise(texts: list[str], tokenizer: Any) -> TokenBlock:
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text, as it is served: the beginning token of most Llamas and Gemmas, nothing
-    for GPT-2 and Qwen."""
+    """What the tokenizer puts before a text, as it is served.
+
+    The beginning token of most Llamas and Gemmas, nothing for GPT-2 and Qwen.
+    """
     plain = _ids(["a"], tokenizer)[0]
     whole = list(tokenizer("a")["input_ids"])
     starts = range(len(whole) - len(plain) + 1)
@@ -120,8 +128,11 @@ def tokenise_here(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[TokenB
 
 @contextmanager
 def _on_all_cores() -> Iterator[None]:
-    """Within, tokenizers use threads. They read the variable at each call; outside it stays as it was, since what a
-    process forks off may not use them."""
+    """Within, tokenizers use threads.
+
+    They read the variable at each call; outside it stays as it was, since what a process forks off
+    may not use them.
+    """
     before = os.environ.get(PARALLELISM)
     os.environ[PARALLELISM] = "true"
     try:
@@ -134,8 +145,10 @@ def _on_all_cores() -> Iterator[None]:
 
 
 class TokenReader:
-    """Takes runs of tokens from blocks, and knows where in the text it is. The blocks begin with the document of
-    `start`."""
+    """Takes runs of tokens from blocks, and knows where in the text it is.
+
+    The blocks begin with the document of `start`.
+    """
 
     def __init__(self, tokens: Iterator[TokenBlock], start: TextPosition) -> None:
         self._blocks = tokens
@@ -175,8 +188,9 @@ class TokenReader:
 
 
 def pool(tokens: Iterator[TokenBlock], limit: int) -> tuple[np.ndarray, int]:
-    """All tokens of the first documents that have `limit` together, of a multiple of DOCUMENTS_AT_ONCE; and how many
-    documents that are."""
+    """All tokens of the first documents that have `limit` together, of a multiple of
+    DOCUMENTS_AT_ONCE; and how many documents that are.
+    """
     ids = [np.empty(0, np.int32)]
     documents = 0
     total = 0

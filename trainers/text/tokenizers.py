@@ -19,8 +19,8 @@ class TokenizerError(ValueError):
 def read_tokenizer(source: str | Path) -> Any:
     """The tokenizer of a folder or hub name.
 
-    Raises TokenizerError if there is none. For many families transformers makes an empty tokenizer of a folder without
-    its files, which turns every text into nothing: that is refused too.
+    Raises TokenizerError if there is none. For many families transformers makes an empty tokenizer
+    of a folder without its files, which turns every text into nothing: that is refused too.
     """
     folder = Path(source)
     try:
@@ -50,7 +50,9 @@ def read_tokenizer(source: str | Path) -> Any:
 
 
 def _read(source: str, cached: bool) -> Any:
-    """As transformers reads it, by the config in the folder, or by what Headfold makes of a config that it refuses."""
+    """As transformers reads it, by the config in the folder, or by what Headfold makes of a config
+    that it refuses.
+    """
     from transformers import AutoTokenizer
 
     try:

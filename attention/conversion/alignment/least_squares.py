@@ -1,7 +1,8 @@
 """Coordinates in which the least-squares shared head of a group is what each member looks like.
 
-In least-squares fusion (`attention.conversion.fusion.least_squares`) member i reads the shared key k' as E_i^T k'. Here
-the same E_i are folded into the heads *before* anything is fused: training towards shared heads starts from there.
+In least-squares fusion (`attention.conversion.fusion.least_squares`) member i reads the shared key
+k' as E_i^T k'. Here the same E_i are folded into the heads *before* anything is fused: training
+towards shared heads starts from there.
 
 Legend: H heads, g members of a group, d head dim.
 """
@@ -46,11 +47,13 @@ def fold(
     *,
     floor: float = 0.1,
 ) -> LayerHeads:
-    """k_i <- E_i^-T k_i with q_i <- E_i q_i, and v_i <- B_i^-1 v_i with o_i <- o_i B_i; logits are unchanged.
+    """k_i <- E_i^-T k_i with q_i <- E_i q_i, and v_i <- B_i^-1 v_i with o_i <- o_i B_i.
 
-    E and B are least-squares fusion's, stretched where they would shrink a direction below `floor` of the greatest.
-    With a norm on queries and keys only values move. A group of one stays as it is. Raises ValueError without
-    statistics or if the heads are not lifted.
+    Logits are unchanged.
+
+    E and B are least-squares fusion's, stretched where they would shrink a direction below `floor`
+    of the greatest. With a norm on queries and keys only values move. A group of one stays as it
+    is. Raises ValueError without statistics or if the heads are not lifted.
     """
 
     if statistics is None:
@@ -73,10 +76,12 @@ def fold(
 
 
 def bounded(maps: Tensor, layout: RotaryLayout, floor: float) -> Tensor:
-    """The maps `[g, d, d]` with no stretch below `floor` times the greatest; they still commute with RoPE.
+    """The maps `[g, d, d]` with no stretch below `floor` times the greatest.
 
-    A rotary pair is a scaled rotation: its scale is raised. The free dims have singular values raised. Raises
-    ValueError for maps that are zero.
+    They still commute with RoPE.
+
+    A rotary pair is a scaled rotation: its scale is raised. The free dims have singular values
+    raised. Raises ValueError for maps that are zero.
     """
     first, second, free = (
         torch.tensor(dims, dtype=torch.long) for dims in (layout.first, layout.second, layout.free)

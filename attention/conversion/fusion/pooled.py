@@ -31,7 +31,10 @@ def check_lifted(heads: LayerHeads, plan: LayerPlan) -> None:
 
 
 def _mean(rows: Tensor, groups: Groups) -> Tensor:
-    """Mean over each group in float64, `[H, ...]` -> `[G, ...]`; a group of one comes back bit by bit."""
+    """Mean over each group in float64, `[H, ...]` -> `[G, ...]`.
+
+    A group of one comes back bit by bit.
+    """
     return torch.stack([rows[list(group)].double().mean(0) for group in groups]).to(rows.dtype)
 
 
@@ -42,7 +45,10 @@ def mean_fuse(
     statistics: LayerStatistics | None = None,
     geometry: HeadGeometry | None = None,
 ) -> LayerHeads:
-    """Each kept head is the mean of its group's heads; queries and output stay. Raises ValueError if not lifted."""
+    """Each kept head is the mean of its group's heads; queries and output stay.
+
+    Raises ValueError if not lifted.
+    """
     check_lifted(heads, plan)
     keys = plan.key_groups
     values = plan.value_groups
@@ -51,7 +57,10 @@ def mean_fuse(
 
 
 def _lost_norm(gram: Tensor, groups: Groups) -> Tensor:
-    """Root-mean-square norm of a group's heads over that of their mean, `[G]`; 1 for a group of one or a zero mean."""
+    """Root-mean-square norm of a group's heads over that of their mean, `[G]`.
+
+    1 for a group of one or a zero mean.
+    """
     factors = []
     for group in groups:
         index = torch.tensor(group)
@@ -75,11 +84,12 @@ def norm_restored_fuse(
     statistics: LayerStatistics | None,
     geometry: HeadGeometry | None = None,
 ) -> LayerHeads:
-    """The mean, rescaled so that its activations have the root-mean-square norm of the group's activations.
+    """The mean, rescaled so that its activations have the root-mean-square norm of the group's
+    activations.
 
-    Norms are taken over the calibration tokens, biases included, and biases scale along. With a norm on keys after the
-    projection the scale of a key head has no effect, so keys are the plain mean then.
-    Raises ValueError without statistics or if the heads are not lifted.
+    Norms are taken over the calibration tokens, biases included, and biases scale along. With a
+    norm on keys after the projection the scale of a key head has no effect, so keys are the plain
+    mean then. Raises ValueError without statistics or if the heads are not lifted.
     """
     if statistics is None:
         raise ValueError("fusion=norm_restored needs a calibration; pass the layer's statistics")

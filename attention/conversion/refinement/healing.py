@@ -1,7 +1,11 @@
-"""Heal: ridge refit of each output projection, layer by layer, on inputs from the already converted layers below.
+"""Heal.
 
-Legend: N tokens, F = H·d features (the mixed values of all heads, one constant more with a bias), D model dim,
-Z `[N, F]` features of the converted model, Y `[N, D]` target, W `[F, D]` the output projection.
+Ridge refit of each output projection, layer by layer, on inputs from the already converted layers
+below.
+
+Legend: N tokens, F = H·d features (the mixed values of all heads, one constant more with a bias), D
+model dim, Z `[N, F]` features of the converted model, Y `[N, D]` target, W `[F, D]` the output
+projection.
 """
 
 from __future__ import annotations
@@ -63,8 +67,11 @@ def _features(mixed: Tensor, bias: bool) -> Tensor:
 
 @dataclass
 class SideBySide:
-    """The original model and the converted one on the same sequences; `mixed` `[B, T, H·d]` of each batch: what the
-    heads of the converted one's present layer hand to its output projection."""
+    """The original model and the converted one on the same sequences.
+
+    `mixed` `[B, T, H·d]` of each batch: what the heads of the converted one's present layer hand to
+    its output projection.
+    """
 
     original: Text
     converted: Streams
@@ -85,8 +92,10 @@ class SideBySide:
             yield _features(converted.mixed, bias), y.flatten(0, 1)
 
     def advance(self, layer: int, heads: LayerHeads) -> None:
-        """Bring the converted streams to the entrance of `layer`. Its attention below, of these `heads`, need not mix
-        values again."""
+        """Bring the converted streams to the entrance of `layer`.
+
+        Its attention below, of these `heads`, need not mix values again.
+        """
         weight = _weight(heads)
         outputs = (
             (_features(m, heads.o_bias is not None) @ weight).to(m).view(*m.shape[:2], -1)
@@ -125,9 +134,10 @@ def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
 def heal_layer(
     fit: SideBySide, check: SideBySide, layer: int, number: int, ridge: float, carry: float
 ) -> LayerFit:
-    """Refit one layer's output projection of the converted model in place, if that helps on the sequences of `check`;
-    both are then at the next layer. `number`: of the layer in its checkpoint. Raises ValueError for shared output
-    projections."""
+    """Refit one layer's output projection of the converted model in place, if that helps on the
+    sequences of `check`; both are then at the next layer. `number`: of the layer in its checkpoint.
+    Raises ValueError for shared output projections.
+    """
     converted = fit.converted.model
     module = fit.converted.modules[layer]
     if shares := plan_of(converted).output_shares:

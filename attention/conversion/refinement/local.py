@@ -1,8 +1,8 @@
 """Local fit: each converted attention layer is trained alone towards the original layer's output.
 
-The inputs are those of the *original* model at that layer, so layers do not depend on each other. For the same time
-small batches and many steps end lower than few steps on all tokens, and queries and keys want larger steps than values
-and output where heads share keys (benchmarks/LOG.md).
+The inputs are those of the *original* model at that layer, so layers do not depend on each other.
+For the same time small batches and many steps end lower than few steps on all tokens, and queries
+and keys want larger steps than values and output where heads share keys (benchmarks/LOG.md).
 
 Legend: N sequences, T tokens, D model dim, B sequences a step.
 """
@@ -79,10 +79,13 @@ Report = Callable[[], None]
 
 @dataclass(frozen=True)
 class LayerTask:
-    """What one layer is fitted to, in float32: `inputs`, `targets` `[N, T, D]` to fit on and `check` to judge by.
+    """What one layer is fitted to, in float32.
 
-    `example` is a record of B sequences: its other arguments serve for any B sequences of as many tokens. A step looks
-    at one of the `parts` of their positions, (first, end) each, with all keys before it.
+    `inputs`, `targets` `[N, T, D]` to fit on and `check` to judge by.
+
+    `example` is a record of B sequences: its other arguments serve for any B sequences of as many
+    tokens. A step looks at one of the `parts` of their positions, (first, end) each, with all keys
+    before it.
     """
 
     inputs: Tensor
@@ -121,8 +124,10 @@ class LayerTask:
 
 @dataclass(frozen=True)
 class FitTexts:
-    """What layers are fitted on, as many sequences as a step takes, and what layers are judged by; `positions` of each
-    sequence a step looks at, at most."""
+    """What layers are fitted on, as many sequences as a step takes, and what layers are judged by.
+
+    `positions` of each sequence a step looks at, at most.
+    """
 
     fit: Text
     step: Text
@@ -152,12 +157,15 @@ def steps_in_all(steps: int, layers: int) -> float:
 
 
 def shared_steps(steps: int, increases: Sequence[float]) -> list[int]:
-    """Adam steps of each layer where `increases` of the loss are expected of them: more for those that cost most.
+    """Adam steps of each layer where `increases` of the loss are expected of them.
 
-    Up to `FEW_LAYERS` layers that cost something get `steps` each; more of them share `steps_in_all`. The sum of c n^-p
-    over layers is least, for a number of steps in all, where n is as c to the power 1 / (1 + p). A layer gets at least
-    `CHECK_EVERY` steps, or `steps` if these are fewer, and at most twice `steps`; one that costs nothing is not
-    counted, since it is not fitted.
+    More for those that cost most.
+
+    Up to `FEW_LAYERS` layers that cost something get `steps` each; more of them share
+    `steps_in_all`. The sum of c n^-p over layers is least, for a number of steps in all, where n is
+    as c to the power 1 / (1 + p). A layer gets at least `CHECK_EVERY` steps, or `steps` if these
+    are fewer, and at most twice `steps`; one that costs nothing is not counted, since it is not
+    fitted.
     """
     costs = [max(increase, 0.0) for increase in increases]
     fitted = sum(cost > 0 for cost in costs)
@@ -212,10 +220,11 @@ def layer_error(module: nn.Module, records: Sequence[Record]) -> float:
 def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
     """The largest step of each parameter, for a rate of 1.
 
-    A step as large as the parameter's size changes an output by its own size if all weights of a row move along.
-    Queries and keys have the more to change the more heads share a key: they get root(`shared_by` / 2) of it, all else
-    half of it. The size of a matrix of F inputs is its root mean square over the root of F. A bias has that of its
-    matrix, a norm's weight, which has none, the mean of the matrices.
+    A step as large as the parameter's size changes an output by its own size if all weights of a
+    row move along. Queries and keys have the more to change the more heads share a key: they get
+    root(`shared_by` / 2) of it, all else half of it. The size of a matrix of F inputs is its root
+    mean square over the root of F. A bias has that of its matrix, a norm's weight, which has none,
+    the mean of the matrices.
     """
     sizes = (
         (p, float(p.detach().square().mean().sqrt())) for p in module.parameters() if p.dim() > 1
@@ -253,14 +262,17 @@ def fit_module(
     shared_by: float,
     report: Report = lambda: None,
 ) -> tuple[float, float, FitWork]:
-    """Train `module` (float32) in place; it ends in the best state met on the held-out records, the first included.
-    Returns the held-out error before and after, and the work. `shared_by`: key heads of the original for each that the
+    """Train `module` (float32) in place.
+
+    It ends in the best state met on the held-out records, the first included. Returns the held-out
+    error before and after, and the work. `shared_by`: key heads of the original for each that the
     converted layer keeps; 1 where no keys are fused. `report` is called after each step.
 
-    Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the steps were too
-    large for this layer: it is tried again with smaller ones, `RETRIES` times at most. Where only values are fused
-    the first rate is at most the root of the squared error before the fit, relative to the target's power: a larger one
-    only adds to that error (benchmarks/LOG.md).
+    Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the
+    steps were too large for this layer: it is tried again with smaller ones, `RETRIES` times at
+    most. Where only values are fused the first rate is at most the root of the squared error before
+    the fit, relative to the target's power: a larger one only adds to that error
+    (benchmarks/LOG.md).
     """
     before = layer_error(module, task.check)
     rate = rate if shared_by > 1 else min(rate, math.sqrt(before))
@@ -292,8 +304,11 @@ def _train(
     before: float,
     report: Report,
 ) -> tuple[float, int]:
-    """Lowest held-out error, the module being left in that state, and the steps made; `rates`: the largest of each
-    parameter. Stops halfway if the error is not below `before` by then."""
+    """Lowest held-out error, the module being left in that state, and the steps made.
+
+    `rates`: the largest of each parameter. Stops halfway if the error is not below `before` by
+    then.
+    """
     best = before
     best_state = copy.deepcopy(module.state_dict())
     steps_made = 0
@@ -353,9 +368,10 @@ def fit_layer(
     rate: float,
     report: Report,
 ) -> LayerFit:
-    """Train one attention layer of `converted`, in float32, towards the original's on `texts`, and put it in place if
-    that helps on held-out sequences. `number`: of the layer in its checkpoint, by which it is seeded; `report` is
-    called after each step. Raises ValueError for a model with shared heads, whose weights serve other layers as well.
+    """Train one attention layer of `converted`, in float32, towards the original's on `texts`, and put
+    it in place if that helps on held-out sequences. `number`: of the layer in its checkpoint, by
+    which it is seeded; `report` is called after each step. Raises ValueError for a model with
+    shared heads, whose weights serve other layers as well.
     """
     plan = plan_of(converted)
     converted_plan = plan_of(texts.fit.original.model)
@@ -403,8 +419,9 @@ def fit_heal(
     fit_tokens: int = FIT_TOKENS,
     **knobs: Any,
 ) -> tuple[LayerFit, ...]:
-    """Local fit of every layer, small ones side by side, then heal from the first layer to the last. `layer_steps`: of
-    each layer, in the place of `fit_steps`."""
+    """Local fit of every layer, small ones side by side, then heal from the first layer to the last.
+    `layer_steps`: of each layer, in the place of `fit_steps`.
+    """
     texts = FitTexts.of(
         original, sequences[: max(2, fit_tokens // sequences.shape[1])], step_tokens
     )

@@ -26,8 +26,11 @@ def largest(modules: Iterable[nn.Module]) -> int:
 
 
 def layers_at_once(count: int, parameters: int, device: torch.device) -> int:
-    """How many of `count` layers of so many `parameters` are worked on at once: on the CPU as many as torch has
-    threads, if a layer has at most `SMALL_LAYER` parameters; else one."""
+    """How many of `count` layers of so many `parameters` are worked on at once.
+
+    On the CPU as many as torch has threads, if a layer has at most `SMALL_LAYER` parameters; else
+    one.
+    """
     threads = torch.get_num_threads()
     return 1 if device.type != "cpu" or parameters > SMALL_LAYER else max(1, min(threads, count))
 
@@ -37,8 +40,8 @@ def each_layer(
 ) -> list[Result]:
     """`work(i)` of layers 0 to `count` - 1, in that order whatever ends first.
 
-    As many at a time as `layers_at_once` says, each on one thread; one at a time on all of them. The first error is raised once
-    the layers that had begun have ended.
+    As many at a time as `layers_at_once` says, each on one thread; one at a time on all of them.
+    The first error is raised once the layers that had begun have ended.
     """
     threads = torch.get_num_threads()
     at_once = layers_at_once(count, parameters, device)

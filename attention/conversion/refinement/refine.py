@@ -15,9 +15,12 @@ from attention.conversion.refinement.original import Original
 
 @dataclass(frozen=True)
 class FitWork:
-    """What it took to optimise single layers: Adam steps, tokens that went through a layer in them (each time that one
-    did), and floating-point operations: 6 a parameter of the layer's attention and token, as they are counted for a
-    training; the products of attention itself are left out."""
+    """What it took to optimise single layers.
+
+    Adam steps, tokens that went through a layer in them (each time that one did), and
+    floating-point operations: 6 a parameter of the layer's attention and token, as they are counted
+    for a training; the products of attention itself are left out.
+    """
 
     optimizer_steps: int = 0
     tokens: int = 0
@@ -33,8 +36,9 @@ class FitWork:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """Held-out error of one layer before and after, relative to the target's power, whether the change was kept, and
-    the work that it took; none for a fit in closed form."""
+    """Held-out error of one layer before and after, relative to the target's power, whether the change
+    was kept, and the work that it took; none for a fit in closed form.
+    """
 
     step: str
     layer: int
@@ -57,13 +61,15 @@ def refine(
     first: int = 0,
     layer_steps: Sequence[int] | None = None,
 ) -> tuple[LayerFit, ...]:
-    """Run the refinement `name` on `converted` in place: one entry a layer and step, in the order in which they ran.
+    """Run the refinement `name` on `converted` in place.
 
-    `original`: an `Original` where others look at the same layers. `sequences` `[N, T]` are calibration tokens.
-    `first`: the number in its checkpoint of the models' first layer, where they are a window of a larger model; layers
-    are seeded and reported by their numbers there. `layer_steps`: of a local fit of each layer, where it is not the
-    same for all. Raises ValueError for an unknown name or setting, or if the part
-    needs sequences and there are fewer than two.
+    One entry a layer and step, in the order in which they ran.
+
+    `original`: an `Original` where others look at the same layers. `sequences` `[N, T]` are
+    calibration tokens. `first`: the number in its checkpoint of the models' first layer, where they
+    are a window of a larger model; layers are seeded and reported by their numbers there.
+    `layer_steps`: of a local fit of each layer, where it is not the same for all. Raises ValueError
+    for an unknown name or setting, or if the part needs sequences and there are fewer than two.
     """
     part = REFINEMENT.get(name)
     knobs = part.settings(settings)

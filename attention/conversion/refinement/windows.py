@@ -1,6 +1,7 @@
 """Some positions of a sequence at a time, each with all keys and values before it.
 
-A step of a fit on a window costs what a step on a short sequence does, and yet sees the distances of a long one.
+A step of a fit on a window costs what a step on a short sequence does, and yet sees the distances
+of a long one.
 
 Legend: B sequences, T tokens a sequence, S tokens up to the end of a window, D model dim.
 """
@@ -27,8 +28,10 @@ class _Reached(Exception):
 
 
 class _Prefix(DynamicCache):
-    """Keys and values of the positions before a window, with gradients. The first call with it ends once they are
-    made."""
+    """Keys and values of the positions before a window, with gradients.
+
+    The first call with it ends once they are made.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +63,10 @@ def uncached(record: Record) -> dict[str, Any]:
 
 
 def cache_name(module: nn.Module) -> str | None:
-    """By which name the module takes a cache, if it does. Composition keeps more than keys and values there: None."""
+    """By which name the module takes a cache, if it does.
+
+    Composition keeps more than keys and values there: None.
+    """
     parameters = inspect.signature(module.forward).parameters
     return (
         None
@@ -70,8 +76,9 @@ def cache_name(module: nn.Module) -> str | None:
 
 
 def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end: int) -> Tensor:
-    """The module's output `[B, end - first, D]` at the positions from `first` to `end` of `inputs` `[B, T, D]`, called
-    as in `record`: what it makes of whole sequences, there."""
+    """The module's output `[B, end - first, D]` at the positions from `first` to `end` of `inputs`
+    `[B, T, D]`, called as in `record`: what it makes of whole sequences, there.
+    """
     length = inputs.shape[1]
     whole = record.args, uncached(record)
     if hasattr(module, "composition"):  # its cache holds more than keys and values
@@ -106,7 +113,10 @@ def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end:
 
 @contextmanager
 def _without_queries(module: nn.Module) -> Iterator[None]:
-    """Zeros in the place of queries, which positions before a window need not have: a tenth of a step's time."""
+    """Zeros in the place of queries, which positions before a window need not have.
+
+    A tenth of a step's time.
+    """
     projection = getattr(module, "q_proj", None)
     if not isinstance(projection, nn.Linear):
         yield

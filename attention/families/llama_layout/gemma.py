@@ -1,4 +1,7 @@
-"""Gemma (1): the head dim is a field of its own, not width over heads; biases are one switch for all projections."""
+"""Gemma (1): the head dim is a field of its own, not width over heads.
+
+Biases are one switch for all projections.
+"""
 
 from __future__ import annotations
 

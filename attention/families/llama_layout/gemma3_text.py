@@ -1,5 +1,7 @@
-"""Gemma 3, the language model alone: q and k pass an RMS norm after projection; layers with a window and layers without
-take turns, each kind with a rotary embedding of its own."""
+"""Gemma 3, the language model alone: q and k pass an RMS norm after projection.
+
+Layers with a window and layers without take turns, each kind with a rotary embedding of its own.
+"""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
 Legend: L layers, N sequences of T tokens, D model dim, V vocabulary.
 
-A *window* is a model of the checkpoint's own class with a single layer. Its vocabulary are sequences: token id n stands
-for the hidden states of sequence n on their way into that layer, the *streams* `[N, T, D]`. So all that works on a
-model works on a window, and the whole model is never in memory (as in layer-wise quantisers: Frantar 2022, GPTQ).
+A *window* is a model of the checkpoint's own class with a single layer. Its vocabulary are
+sequences: token id n stands for the hidden states of sequence n on their way into that layer, the
+*streams* `[N, T, D]`. So all that works on a model works on a window, and the whole model is never
+in memory (as in layer-wise quantisers: Frantar 2022, GPTQ).
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ EMBEDDING_ROWS = 4096  # rows of an embedding that are looked at together
 
 
 class LazyWeights:
-    """The tensors of a checkpoint folder by the present model class' names. Nothing is read before it is asked for, and
-    no file stays open: pages of a mapped file count as memory of the process.
+    """The tensors of a checkpoint folder by the present model class' names.
 
-    Raises WeightsError unless the files hold all that the config's model has (`attention.io.weights.check_weights`), and on
-    reading for numbers that are not finite.
+    Nothing is read before it is asked for, and no file stays open: pages of a mapped file count as
+    memory of the process.
+
+    Raises WeightsError unless the files hold all that the config's model has
+    (`attention.io.weights.check_weights`), and on reading for numbers that are not finite.
     """
 
     def __init__(self, folder: str | Path, config: PretrainedConfig) -> None:
@@ -76,7 +79,10 @@ class LazyWeights:
         return stored
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy the named tensors into `targets`, in their dtype and on their device. Each file is opened once."""
+        """Copy the named tensors into `targets`, in their dtype and on their device.
+
+        Each file is opened once.
+        """
         by_file: dict[str, list[tuple[str, Tensor]]] = {}
         for name, target in targets.items():
             for stored, where in self._parts(name):
@@ -179,18 +185,27 @@ def the_layer(model: PreTrainedModel) -> nn.Module:
 
 
 def layer_prefix(model: PreTrainedModel) -> str:
-    """What the names of layer 0's tensors start with, e.g. `model.layers.0.`; other layers differ in the number."""
+    """What the names of layer 0's tensors start with, e.g. `model.layers.0.`.
+
+    Other layers differ in the number.
+    """
     layer = the_layer(model)
     return next(name for name, module in model.named_modules() if module is layer) + "."
 
 
 def of_layer(name: str, prefix: str, layer: int) -> str:
-    """The name in the whole model of a tensor that a window calls `name`; `prefix` is `layer_prefix`."""
+    """The name in the whole model of a tensor that a window calls `name`.
+
+    `prefix` is `layer_prefix`.
+    """
     return f"{prefix.removesuffix('0.')}{layer}.{name.removeprefix(prefix)}"
 
 
 def outer_names(model: PreTrainedModel) -> list[str]:
-    """Names of the parameters and persistent buffers of a window that are outside of its layer; the embedding first."""
+    """Names of the parameters and persistent buffers of a window that are outside of its layer.
+
+    The embedding first.
+    """
     stem = layer_prefix(model).removesuffix("0.")
     table = _embedding_name(model)
     rest = [name for name in model.state_dict() if not name.startswith(stem) and name != table]
@@ -223,7 +238,10 @@ def open_window(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PreTrainedModel:
-    """Layer `layer` of the checkpoint as a window that reads `streams` (see `feed`). Raises WeightsError."""
+    """Layer `layer` of the checkpoint as a window that reads `streams` (see `feed`).
+
+    Raises WeightsError.
+    """
     model = empty(window_config(config, layer, len(streams)), dtype, device)
     prefix = layer_prefix(model)
     tensors = {
@@ -235,7 +253,10 @@ def open_window(
 
 
 def feed(model: PreTrainedModel, streams: Tensor) -> None:
-    """From now on the layer of a window is entered by `streams[n]` wherever the token id is n. Read anew each time."""
+    """From now on the layer of a window is entered by `streams[n]` wherever the token id is n.
+
+    Read anew each time.
+    """
     arguments: dict[str, Tensor] = {}
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -306,8 +327,11 @@ def embed(
 
 
 class OutputHead:
-    """What lies above the last layer. The embedding is not read, unless it is also the output matrix. `config`,
-    `dtype`: of the original model, and what is computed in."""
+    """What lies above the last layer.
+
+    The embedding is not read, unless it is also the output matrix. `config`, `dtype`: of the
+    original model, and what is computed in.
+    """
 
     def __init__(
         self,
@@ -327,7 +351,9 @@ class OutputHead:
         self.device = device
 
     def final(self, stream: Tensor) -> Final:
-        """What the hidden states `[B, T, D]` that leave the last layer come to before the output matrix, and that."""
+        """What the hidden states `[B, T, D]` that leave the last layer come to before the output
+        matrix, and that.
+        """
         stream = stream.to(self.model.device, self.model.dtype)
         # The layer, whose weights were never read, hands on the stream instead of what it is given.
         the_layer(self.model).forward = lambda *args, **kwargs: stream

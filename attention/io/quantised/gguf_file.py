@@ -1,7 +1,9 @@
-"""A GGUF file as a source: its config and tokenizer as transformers reads them, its tensors one at a time.
+"""A GGUF file as a source.
 
-Families that llama.cpp's target of the export knows are read tensor by tensor, the inverse of what it writes; others as
-a whole by transformers, in the dtype that is asked for.
+Its config and tokenizer as transformers reads them, its tensors one at a time.
+
+Families that llama.cpp's target of the export knows are read tensor by tensor, the inverse of what
+it writes; others as a whole by transformers, in the dtype that is asked for.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ class GGUFFile:
 
     @cached_property
     def reader(self) -> Any:
-        """`gguf.GGUFReader`, which maps the file. Raises CheckpointError for a file that is not whole."""
+        """`gguf.GGUFReader`, which maps the file.
+
+        Raises CheckpointError for a file that is not whole.
+        """
         import gguf
 
         with self.path.open("rb") as stream:
@@ -122,7 +127,9 @@ class GGUFFile:
         return config
 
     def _rope(self, architecture: str) -> dict[str, Any]:
-        """The scaling of rotary embedding that the file states, and that transformers' reader leaves out."""
+        """The scaling of rotary embedding that the file states, and that transformers' reader leaves
+        out.
+        """
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         base = float(self.field(f"{architecture}.rope.freq_base", 10_000.0))
         if (factors := self._tensors().get(_ROPE_FREQUENCIES)) is not None:
@@ -169,7 +176,9 @@ class GGUFFile:
         return {tensor.name: tensor for tensor in self.reader.tensors}
 
     def check(self, config: PretrainedConfig) -> None:
-        """Raise WeightsError, from headers alone, for a tensor that the config's model has and the file has not."""
+        """Raise WeightsError, from headers alone, for a tensor that the config's model has and the
+        file has not.
+        """
         if (form := form_of(config, str(self.field("general.architecture")))) is None:
             return
         from attention.io.targets._gguf.tensors import outside_attention
@@ -191,7 +200,10 @@ class GGUFFile:
             )
 
     def tensors(self, config: PretrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """All tensors of the config's model, by the names that its class has, in `dtype`. Raises WeightsError."""
+        """All tensors of the config's model, by the names that its class has, in `dtype`.
+
+        Raises WeightsError.
+        """
         form = form_of(config, str(self.field("general.architecture")))
         if form is None:
             yield from self._whole(config, dtype)
@@ -205,7 +217,9 @@ class GGUFFile:
             ) from None
 
     def _whole(self, config: PretrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """By transformers, whose newer versions would leave weights in their blocks unless told otherwise."""
+        """By transformers, whose newer versions would leave weights in their blocks unless told
+        otherwise.
+        """
         more: dict[str, Any] = {}
         try:
             from transformers import GgufConfig  # pyright: ignore[reportAttributeAccessIssue]
@@ -238,7 +252,10 @@ def _plain(tensor: Any) -> Tensor:
 
 
 def form_of(config: PretrainedConfig, architecture: str) -> Architecture | None:
-    """How the heads of a layer lie in a file of this architecture; None where only transformers knows."""
+    """How the heads of a layer lie in a file of this architecture.
+
+    None where only transformers knows.
+    """
     form = OF_FAMILY.get(family_of(config).name)
     return form if form is not None and form.name == architecture else None
 
@@ -247,8 +264,10 @@ def form_of(config: PretrainedConfig, architecture: str) -> Architecture | None:
 def _one_by_one(
     stored: dict[str, Any], config: PretrainedConfig, form: Architecture, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file under the names of the model's class. No more than a layer's attention, or the parts of one
-    tensor, is in memory at a time."""
+    """The tensors of a file under the names of the model's class.
+
+    No more than a layer's attention, or the parts of one tensor, is in memory at a time.
+    """
     from attention.io.targets._gguf.tensors import (
         attention_names,
         outside_attention,
@@ -285,10 +304,12 @@ def _one_by_one(
 
 
 def llama3_rope(factors: Tensor, base: float) -> dict[str, Any] | None:
-    """The `rope_parameters` of Llama 3 that divide the rotary frequencies by `factors`; None if none do.
+    """The `rope_parameters` of Llama 3 that divide the rotary frequencies by `factors`.
 
-    Between its two bounds the factor's inverse is linear in the frequency, so that two points on it give both. One of
-    four settings is free: `low_freq_factor` is 1, as in every published Llama 3.
+    None if none do.
+
+    Between its two bounds the factor's inverse is linear in the frequency, so that two points on it
+    give both. One of four settings is free: `low_freq_factor` is 1, as in every published Llama 3.
     """
     inverse = 1 / factors.double()
     frequencies = base ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))

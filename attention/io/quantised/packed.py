@@ -1,7 +1,9 @@
-"""Quantised safetensors as plain numbers: FP8 blocks, compressed-tensors, MXFP4. One tensor at a time.
+"""Quantised safetensors as plain numbers: FP8 blocks, compressed-tensors, MXFP4.
 
-Every number is the product that the format defines, computed in float32 and rounded once to the dtype that is asked
-for. The scales of a weight may lie in another file than the weight.
+One tensor at a time.
+
+Every number is the product that the format defines, computed in float32 and rounded once to the
+dtype that is asked for. The scales of a weight may lie in another file than the weight.
 
 Legend: N rows and K columns of a matrix, E experts, G groups of a row.
 """
@@ -45,7 +47,10 @@ def method_of(settings: Any) -> str | None:
 
 @dataclass(frozen=True)
 class _PlainTensor:
-    """How one plain tensor is made: of which stored tensors (by their part in `make`), and its shape."""
+    """How one plain tensor is made.
+
+    Of which stored tensors (by their part in `make`), and its shape.
+    """
 
     shape: tuple[int, ...]
     sources: Mapping[str, Stored]
@@ -56,8 +61,8 @@ class _PlainTensor:
 class PlainTensors:
     """The plain tensors of a quantised checkpoint folder. No tensor is read before it is asked for.
 
-    `copied`: tensors that are stored as plain numbers already; `recipes`: how the others are made, by name;
-    `unused`: stored scales of activations and caches, which are left out.
+    `copied`: tensors that are stored as plain numbers already; `recipes`: how the others are made,
+    by name; `unused`: stored scales of activations and caches, which are left out.
     """
 
     folder: Path
@@ -67,8 +72,11 @@ class PlainTensors:
 
     @classmethod
     def of(cls, folder: Path, settings: Mapping[str, Any]) -> PlainTensors:
-        """Read the headers of a folder with this `quantization_config`. Raises WeightsError for a method or format that
-        cannot be read, and for a weight without its scales."""
+        """Read the headers of a folder with this `quantization_config`.
+
+        Raises WeightsError for a method or format that cannot be read, and for a weight without its
+        scales.
+        """
         stored = stored_tensors(folder)
         unused = tuple(sorted(name for name in stored if UNUSED.search(name)))
         left = {name: tensor for name, tensor in stored.items() if name not in unused}
@@ -141,7 +149,9 @@ class PlainTensors:
 def _fp8(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
 ) -> tuple[str, _PlainTensor] | None:
-    """A weight of eight bits with `NAME_scale_inv` (a factor of each block) or `NAME_scale` (of all, or of a row)."""
+    """A weight of eight bits with `NAME_scale_inv` (a factor of each block) or `NAME_scale` (of all,
+    or of a row).
+    """
     tensor = stored[name]
     if tensor.dtype not in ("F8_E4M3", "F8_E5M2"):
         return None
@@ -161,8 +171,9 @@ def _fp8(
 def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
     """`weight` `[..., N, K]` times its factors, in float32.
 
-    `scale`: one number, one of each row, of each row's group of columns `[..., N, G]`, or of each block of `block` rows
-    and columns `[..., ceil(N / rows), ceil(K / columns)]`. Raises ValueError for another shape.
+    `scale`: one number, one of each row, of each row's group of columns `[..., N, G]`, or of each
+    block of `block` rows and columns `[..., ceil(N / rows), ceil(K / columns)]`. Raises ValueError
+    for another shape.
     """
     rows, columns = weight.shape[-2:]
     factors = scale.float()
@@ -219,7 +230,10 @@ def _check_formats(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _weights_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the group that a module's weights belong to: the only one, or the one that names it."""
+    """The settings of the group that a module's weights belong to.
+
+    The only one, or the one that names it.
+    """
     groups = [
         group
         for group in (settings.get("config_groups") or {}).values()
@@ -271,7 +285,9 @@ def _beside(stored: Mapping[str, Stored], name: str, of: str) -> Stored:
 
 
 def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any]) -> _PlainTensor:
-    """Integers of `num_bits` packed into 32, lowest first, with an offset of half their range and a scale a group."""
+    """Integers of `num_bits` packed into 32, lowest first, with an offset of half their range and a
+    scale a group.
+    """
     packed = stored[f"{stem}.weight_packed"]
     bits = int(weights.get("num_bits") or 4)
     if bits not in (2, 4, 8) or packed.dtype != "I32":
@@ -319,8 +335,11 @@ def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
 def _mxfp4(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
 ) -> tuple[str, _PlainTensor] | None:
-    """Experts as gpt-oss is published: `NAME_blocks` `[E, N, G, 16]` of two numbers a byte, `NAME_scales` `[E, N, G]`
-    of powers of two. The plain tensor is `[E, 32 G, N]`."""
+    """Experts as gpt-oss is published.
+
+    `NAME_blocks` `[E, N, G, 16]` of two numbers a byte, `NAME_scales` `[E, N, G]` of powers of two.
+    The plain tensor is `[E, 32 G, N]`.
+    """
     if not name.endswith("_blocks"):
         return None
     stem = name.removesuffix("_blocks")
@@ -338,8 +357,9 @@ def _mxfp4(
 
 
 def four_bits(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Numbers `[N, 32 G]` of bytes `[N, G, 16]`, the lower half of each byte first, times 2 to the power of
-    `scales - 127` `[N, G]`; in bfloat16, which holds them all."""
+    """Numbers `[N, 32 G]` of bytes `[N, G, 16]`, the lower half of each byte first, times 2 to the
+    power of `scales - 127` `[N, G]`; in bfloat16, which holds them all.
+    """
     values = torch.tensor(FP4, dtype=torch.bfloat16)
     pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1).flatten(
         -2

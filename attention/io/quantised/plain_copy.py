@@ -1,8 +1,9 @@
-"""The plain checkpoint of a source that is a GGUF file or quantised safetensors: made once, in a cache, and opened by
-all that reads checkpoints.
+"""The plain checkpoint of a source that is a GGUF file or quantised safetensors.
 
-The copy lies in `CACHE/models/KEY/NAME`; its key are the source's path, size and time. `source.json` there names the
-source, which records and cards name in its place.
+Made once, in a cache, and opened by all that reads checkpoints.
+
+The copy lies in `CACHE/models/KEY/NAME`; its key are the source's path, size and time.
+`source.json` there names the source, which records and cards name in its place.
 """
 
 from __future__ import annotations
@@ -50,11 +51,14 @@ def plain_checkpoint(
     cache: Path | None = None,
     report: Callable[[str], None] = print,
 ) -> str:
-    """The folder or hub name to open for `source`: itself, unless it is a GGUF file or, with `dequantize`, quantised.
+    """The folder or hub name to open for `source`.
 
-    Then it is the folder of a plain copy, made in `cache` (default: `cache_folder()`) if it is not there; `report`
-    takes a line that says so. Without `weights` only config and tokenizer are written, for what reads no weights.
-    Raises CheckpointError or WeightsError for a source that cannot be read, and where the copy finds no room.
+    Itself, unless it is a GGUF file or, with `dequantize`, quantised.
+
+    Then it is the folder of a plain copy, made in `cache` (default: `cache_folder()`) if it is not
+    there; `report` takes a line that says so. Without `weights` only config and tokenizer are
+    written, for what reads no weights. Raises CheckpointError or WeightsError for a source that
+    cannot be read, and where the copy finds no room.
     """
     path = Path(source)
     cache = cache_folder() if cache is None else cache
@@ -214,7 +218,10 @@ def _make(
     about: str,
     report: Callable[[str], None],
 ) -> None:
-    """Have `write` make `folder`, unless it is there. Raises CheckpointError where `needed` bytes are not free."""
+    """Have `write` make `folder`, unless it is there.
+
+    Raises CheckpointError where `needed` bytes are not free.
+    """
     if (folder / DIGESTS).is_file():
         if needed:
             report(f"{name}: read from its plain copy in {folder} ({about})")

@@ -1,7 +1,8 @@
 """What a checkpoint can be exported to, one file a target, found by itself.
 
-A target file defines `TARGET`, a `Target`: what the engines that read the format will hold of a plan, known from config
-and plan alone, and how the format is written and read back. A module whose name starts with an underscore is a helper.
+A target file defines `TARGET`, a `Target`: what the engines that read the format will hold of a
+plan, known from config and plan alone, and how the format is written and read back. A module whose
+name starts with an underscore is a helper.
 
 Legend: L layers, H query heads.
 """
@@ -24,14 +25,20 @@ from attention.plan import BYTES, AttentionPlan
 
 
 class TargetError(ValueError):
-    """A plan or model that a target cannot hold. The message names the layer where one is to blame, and what to do."""
+    """A plan or model that a target cannot hold.
+
+    The message names the layer where one is to blame, and what to do.
+    """
 
 
 @dataclass(frozen=True)
 class EngineSupport:
-    """What an engine keeps of one token: key heads and value heads of each layer, all of `head_dim` numbers, and
-    `others` further numbers in all layers together (the key-side weights of composition). `query_heads`: of each layer,
-    zeros included; empty where there are no others than the model's."""
+    """What an engine keeps of one token.
+
+    Key heads and value heads of each layer, all of `head_dim` numbers, and `others` further numbers
+    in all layers together (the key-side weights of composition). `query_heads`: of each layer,
+    zeros included; empty where there are no others than the model's.
+    """
 
     key_heads: tuple[int, ...]
     value_heads: tuple[int, ...]
@@ -62,8 +69,11 @@ class EngineSupport:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A model to be written and what the lowering did. `exact`: the maths is the same up to rounding. `folded`: weights
-    were multiplied and not only copied, so that a 16-bit dtype rounds them once more."""
+    """A model to be written and what the lowering did.
+
+    `exact`: the maths is the same up to rounding. `folded`: weights were multiplied and not only
+    copied, so that a 16-bit dtype rounds them once more.
+    """
 
     model: PreTrainedModel
     notes: tuple[str, ...]
@@ -75,12 +85,13 @@ class Lowered:
 class Target:
     """One format that checkpoints are exported to.
 
-    `engines`: software that loads it. `held(config, plan)`: what they keep of a token; raises TargetError for what the
-    format cannot hold. It reads no weights, and a search may call it for every candidate. `lower(model)`: the model to
-    be written, in float32. `write(model, folder, dtype, tokenizer)`: all files into a fresh folder (`tokenizer` as in
-    `attention.io.checkpoint.save`); returns what the format calls the model. `read(folder, config)`: what was written,
-    in float32, for a comparison with the source; `config`: of the model that was written. `dtypes`: names of what
-    weights can be written in.
+    `engines`: software that loads it. `held(config, plan)`: what they keep of a token; raises
+    TargetError for what the format cannot hold. It reads no weights, and a search may call it for
+    every candidate. `lower(model)`: the model to be written, in float32. `write(model, folder,
+    dtype, tokenizer)`: all files into a fresh folder (`tokenizer` as in
+    `attention.io.checkpoint.save`); returns what the format calls the model. `read(folder,
+    config)`: what was written, in float32, for a comparison with the source; `config`: of the model
+    that was written. `dtypes`: names of what weights can be written in.
     """
 
     name: str
@@ -134,7 +145,10 @@ def target(name: str, more: Sequence[str] = ()) -> Target:
 
 
 def _unknown(name: str, names: Sequence[str]) -> str:
-    """What is said of a target that does not exist; for software that is named, the target that it loads."""
+    """What is said of a target that does not exist.
+
+    For software that is named, the target that it loads.
+    """
     plain = str(name).lower().replace("_", "-").replace(" ", "-")
     listed = f"target must be one of {list(names)}, got {name!r}"
     if plain in GGUF_READERS:
@@ -147,16 +161,18 @@ def _unknown(name: str, names: Sequence[str]) -> str:
 
 
 def kv_bytes_in(name: str, config: Any, plan: AttentionPlan, dtype: torch.dtype | str) -> int:
-    """Bytes of the KV cache a token in an engine that loads target `name`, the cache being kept in `dtype`. Raises
-    TargetError for a plan that the target cannot hold."""
+    """Bytes of the KV cache a token in an engine that loads target `name`, the cache being kept in
+    `dtype`. Raises TargetError for a plan that the target cannot hold.
+    """
     return target(name).held(config, plan).bytes_per_token(dtype)
 
 
 def best_target(
     config: Any, plan: AttentionPlan, dtype: torch.dtype | str
 ) -> tuple[str, dict[str, str]]:
-    """The target that takes the fewest bytes of cache a token, among equals the one that more engines read; and of
-    every other target, why not. Raises TargetError if none holds the plan."""
+    """The target that takes the fewest bytes of cache a token, among equals the one that more engines
+    read; and of every other target, why not. Raises TargetError if none holds the plan.
+    """
     held = {}
     others = {}
     for name, one in targets().items():

@@ -1,8 +1,11 @@
-"""What all engines have in common: a KV head is a pair of a key head and a value head, with equally many query heads
-to each in a layer. What follows from that for a plan, by counting alone, and the zero heads that make up the rest.
+"""What all engines have in common.
 
-A zero query head reads nothing and feeds zero columns of the output projection, so that padding is exact. It takes
-work and no cache.
+A KV head is a pair of a key head and a value head, with equally many query heads to each in a
+layer. What follows from that for a plan, by counting alone, and the zero heads that make up the
+rest.
+
+A zero query head reads nothing and feeds zero columns of the output projection, so that padding is
+exact. It takes work and no cache.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ Pairs = dict[tuple[int, int], list[int]]
 
 
 def pairs_of(layer: LayerPlan) -> Pairs:
-    """Query heads by the distinct (key head, value head) pair that they read, in order of first appearance."""
+    """Query heads by the distinct (key head, value head) pair that they read, in order of first
+    appearance.
+    """
     pairs: Pairs = {}
     for head, pair in enumerate(zip(layer.key_map, layer.value_map, strict=True)):
         pairs.setdefault(pair, []).append(head)
@@ -40,7 +45,9 @@ def widths_of(plan: AttentionPlan) -> tuple[int, ...]:
 
 
 def query_heads_for_all(plan: AttentionPlan) -> int:
-    """The fewest query heads that are a multiple of every layer's KV heads and give each pair enough of them."""
+    """The fewest query heads that are a multiple of every layer's KV heads and give each pair enough
+    of them.
+    """
     counts = kv_heads_of(plan)
     step = lcm(*counts)
     least = max(map(int.__mul__, counts, widths_of(plan)))
@@ -48,7 +55,10 @@ def query_heads_for_all(plan: AttentionPlan) -> int:
 
 
 def check_no_composition(plan: AttentionPlan, name: str) -> None:
-    """Raise TargetError for a plan whose heads are composed: every layer's are, and no engine does that."""
+    """Raise TargetError for a plan whose heads are composed.
+
+    Every layer's are, and no engine does that.
+    """
     if plan.composition is not None:
         raise TargetError(
             f"target {name} has no composition of heads, which every layer from layer 0 on has (dcmha); export to "
@@ -57,7 +67,10 @@ def check_no_composition(plan: AttentionPlan, name: str) -> None:
 
 
 def widest_layers(plan: AttentionPlan) -> str:
-    """Where a plan needs most KV heads, as errors say it: `layer 2 has 3 pairs of a key and a value head`."""
+    """Where a plan needs most KV heads, as errors say it.
+
+    `layer 2 has 3 pairs of a key and a value head`.
+    """
     counts = kv_heads_of(plan)
     return f"layer {counts.index(max(counts))} has {max(counts)} pairs of a key and a value head"
 
@@ -81,7 +94,9 @@ def _take(x: Tensor, index: Sequence[int | None]) -> Tensor:
 
 
 def pad(heads: LayerHeads, layer: LayerPlan, kv_heads: int, width: int) -> LayerHeads:
-    """Heads of one layer with `kv_heads` KV heads and `width` query heads to each, zeros where there is none."""
+    """Heads of one layer with `kv_heads` KV heads and `width` query heads to each, zeros where there
+    is none.
+    """
     keys: list[int | None] = []
     values: list[int | None] = []
     queries: list[int | None] = []
@@ -97,7 +112,10 @@ def pad(heads: LayerHeads, layer: LayerPlan, kv_heads: int, width: int) -> Layer
 
 
 def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
-    """The inverse of `pad`. Raises ValueError for heads that `pad` has not made of this layer's plan."""
+    """The inverse of `pad`.
+
+    Raises ValueError for heads that `pad` has not made of this layer's plan.
+    """
     pairs = pairs_of(layer)
     width = padded.num_heads // padded.k.shape[0]
     index_of = {

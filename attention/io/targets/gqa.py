@@ -1,10 +1,11 @@
 """Stock GQA: one KV head count in all layers, equal groups, loadable by any server of the family.
 
-Uniform plans only permute their heads. Others are padded: a KV head for each distinct (key, value) pair, zero query
-heads to even out groups, zero KV heads to even out layers. A zero query head feeds zero columns of the output
-projection, so padding is exact.
+Uniform plans only permute their heads. Others are padded: a KV head for each distinct (key, value)
+pair, zero query heads to even out groups, zero KV heads to even out layers. A zero query head feeds
+zero columns of the output projection, so padding is exact.
 
-Legend: H query heads, P KV heads and m query heads a KV head of the stock model (so P·m query heads).
+Legend: H query heads, P KV heads and m query heads a KV head of the stock model (so P·m query
+heads).
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from attention.plan import AttentionPlan
 
 
 def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTrainedModel:
-    """An empty stock model with these counts: of the same family, or Mistral where Llama's config forbids them."""
+    """An empty stock model with these counts.
+
+    Of the same family, or Mistral where Llama's config forbids them.
+    """
     config = _stock_config(model.config, heads, kv_heads)
     return family_of(config).model_class._from_config(config, dtype=model.dtype)
 
@@ -72,8 +76,11 @@ def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """As many KV heads in every layer as the layer with most pairs has. Raises TargetError for composition, for a
-    family whose stock form has no groups, and where no stock class takes the padded heads."""
+    """As many KV heads in every layer as the layer with most pairs has.
+
+    Raises TargetError for composition, for a family whose stock form has no groups, and where no
+    stock class takes the padded heads.
+    """
     check_no_composition(plan, "gqa")
     counts = kv_heads_of(plan)
     family = family_of(config)

@@ -1,10 +1,11 @@
 """GPT-NeoX as Phi, which has grouped key and value heads and is served by stock engines.
 
-Both put attention and MLP side by side on one residual. GPT-NeoX gives each a layer norm of its own, Phi one to both:
-the scales and shifts, by which alone they differ, are folded into the projections that read them. The KV heads are then
-laid out by the `gqa` target.
+Both put attention and MLP side by side on one residual. GPT-NeoX gives each a layer norm of its
+own, Phi one to both: the scales and shifts, by which alone they differ, are folded into the
+projections that read them. The KV heads are then laid out by the `gqa` target.
 
-Legend: n the normalised input, g and b a norm's scale and shift: W (g·n + b) + c = (W diag(g)) n + (W b + c).
+Legend: n the normalised input, g and b a norm's scale and shift: W (g·n + b) + c = (W diag(g)) n +
+(W b + c).
 """
 
 from __future__ import annotations
@@ -74,13 +75,18 @@ def _check(config: Any) -> None:
 
 
 def _fold(weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """Weight `[..., rows, D]` and bias `[..., rows]` that read the normalised input instead of the norm's output."""
+    """Weight `[..., rows, D]` and bias `[..., rows]` that read the normalised input instead of the
+    norm's output.
+    """
     shift = weight.double() @ norm.bias.double()
     return weight * norm.weight, (shift if bias is None else shift + bias.double()).to(weight.dtype)
 
 
 def fold_heads(heads: LayerHeads, norm: nn.LayerNorm) -> LayerHeads:
-    """Heads that read the normalised input; biases where there were none, as Phi has them everywhere."""
+    """Heads that read the normalised input.
+
+    Biases where there were none, as Phi has them everywhere.
+    """
     (q, q_bias), (k, k_bias), (v, v_bias) = (
         _fold(rows, bias, norm)
         for rows, bias in (

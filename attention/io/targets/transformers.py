@@ -1,8 +1,10 @@
-"""transformers with small modelling files in the folder, for what no engine holds: keys and values apart, and composed
-heads.
+"""transformers with small modelling files in the folder, for what no engine holds.
 
-The cache holds each layer's key heads and value heads as the plan has them, and the key-side weights of composition.
-Whoever loads it must allow the code in the folder (`trust_remote_code`), which needs nothing of Headfold.
+Keys and values apart, and composed heads.
+
+The cache holds each layer's key heads and value heads as the plan has them, and the key-side
+weights of composition. Whoever loads it must allow the code in the folder (`trust_remote_code`),
+which needs nothing of Headfold.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ FAMILIES = (
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """What the plan itself keeps. Raises TargetError for other families, and for composition beside what it cannot be
-    beside."""
+    """What the plan itself keeps.
+
+    Raises TargetError for other families, and for composition beside what it cannot be beside.
+    """
     family = family_of(config).name
     composed = plan.composition
     if composed is not None and (family == "gpt_neox" or window_of(config)):
@@ -137,7 +141,10 @@ def _code_of(plan: AttentionPlan) -> list[Path]:
 
 
 def code_for(file: Path, family: Family) -> str:
-    """A file for the folder of a family: Llama's, with the family's names, and what lies beside it imported there."""
+    """A file for the folder of a family.
+
+    Llama's, with the family's names, and what lies beside it imported there.
+    """
     model_class = family.model_class.__name__
     config_class = family.config_class.__name__
     text = file.read_text(encoding="utf-8")

@@ -1,8 +1,12 @@
-"""vLLM: a stock folder where one KV head count serves all layers, else DeciLM, which has a count of its own in each.
+"""vLLM.
 
-DeciLM is vLLM's `DeciLMForCausalLM` (file `nemotron_nas`): Llama with `block_configs[l].attention.n_heads_in_group`. It
-has one number N of query heads for all layers, which every layer's KV heads must divide: zero query heads make up the
-rest (`attention.io.targets._pairs`).
+A stock folder where one KV head count serves all layers, else DeciLM, which has a count of its own
+in each.
+
+DeciLM is vLLM's `DeciLMForCausalLM` (file `nemotron_nas`): Llama with
+`block_configs[l].attention.n_heads_in_group`. It has one number N of query heads for all layers,
+which every layer's KV heads must divide: zero query heads make up the rest
+(`attention.io.targets._pairs`).
 """
 
 from __future__ import annotations
@@ -48,9 +52,10 @@ _MOST_QUERY_HEADS = 8
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """A count of its own in each layer for Llama-like families, else one for all as target gqa, or phi for a grouped
-    GPT-NeoX. Raises TargetError for composition, for families without groups, and for counts with no small common
-    multiple."""
+    """A count of its own in each layer for Llama-like families, else one for all as target gqa, or phi
+    for a grouped GPT-NeoX. Raises TargetError for composition, for families without groups, and for
+    counts with no small common multiple.
+    """
     check_no_composition(plan, "vllm")
     _check_computed(config)
     if phi.is_needed(config, plan):
@@ -69,7 +74,9 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
 
 
 def _check_computed(config: Any) -> None:
-    """Raise TargetError for a variant of a family that vLLM's class of it does not compute (read in vLLM 0.32)."""
+    """Raise TargetError for a variant of a family that vLLM's class of it does not compute (read in
+    vLLM 0.32).
+    """
     family = family_of(config).name
     if family == "stablelm" and config.qk_layernorm:
         raise TargetError(
@@ -91,7 +98,10 @@ def has_own_counts(config: Any, plan: AttentionPlan) -> bool:
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    """The model as it is where it is written as DeciLM, heads being padded then; else as gqa or phi."""
+    """The model as it is where it is written as DeciLM, heads being padded then.
+
+    Else as gqa or phi.
+    """
     plan = plan_of(model)
     held(model.config, plan)
     if phi.is_needed(model.config, plan):
@@ -187,7 +197,10 @@ def _state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def read(folder: Path, config: Any) -> PreTrainedModel:
-    """The model of a written folder. Raises TargetError if it is not whole or its padding is not what was written."""
+    """The model of a written folder.
+
+    Raises TargetError if it is not whole or its padding is not what was written.
+    """
     plan = plan_of_config(config)
     if not has_own_counts(config, plan):
         return _stock.read(folder, config)

@@ -1,5 +1,7 @@
-"""The composition of heads (`attention.modeling.composition.composing`) in a model: its modules found, initialised, and
-given what they need within attention."""
+"""The composition of heads (`attention.modeling.composition.composing`) in a model.
+
+Its modules found, initialised, and given what they need within attention.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def compositions(model: nn.Module) -> list[HeadComposition]:
 
 
 def reset(model: nn.Module, *, identity: bool, generator: torch.Generator | None = None) -> None:
-    """New composition parameters in every layer: the paper's initialisation, or an exact identity for retrofits."""
+    """New composition parameters in every layer.
+
+    The paper's initialisation, or an exact identity for retrofits.
+    """
 
     def afresh(module: nn.Module) -> None:
         if isinstance(module, OWNERS):
@@ -37,7 +42,9 @@ def reset(model: nn.Module, *, identity: bool, generator: torch.Generator | None
 
 
 def reset_missing(model: nn.Module) -> None:
-    """The paper's initialisation for what transformers did not find in a checkpoint (it would stay garbage)."""
+    """The paper's initialisation for what transformers did not find in a checkpoint (it would stay
+    garbage).
+    """
     for module in (part for composition in compositions(model) for part in composition.modules()):
         parameters = list(module.parameters(recurse=False))
         if isinstance(module, OWNERS) and not all(
@@ -58,9 +65,11 @@ def attach_composition(module: nn.Module, composition: HeadComposition) -> None:
 def _pass_input(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Hand the attention input and the cache layer on through the keywords that every family passes to its function.
+    """Hand the attention input and the cache layer on through the keywords that every family passes to
+    its function.
 
-    Nothing is stored on the module, so recomputing a layer (gradient checkpointing) runs as the first time did.
+    Nothing is stored on the module, so recomputing a layer (gradient checkpointing) runs as the
+    first time did.
     """
     x = args[0] if args else kwargs["hidden_states"]
     cache = cache_in(kwargs)

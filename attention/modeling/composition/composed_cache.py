@@ -1,4 +1,5 @@
-"""A cache layer that keeps the key-side weights of composition beside keys and values (Xiao 2024, sec. 4.4).
+"""A cache layer that keeps the key-side weights of composition beside keys and values (Xiao 2024, sec.
+4.4).
 
 Legend: B batch, S cached tokens, C values a token (`Composition.cached_values`).
 """
@@ -15,7 +16,10 @@ from attention.modeling.growing_cache import GrowingLayer, cache_layer
 
 
 class ComposedLayer(GrowingLayer):
-    """A growing cache layer with `key_weights [B, S, C]`. Every operation on the keys does the same to them."""
+    """A growing cache layer with `key_weights [B, S, C]`.
+
+    Every operation on the keys does the same to them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +68,8 @@ class ComposedLayer(GrowingLayer):
 def composed_layer(cache: Cache, index: int) -> ComposedLayer:
     """The layer of a cache, swapped for a `ComposedLayer` if it is a fresh dynamic one.
 
-    Raises ValueError for any other kind (static, sliding, quantised), and for one that another model has filled.
+    Raises ValueError for any other kind (static, sliding, quantised), and for one that another
+    model has filled.
     """
     layer = cache_layer(cache, index, ComposedLayer)
     if not isinstance(layer, ComposedLayer):

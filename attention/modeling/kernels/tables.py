@@ -21,11 +21,14 @@ _MOST = 64
 
 @dataclass(frozen=True)
 class Tables:
-    """Units of work: query heads of one key head, at most `_MOST` of them, so that a wide group becomes several units.
+    """Units of work.
 
-    `keys [U]`: the key head of each unit; `members [U, M]`: its query heads, -1 beyond; `values [U, N]`: the value
-    heads that any of them reads, of which the first `counts [U]` are real; `value_map [H]`. All int32, on the CPU;
-    `on(device)` gives copies elsewhere, made once.
+    Query heads of one key head, at most `_MOST` of them, so that a wide group becomes several
+    units.
+
+    `keys [U]`: the key head of each unit; `members [U, M]`: its query heads, -1 beyond; `values [U,
+    N]`: the value heads that any of them reads, of which the first `counts [U]` are real;
+    `value_map [H]`. All int32, on the CPU; `on(device)` gives copies elsewhere, made once.
     """
 
     keys: Tensor

@@ -20,9 +20,11 @@ from attention.plan import AttentionPlan
 
 @dataclass(frozen=True)
 class Architecture:
-    """`interleaved`: rotary pairs are dims 2i and 2i + 1 instead of i and i + r/2. `fused`: one projection for queries,
-    keys and values. `rms_norm`: its norms divide by the root mean square and have no shift. `own_counts`: each layer
-    has head counts of its own."""
+    """`interleaved`: rotary pairs are dims 2i and 2i + 1 instead of i and i + r/2.
+
+    `fused`: one projection for queries, keys and values. `rms_norm`: its norms divide by the root
+    mean square and have no shift. `own_counts`: each layer has head counts of its own.
+    """
 
     name: str
     interleaved: bool = False
@@ -50,7 +52,10 @@ OPENELM = Architecture("openelm", fused=True, own_counts=True)
 
 
 def with_own_counts(config: Any) -> Architecture | None:
-    """The architecture that computes a family with head counts of each layer's own; None if there is none."""
+    """The architecture that computes a family with head counts of each layer's own.
+
+    None if there is none.
+    """
     family = family_of(config).name
     if family in ("llama", "mistral", "qwen2"):
         return _DECI
@@ -88,7 +93,9 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
 
 
 def _check_qwen3_moe(config: Any) -> None:
-    """llama.cpp's qwen3moe has experts in every layer, weighted so that those that are used sum to one."""
+    """llama.cpp's qwen3moe has experts in every layer, weighted so that those that are used sum to
+    one.
+    """
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
         raise TargetError(
             f"llama.cpp has no qwen3_moe with layers without experts (mlp_only_layers={config.mlp_only_layers}, "

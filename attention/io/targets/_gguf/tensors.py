@@ -44,8 +44,11 @@ def attention_names(model: PreTrainedModel) -> dict[str, int]:
 
 
 def outside_attention(model: PreTrainedModel, form: Architecture) -> Iterator[tuple[str, Any, str]]:
-    """All stored tensors but the projections of attention: transformers' name, the part of it, llama.cpp's name. Raises
-    TargetError for a tensor that the architecture has no place for."""
+    """All stored tensors but the projections of attention.
+
+    Transformers' name, the part of it, llama.cpp's name. Raises TargetError for a tensor that the
+    architecture has no place for.
+    """
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[form.name], model.config.num_hidden_layers)
     modules = attention_names(model)
@@ -72,7 +75,10 @@ def outside_attention(model: PreTrainedModel, form: Architecture) -> Iterator[tu
 
 
 def _parts(name: str, tensor: Tensor) -> list[tuple[Any, str]]:
-    """What llama.cpp keeps apart of one tensor, and what each is called: gates and what they let pass of experts."""
+    """What llama.cpp keeps apart of one tensor, and what each is called.
+
+    Gates and what they let pass of experts.
+    """
     stem, experts, last = name.rpartition(".experts.")
     if not experts or last != "gate_up_proj":
         return [(..., name)]
@@ -145,7 +151,10 @@ def rope_factors(model: PreTrainedModel) -> Tensor | None:
 
 
 def encoded(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
-    """A tensor in the type that it is kept in: vectors and positions in float32, as llama.cpp wants them."""
+    """A tensor in the type that it is kept in.
+
+    Vectors and positions in float32, as llama.cpp wants them.
+    """
     array = tensor.detach().float().contiguous().cpu().numpy()
     kind = TYPES[dtype]
     if array.ndim < 2 or name.startswith(("position_embd", "rope_freqs")):
@@ -157,8 +166,9 @@ def encoded(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, gguf.GGM
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, stored: dict[str, Tensor], form: Architecture) -> None:
-    """Put the tensors of a file into an empty model of the same config. Raises ValueError for one that is missing, or
-    whose padding is not what was written."""
+    """Put the tensors of a file into an empty model of the same config. Raises ValueError for one that
+    is missing, or whose padding is not what was written.
+    """
     family = family_of(model.config)
     geometry = geometry_of(model.config)
     state = model.state_dict()

@@ -1,6 +1,7 @@
 """A tokenizer in a GGUF file: byte-level BPE, and the BPE with byte fallback of Llama 2 and Gemma.
 
-llama.cpp splits text by rules that it has under a name; a tokenizer is matched to a name by its own splitting rule.
+llama.cpp splits text by rules that it has under a name; a tokenizer is matched to a name by its own
+splitting rule.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ _SPLITS = {
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Any, size: int) -> None:
-    """Put a tokenizer (as in `attention.io.checkpoint.save`; None for none) into a file for a model that embeds `size`
-    tokens. Raises TargetError for one that is not the model's or that llama.cpp does not have."""
+    """Put a tokenizer (as in `attention.io.checkpoint.save`; None for none) into a file for a model
+    that embeds `size` tokens. Raises TargetError for one that is not the model's or that llama.cpp
+    does not have.
+    """
     if tokenizer is None:
         writer.add_tokenizer_model("none")
         return
@@ -107,7 +110,10 @@ def _prefixes(whole: dict[str, Any]) -> bool:
 
 
 def split_rule(whole: dict[str, Any]) -> str:
-    """llama.cpp's name for the way in which a byte-level tokenizer splits text. Raises TargetError for another way."""
+    """llama.cpp's name for the way in which a byte-level tokenizer splits text.
+
+    Raises TargetError for another way.
+    """
     pre = whole.get("pre_tokenizer") or {}
     steps = pre.get("pretokenizers", [pre])
     last = steps[-1]
