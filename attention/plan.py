@@ -265,7 +265,7 @@ def _listed(record: dict[str, Any], name: str) -> list[Any]:
 
 
 def _built(kind: type[Built], item: Any, where: str) -> Built:
-    """A dataclass from its record: every field there, of its own type, and no other."""
+    """Return a dataclass from its record: every field there, of its own type, and no other."""
     if not isinstance(item, dict):
         raise PlanError(f"{where} must be a JSON object, got {shortened(item)}")
     fields_of_kind = {field.name: field for field in fields(kind)}

@@ -1,6 +1,6 @@
 """What a plan is made of: the maps of a layer, shared heads, and the composition of heads.
 
-Legend: H query heads a layer, d head dim.
+Legend: H query heads per layer, d head dim.
 """
 
 from __future__ import annotations
@@ -179,16 +179,17 @@ class Composition:
         before_softmax: Whether heads are composed before the softmax, with parameters of their own.
         after_softmax: Whether they are composed after it.
         static_base: A learned H x H matrix in place of the skip; with both sides off this is
-            Talking-Heads attention.
+        Talking-Heads attention.
         groups: Heads are composed within this many groups of neighbouring query heads (section
-            3.2).
-        window: 0 for none; else in local layers a token sees itself and the `window - 1` before it.
-            The window masks attention; the cache keeps all tokens.
+        3.2).
+        window: 0 for none; else in local layers per token sees itself and the `window - 1` before
+            it.
+        The window masks attention; the cache keeps all tokens.
         window_pattern: p local layers to every global one (1, 3, 7 in Table 10), the second layer
-            of every p + 1 being global (**silent**).
+        of every p + 1 being global (**silent**).
         qk_norm: Queries and keys are divided by their root mean square over the head dim, each
-            query head with one learned scale; which norm is **silent** in the paper, this one
-            commutes with RoPE.
+        query head with one learned scale; which norm is **silent** in the paper, this one
+        commutes with RoPE.
         projection: The low-rank branches (Table 9, "dyn. proj.").
         gate: The gates (Table 9, "dyn. gate").
     """

@@ -2,7 +2,7 @@
 
 The one place where ratios and numbers of heads are turned into each other.
 
-Legend: L layers, U KV heads a layer that the checkpoint stores.
+Legend: L layers, U KV heads per layer that the checkpoint stores.
 
 A *KV ratio*, wherever a user gives or reads one, is kept key and value heads over the 2 L U of the
 checkpoint. What composition caches besides heads is not in it, but in the bytes.

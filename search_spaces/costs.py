@@ -41,10 +41,14 @@ class GroupCost:
 
     `many(list of members of one size) -> array` computes a batch at once. `remembered` groups are
     kept at most, the latest; `priced` counts those computed. `programmes`: what exact grouping has
-    worked out, for the next number of groups. `effort`: multiply-adds to price one group of a size
-    after `preparation`, where that is worth a thought. `estimates`: makers of costs that stand for
-    this one in a search, each closer than the one before; none where this one is cheap. `kept`:
-    where the prices of whole sizes are found and left, if that is somewhere.
+    worked out, for the next number of groups. `kept`: where the prices of whole sizes are found and
+    left, if that is somewhere.
+
+    Args:
+        effort: Multiply-adds to price one group of a size after `preparation`, where that is worth
+            a thought.
+        estimates: Makers of costs that stand for this one in a search, each closer than the one
+            before; none where this one is cheap.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class GroupCost:
             del self._known[next(iter(self._known))]
 
     def afresh(self) -> GroupCost:
-        """The same cost, with a count of its own of what is priced.
+        """Return the same cost, with a count of its own of what is priced.
 
         How far a search gets must not depend on others.
         """
@@ -218,7 +222,7 @@ class PairCost(GroupCost):
 
 
 def as_cost(cost: GroupCost | np.ndarray | Callable[[Members], float]) -> GroupCost:
-    """A `GroupCost` from one, from a pair-cost matrix, or from a function of the members."""
+    """Return a `GroupCost` from one, from a pair-cost matrix, or from a function of the members."""
     if isinstance(cost, GroupCost):
         return cost
     return GroupCost(cost) if callable(cost) else PairCost(np.asarray(cost))

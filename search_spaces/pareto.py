@@ -26,7 +26,7 @@ FEW = 8
 
 
 def ranks(values: Sequence[Sequence[float]]) -> list[int]:
-    """The rank of each point: 0 on the front, 1 on the front of the others, and so on.
+    """Return the rank of each point: 0 on the front, 1 on the front of the others, and so on.
 
     O(n log n) for one or two objectives (Jensen 2003, sec. III), O(m n^2) for more.
     """
@@ -123,9 +123,10 @@ def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
 
 
 def select_best(values: Sequence[Sequence[float]], count: int, ties: str = "crowding") -> list[int]:
-    """The indices of the `count` points to keep, best first.
+    """Return the indices of the `count` points to keep, best first.
 
-    Raises ValueError for an unknown rule for ties.
+    Raises:
+        ValueError: For an unknown rule for ties.
     """
     if ties not in TIES:
         raise ValueError(f"ties must be one of {', '.join(TIES)}, got {ties!r}")
@@ -149,9 +150,13 @@ def select_best(values: Sequence[Sequence[float]], count: int, ties: str = "crow
 
 
 def hypervolume(values: Sequence[Sequence[float]], reference: Sequence[float]) -> float:
-    """The area that two-objective points dominate, up to `reference`; points beyond it add nothing.
+    """Return the area that two-objective points dominate, up to `reference`; points beyond it add
+    nothing.
 
-    Zitzler 1999: the larger, the better the front. Raises ValueError for other than two objectives.
+    Zitzler 1999: the larger, the better the front.
+
+    Raises:
+        ValueError: For other than two objectives.
     """
     if len(reference) != 2:
         raise ValueError(

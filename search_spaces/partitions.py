@@ -67,10 +67,12 @@ def cut_into(order: Sequence[int], sizes: Sequence[int]) -> Partition:
 def random_partition(
     num_heads: int, groups: int, generator: np.random.Generator, sizes: Sizes = group_sizes
 ) -> Partition:
-    """A uniformly drawn partition into groups of (nearly) equal size, or of what `sizes` says."""
+    """Return a uniformly drawn partition into groups of (nearly) equal size, or of what `sizes` says."""
     return cut_into([int(h) for h in generator.permutation(num_heads)], sizes(num_heads, groups))
 
 
 def expand_units(partition: Partition, units: Sequence[Sequence[int]]) -> Partition:
-    """A partition of units (stored KV heads) as the partition of the query heads that read them."""
+    """Return a partition of units (stored KV heads) as the partition of the query heads that read
+    them.
+    """
     return canonical([h for unit in group for h in units[unit]] for group in partition)

@@ -70,11 +70,12 @@ class LayerOutputScore:
 
     @classmethod
     def from_site(cls, site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputScore:
-        """The score of a site on at most `tokens` calibration tokens, from the first `length` of each
-        sequence.
+        """Return the score of a site on at most `tokens` calibration tokens, from the first `length`
+        of each sequence.
 
-        Raises ValueError without stored inputs, without the model where rotary tables or norms are
-        needed, and for norms that are not one for all heads.
+        Raises:
+            ValueError: Without stored inputs, without the model where rotary tables or norms are
+                needed, and for norms that are not one for all heads.
         """
         inputs = site.need_statistics("objective=layer").inputs
         if not inputs.numel():
@@ -135,7 +136,7 @@ class LayerOutputScore:
         return max(self.cache_bytes // (self.inputs.numel() * self.inputs.element_size()), 1)
 
     def _fitting(self, partitions: Sequence[Partition]) -> Iterator[list[Partition]]:
-        """Runs of partitions whose groups together are within the limit."""
+        """Yield the runs of partitions whose groups together are within the limit."""
         some: list[Partition] = []
         groups: set[tuple[int, ...]] = set()
         for partition in partitions:
@@ -179,7 +180,9 @@ class LayerOutputScore:
                 self._effects.update(zip(batch, self._effects_of(batch), strict=True))
 
     def _effects_of(self, groups: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """What pooling each of these groups of one size adds to the layer's output, `[S, T, D]` each."""
+        """Return what pooling each of these groups of one size adds to the layer's output, `[S, T, D]`
+        each.
+        """
         members = [[h for unit in group for h in self.units[unit]] for group in groups]
         size = len(members[0])
         flat = [h for group_members in members for h in group_members]
@@ -197,7 +200,9 @@ class LayerOutputScore:
         ]
 
     def _mixed(self, members: list[int], k_gSTd: Tensor, v_gSTd: Tensor) -> Tensor:
-        """What the query heads `members` read from these (rotated) keys and values, `[g, S, T, d]`."""
+        """Return what the query heads `members` read from these (rotated) keys and values, `[g, S, T,
+        d]`.
+        """
         q_gSTd = self._q[members]
         sinks = self.heads.sinks
         scaling = getattr(self.module, "scaling", None)

@@ -31,7 +31,7 @@ class Site:
     and the group cost look at. Partitions are over units. `similarity` `[U, U]` if the recipe has
     one; `fusion_distance` `[U, U]` where DHA's search phase was run. `plan_with(partition)` is the
     plan with this site grouped so and the sites before it as already found; `measure(plan)` its
-    loss in nats a token.
+    loss in nats per token.
     """
 
     layer: int
@@ -48,7 +48,7 @@ class Site:
     measure: Callable[[AttentionPlan], float] | None = None
 
     def need_statistics(self, why: str) -> LayerStatistics:
-        """The statistics, or ValueError saying what to do."""
+        """Return the statistics, or ValueError saying what to do."""
         if self.statistics is None:
             raise ValueError(f"{why} needs calibration statistics; calibrate the model first")
         return self.statistics
@@ -62,7 +62,7 @@ class Site:
 def plan_of_sites(
     partitions: Mapping[tuple[int, str], Partition], geometry: HeadGeometry
 ) -> AttentionPlan:
-    """The plan of partitions of units by (layer, side).
+    """Return the plan of partitions of units by (layer, side).
 
     Sites without one keep what the checkpoint has.
     """

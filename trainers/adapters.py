@@ -31,13 +31,16 @@ UP = f".lora_B.{_NAME}."
 
 
 def adaptable(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The projections that take an adapter, by name.
+    """Return the projections that take an adapter, by name.
 
     All of attention and MLP in every decoder layer.
 
     Left out are those that lend or borrow blocks: an adapter there would change some users of a
-    weight while training and all of them once it is merged. Raises ValueError if none is left, or
-    for a projection of a kind whose adapter could not be merged.
+    weight while training and all of them once it is merged.
+
+    Raises:
+        ValueError: If none is left, or for a projection of a kind whose adapter could not be
+            merged.
     """
     attention = {id(module) for module in family_of(model.config).attention_modules(model)}
     layers = [
@@ -68,7 +71,8 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Module]:
 class Adapters:
     """The adapters of a model.
 
-    `transposed`: by projection, whether its weight is kept as `[in, out]` (GPT-2).
+    Attributes:
+        transposed: By projection, whether its weight is kept as `[in, out]` (GPT-2).
     """
 
     scaling: float
@@ -91,7 +95,7 @@ class Adapters:
         return plain | adapted
 
     def merged(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """The plain model's tensor `name`, made of its `sources`.
+        """Return the plain model's tensor `name`, made of its `sources`.
 
         Added in float32 at least, rounded once.
         """
@@ -110,7 +114,10 @@ def add_adapters(
     """Freeze a model and give its projections adapters, in place. What it computes stays the same.
 
     Composition stays trained as it is: it is small, and where it was just added it has nothing to
-    be a change of. Raises ValueError as in `adaptable`, before anything is changed.
+    be a change of.
+
+    Raises:
+        ValueError: As in `adaptable`, before anything is changed.
     """
     from peft import LoraConfig, inject_adapter_in_model
 

@@ -25,7 +25,7 @@ WRITTEN = {
 
 
 def config_of(settings: TrainSettings) -> dict[str, Any]:
-    """The whole configuration that DeepSpeed is given.
+    """Return the whole configuration that DeepSpeed is given.
 
     Adam is torch's, since DeepSpeed would compile its own; on a GPU it is DeepSpeed's own where the
     optimiser lies in CPU memory or NVMe, or where `optimizer.params.torch_adam` is false.
@@ -50,8 +50,8 @@ def config_of(settings: TrainSettings) -> dict[str, Any]:
 
 
 def layout_of(settings: TrainSettings) -> dict[str, Any]:
-    """What the files of a training checkpoint depend on beside the number of workers, for which they
-    can be changed (`trainers.resharding`): only one of the same layout can be gone on with.
+    """Return what the files of a training checkpoint depend on beside the number of workers, for which
+    they can be changed (`trainers.resharding`): only one of the same layout can be gone on with.
     """
     layout: dict[str, Any] = {"zero_stage": settings.zero_stage, "dtype": settings.dtype}
     lora = {"tuning": "lora", "lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha}
@@ -62,7 +62,7 @@ def layout_of(settings: TrainSettings) -> dict[str, Any]:
 
 
 def _written_by(settings: TrainSettings) -> dict[str, Any]:
-    """What of `train.deepspeed` changes the files of a training checkpoint.
+    """Return what of `train.deepspeed` changes the files of a training checkpoint.
 
     Empty where nothing does.
     """
@@ -82,7 +82,7 @@ def _offloads(settings: TrainSettings) -> bool:
 
 
 def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with what is `overrides` in its place, section by section."""
+    """Return `base` with what is `overrides` in its place, section by section."""
     result = dict(base)
     for key, value in overrides.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)

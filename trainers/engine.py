@@ -162,8 +162,9 @@ class TrainEngine:
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue where `save` was called, exactly on as many workers; returns its `client_state`.
 
-        Raises ValueError when the checkpoint was written with other settings of ZeRO, another dtype
-        or other adapters.
+        Raises:
+            ValueError: When the checkpoint was written with other settings of ZeRO, another dtype
+                or other adapters.
         """
         file = Path(folder) / LAYOUT
         if not file.is_file():
@@ -233,7 +234,7 @@ class TrainEngine:
 def _parameter_groups(
     model: nn.Module, settings: TrainSettings, groups: Sequence[ParameterGroup]
 ) -> list[dict[str, Any]]:
-    """The optimiser's groups: those given, after one of all other parameters that are trained."""
+    """Return the optimiser's groups: those given, after one of all other parameters that are trained."""
     special = {id(p) for group in groups for p in group.parameters}
     trained = [p for p in model.parameters() if p.requires_grad]
     if missing := special - {id(p) for p in trained}:

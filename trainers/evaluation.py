@@ -1,6 +1,6 @@
 """What a model is worth: held-out loss, distance to the original model, bytes in the cache, speed.
 
-Legend: N sequences, T tokens a sequence, V vocabulary.
+Legend: N sequences, T tokens per sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ def comparison(
 ) -> dict[str, Any]:
     """Increase of a loss with its standard error, and both perplexities.
 
-    `losses`: of each sequence, `[N]`.
-
     The error is that of the mean difference over the sequences: both models read the same ones, so
     how hard a sequence is for either does not count. None for a single sequence.
+
+    Args:
+        losses: Of each sequence, `[N]`.
     """
     error = None
     if losses is not None and original_losses is not None and len(losses) > 1:
@@ -103,8 +104,7 @@ def evaluate(
     `CachedTeacher`, which then knows these sequences.
 
     Of each batch the teacher's hidden states are computed, then the model's, then the logits of
-    both for a part of the positions at a time (`attention.modeling.predictions`). `batch_size`:
-    sequences at once, at most (`attention.modeling.running.batch_of`).
+    both for a part of the positions at a time (`attention.modeling.predictions`).
 
     With several workers each scores the rows of its rank, in equally many forward passes (in which
     split weights are gathered), and `reduce` must sum a tensor over them in place; every worker
@@ -112,6 +112,9 @@ def evaluate(
 
     Out of memory, it starts again with half the sequences at once, down to one, and `notes` says
     so; not with `reduce`: a worker that is waited for cannot start again alone.
+
+    Args:
+        batch_size: Sequences at once, at most (`attention.modeling.running.batch_of`).
     """
     if sequences.ndim != 2 or sequences.shape[0] < 1 or sequences.shape[1] < 2:
         raise ValueError(
@@ -215,7 +218,9 @@ def _now(like: Tensor) -> float:
 def _totals(
     model: Any, teacher: Any, sequences: Tensor, share: Iterable[tuple[list[int], int]]
 ) -> tuple[Tensor, Tensor]:
-    """The sums of `_score` over batches of row numbers, and the mean loss of each row that counts."""
+    """Return the sums of `_score` over batches of row numbers, and the mean loss of each row that
+    counts.
+    """
     module = model.model if isinstance(model, CachedTeacher) else model
     device = next(module.parameters()).device
     totals = torch.zeros(3, dtype=torch.float64, device=device)
@@ -231,7 +236,8 @@ def _totals(
 
 
 def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> tuple[Tensor, Tensor]:
-    """Sums over the first `counted` rows of the batch: loss, KL, predictions, `[3]` float64.
+    """Return the sums over the first `counted` rows of the batch: loss, KL, predictions, `[3]`
+    float64.
 
     Mean loss of each row.
     """

@@ -19,8 +19,9 @@ _PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
 def freeze_all_but_keys_and_values(model: PreTrainedModel) -> None:
     """In place. Composition stays trained, as it does with adapters.
 
-    Raises ValueError for a model whose layers share heads, since a weight of one serves others
-    there, and for a family without any of `_PROJECTIONS`.
+    Raises:
+        ValueError: For a model whose layers share heads, since a weight of one serves others there,
+            and for a family without any of `_PROJECTIONS`.
     """
     modules = family_of(model.config).attention_modules(model)
     if any(isinstance(part, SharedProjection) for module in modules for part in module.children()):

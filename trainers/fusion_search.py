@@ -61,7 +61,10 @@ def search_distances(
 
     Trains all weights of a copy of `model`, lifted, with every head free to mix all heads of its
     layer. `sequences [N, T]`: training text; `rate`: of the coefficients. With a process group all
-    workers call together. Raises ValueError for a model with one head a layer.
+    workers call together.
+
+    Raises:
+        ValueError: For a model with one head a layer.
     """
     settings = settings.model_copy(update={"tuning": "full"})
     plan = plan_of(model)
@@ -111,7 +114,7 @@ def _distances(
 def next_stage(
     model: PreTrainedModel, spec: RelaxationSpec, settings: TrainSettings, stream: BatchStream
 ) -> AttentionPlan:
-    """The plan of a stage before the last.
+    """Return the plan of a stage before the last.
 
     The stored heads of every final group in pairs of least distance, after `spec.regroup_steps`
     steps of a copy of `model` on `stream`. With a process group all workers call together.
@@ -154,7 +157,7 @@ def paired_plan(
 
 
 def _within(distance: Tensor | None, group: Sequence[int]) -> HeadGroups:
-    """The stored heads of one final group in pairs."""
+    """Return the stored heads of one final group in pairs."""
     if distance is None or len(group) < 3:  # nothing to fuse, or nothing to choose
         return (tuple(group),)
     inside = distance[list(group)][:, list(group)].tolist()

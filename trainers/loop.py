@@ -35,9 +35,10 @@ class ParameterGroup:
     """Parameters with their own peak learning rate (None: the model's), which warms up and falls as
     all others do.
 
-    `shrink`: the share of a parameter that each step takes away at the peak, beside what Adam's
-    step does and whatever the learning rate (decoupled weight decay, Loshchilov 2019, of shrink /
-    learning rate).
+    Attributes:
+        shrink: The share of a parameter that each step takes away at the peak, beside what Adam's
+            step does and whatever the learning rate (decoupled weight decay, Loshchilov 2019, of
+            shrink / learning rate).
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -55,7 +56,9 @@ class ParameterGroup:
             raise ValueError(f"shrink of a parameter group must lie in [0, 1], got {self.shrink}")
 
     def options(self, learning_rate: float) -> tuple[float, float]:
-        """The group's learning rate over the model's, and the weight decay that AdamW is to be given."""
+        """Return the group's learning rate over the model's, and the weight decay that AdamW is to be
+        given.
+        """
         rate = learning_rate if self.learning_rate is None else self.learning_rate
         return rate / learning_rate, self.shrink / rate
 
@@ -73,13 +76,18 @@ def train(
     until: Callable[[], bool] | None = None,
     losses: list[float] | None = None,
 ) -> int:
-    """Steps `start_step + 1` to `steps`.
+    """Return the steps `start_step + 1` to `steps`.
 
     `on_step(step, loss)` after each; `on_milestone(step, mean loss since the last milestone)` after
     those in `milestones`. Steps count from the beginning of the whole training, so a resumed run
     passes what is done as `start_step`, and as `losses`, which is kept up to date, those since the
-    last milestone. `until`, asked after each step, may end the training early. Returns the last
-    step done. Raises TrainingDiverged at the first loss that is not finite.
+    last milestone. `until`, asked after each step, may end the training early.
+
+    Returns:
+        The last step done.
+
+    Raises:
+        TrainingDiverged: At the first loss that is not finite.
     """
     losses = [] if losses is None else losses
     for step in range(start_step + 1, steps + 1):

@@ -1,4 +1,4 @@
-"""Losses, all in nats a token.
+"""Losses, all in nats per token.
 
 Legend: B sequences, T tokens, V vocabulary, k logits kept, n = k (k - 1) / 2 pairs of them.
 """
@@ -29,8 +29,11 @@ def bild(student: Tensor, teacher: Tensor, k: int = 16) -> Tensor:
     both. Logits `[..., V]`.
 
     Jin 2024 only names the loss. Decided here: no temperature, and the choice of places is not
-    differentiated. Raises ValueError for a k below 3: two logits have one difference, whose softmax
-    is 1 on both sides.
+    differentiated.
+
+    Raises:
+        ValueError: For a k below 3: two logits have one difference, whose softmax is 1 on both
+            sides.
     """
     if not 3 <= k <= student.shape[-1]:
         raise ValueError(f"k must lie between 3 and the vocabulary of {student.shape[-1]}, got {k}")
@@ -55,7 +58,7 @@ def _differences(logits: Tensor) -> Tensor:
 def objective(
     distillation: str = "none", weight: float = 0.5, teacher: Any = None
 ) -> Callable[[Any, Tensor], Tensor]:
-    """The training loss as the loop wants it, `f(model, batch [B, T]) -> scalar`.
+    """Return the training loss as the loop wants it, `f(model, batch [B, T]) -> scalar`.
 
     "none": language modelling. "kl": `(1 - weight)` of it and `weight` of KL(teacher ‖ model) on
     the same predictions. "kl_bild": KL + BiLD in the place of KL (Jin 2024, Eq. 30; its k is

@@ -41,9 +41,11 @@ class Relaxed:
     `model_dir` the collapsed checkpoint, `loss` its held-out loss before any recovery, `steps` and
     `tokens` over all stages, `position` that of the data stream, `seconds` of work, `history` what
     was followed while relaxing: the relaxation's own metrics and the loss at some steps, counted
-    over all stages. `remaining`: share of its way that was left at the end
-    (`Relaxation.remaining`), of the stage that has most; None for one that a former version has
-    run.
+    over all stages.
+
+    Attributes:
+        remaining: Share of its way that was left at the end (`Relaxation.remaining`), of the stage
+            that has most; None for one that a former version has run.
     """
 
     model_dir: str
@@ -173,7 +175,7 @@ class _Stage(WorkerShare):
         dist.barrier()
 
     def _regrouped(self) -> AttentionPlan | None:
-        """The plan of a stage that is grouped anew, found once and kept beside the stage.
+        """Return the plan of a stage that is grouped anew, found once and kept beside the stage.
 
         None: the spec's.
         """

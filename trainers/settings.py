@@ -229,7 +229,7 @@ class TrainSettings(StrictModel):
         return math.ceil(self.batch_size / self.num_workers)
 
     def on(self, workers: int) -> TrainSettings:
-        """The same training on so many workers."""
+        """Return the same training on so many workers."""
         return self.model_copy(update={"num_workers": workers, "min_workers": None})
 
     @property
@@ -245,7 +245,7 @@ class TrainSettings(StrictModel):
         )
 
     def device_with(self, gpus: float) -> str:
-        """What a process that asked for so many GPUs computes on."""
+        """Return what a process that asked for so many GPUs computes on."""
         return "cuda" if gpus and self.device == "auto" else "cpu"
 
     def rate(self, step: int, total_steps: int) -> float:

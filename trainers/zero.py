@@ -92,7 +92,7 @@ def initialize(
 
 
 def load_trainable(folder: str | Path, settings: TrainSettings) -> PreTrainedModel:
-    """A checkpoint as an engine with these settings takes it.
+    """Return a checkpoint as an engine with these settings takes it.
 
     With ZeRO 3 split over the workers, who call together.
     """
@@ -144,7 +144,7 @@ def gathered_parameters(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def write_universal(source: Path, target: Path) -> None:
-    """Write a training checkpoint of ZeRO 1 to 3 in DeepSpeed's universal form, a file a parameter."""
+    """Write a training checkpoint of ZeRO 1 to 3 in DeepSpeed's universal form, a file per parameter."""
     from deepspeed.checkpoint import ds_to_universal
 
     shutil.rmtree(target.parent, ignore_errors=True)

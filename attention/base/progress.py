@@ -116,7 +116,8 @@ def _print(line: str) -> None:
 class _Screen:
     """Where the stages of a verb are shown: the newest that is open.
 
-    `say`: takes its line every so many seconds.
+    Args:
+        say: Takes its line every so many seconds.
     """
 
     def __init__(self, label: str, say: Callable[[str], None], every: float) -> None:

@@ -1,7 +1,8 @@
 """What the calibration pass reads from a running model, and how it gets in and out of it.
 
-Legend: B sequences a batch, T tokens, S tokens attended to, H query heads, d head dim, D model dim,
-e = D + 1 (the constant of the biases appended); b, t: a slice of the sequences and of their tokens.
+Legend: B sequences per batch, T tokens, S tokens attended to, H query heads, d head dim, D model
+dim, e = D + 1 (the constant of the biases appended); b, t: a slice of the sequences and of their
+tokens.
 """
 
 from __future__ import annotations

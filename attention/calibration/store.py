@@ -1,6 +1,6 @@
 """A calibration in files.
 
-One safetensors file a layer, mapped into memory when the layer is used and not before.
+One safetensors file per layer, mapped into memory when the layer is used and not before.
 
     calibration-DIGEST/layer-0000.safetensors, ...     `LayerStatistics` of a layer
     calibration-DIGEST/calibration.json                what it is of, and of each file its SHA-256, size and time
@@ -118,7 +118,7 @@ class StoredLayers(Sequence[LayerStatistics]):
     @overload
     def __getitem__(self, index: slice) -> StoredLayers: ...
     def __getitem__(self, index: int | slice) -> LayerStatistics | StoredLayers:
-        """Raises CalibrationError if the file is not there any more, or is no safetensors file."""
+        """Raise CalibrationError if the file is not there any more, or is no safetensors file."""
         if isinstance(index, slice):
             return StoredLayers(self.folder, self.files[index])
         name, tokens = self.files[index]
@@ -209,7 +209,7 @@ def write_calibration(
 
 
 def _write_layer(path: Path, layer: LayerStatistics) -> dict[str, Any]:
-    """What is kept of the file in `calibration.json`."""
+    """Return what is kept of the file in `calibration.json`."""
     with written_whole(path) as fresh:
         save_file({name: getattr(layer, name).contiguous() for name in STATISTICS}, fresh)
         checksum = sha256(fresh)
@@ -227,8 +227,10 @@ def _verified(path: Path, entry: dict[str, Any], noted: int) -> bool:
 
     True if it had to be hashed, and the entry now has its new stamp.
 
-    `noted`: when the entry was written. A file of the same tick of the clock may have been changed
-    after it.
+    A file of the same tick of the clock may have been changed after it.
+
+    Args:
+        noted: When the entry was written.
     """
     stamp = _stamp(path)
     if stamp == entry["stamp"] and stamp[1] < noted:

@@ -28,7 +28,7 @@ from attention.plan import AttentionPlan, PlanError
 
 
 def read_layers(model: PreTrainedModel) -> list[LayerHeads]:
-    """The heads of every layer as stored (G^K and G^V heads), in float32."""
+    """Return the heads of every layer as stored (G^K and G^V heads), in float32."""
     family = family_of(model.config)
     geometry = geometry_of(model.config)
     return [
@@ -38,7 +38,9 @@ def read_layers(model: PreTrainedModel) -> list[LayerHeads]:
 
 
 def lift(model: PreTrainedModel) -> list[LayerHeads]:
-    """The heads of every layer with one key and one value head a query head (DHA, App. D), in float32."""
+    """Return the heads of every layer with one key and one value head per query head (DHA, App. D), in
+    float32.
+    """
     return list(LiftedHeads(model))
 
 
@@ -72,7 +74,7 @@ class LiftedHeads(Sequence[LayerHeads]):
 def build(
     config: PretrainedConfig, plan: AttentionPlan, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """A Headfold model of the plan's shapes with fresh weights. `config` is the checkpoint's."""
+    """Return a Headfold model of the plan's shapes with fresh weights. `config` is the checkpoint's."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(headfold_config(config, plan), dtype=dtype)
@@ -81,7 +83,8 @@ def build(
 def assemble(
     model: PreTrainedModel, plan: AttentionPlan, heads: Iterable[LayerHeads], *, share: bool = False
 ) -> PreTrainedModel:
-    """A Headfold model with `heads` in its attention layers and `model`'s weights everywhere else.
+    """Return a Headfold model with `heads` in its attention layers and `model`'s weights everywhere
+    else.
 
     The new model has the dtype, device and training mode of `model`, which stays as it is. With
     `share` these other weights are `model`'s own memory, for a result that is measured or written
@@ -116,7 +119,7 @@ def assemble(
 
 
 def unshare(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model with every layer owning its weights; the given one if nothing is shared."""
+    """Return the same model with every layer owning its weights; the given one if nothing is shared."""
     plan = plan_of(model)
     return assemble(model, plan.unshared, read_layers(model)) if plan.is_shared else model
 
@@ -148,11 +151,15 @@ def convert(
     fusion_settings: Mapping[str, Any] | None = None,
     share: bool = False,
 ) -> PreTrainedModel:
-    """A new model that carries out `plan`; the given one is untouched. `share`: as in `assemble`.
+    """Return a new model that carries out `plan`; the given one is untouched. `share`: as in
+    `assemble`.
 
-    `alignment` and `fusion` name parts of their axes; the settings are their knobs. Raises
-    ValueError for an unknown name or setting, for a part that needs a calibration when none is
-    given, and PlanError if the plan does not fit.
+    `alignment` and `fusion` name parts of their axes; the settings are their knobs.
+
+    Raises:
+        ValueError: For an unknown name or setting, for a part that needs a calibration when none is
+            given.
+        PlanError: If the plan does not fit.
     """
     geometry = geometry_of(model.config)
     check_fits(plan, geometry)
@@ -184,7 +191,7 @@ def through(
     geometry: HeadGeometry,
     knobs: Mapping[str, Any],
 ) -> Iterator[LayerHeads]:
-    """What a part of alignment or fusion makes of the lifted heads of one layer after the other."""
+    """Yield what a part of alignment or fusion makes of the lifted heads of one layer after the other."""
     for index, (layer_heads, layer) in enumerate(zip(heads, plan.layers, strict=True)):
         statistics = calibration.layers[index] if calibration else None
         yield part(layer_heads, layer, statistics, geometry.layer(index), **knobs)

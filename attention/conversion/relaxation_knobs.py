@@ -150,8 +150,10 @@ def too_few_steps(name: str, knobs: Mapping[str, Any], steps: int) -> str | None
 
     None where it may.
 
-    `knobs`: those of the part `name`. What is bounded is the way that Adam (or the pull) can go at
-    the peak rate.
+    What is bounded is the way that Adam (or the pull) can go at the peak rate.
+
+    Args:
+        knobs: Those of the part `name`.
     """
     rate = rate_of(name, knobs["rate"], steps)
     if name == "pull_together":

@@ -38,8 +38,10 @@ def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) 
     Nats a token over squared outputs.
 
     The predictions that count are those of T - 1 tokens of each sequence. Of a layer only what
-    enters it is kept for the backward pass; the rest is made again there. Raises ValueError for
-    sequences of one token.
+    enters it is kept for the backward pass; the rest is made again there.
+
+    Raises:
+        ValueError: For sequences of one token.
     """
     check_predicts(sequences)
     modules = list(family_of(model.config).attention_modules(model))
@@ -71,13 +73,15 @@ def check_predicts(sequences: Tensor) -> None:
 
 
 def drawn_cost(predicted: Final, generator: torch.Generator) -> Tensor:
-    """Summed loss of next tokens that are drawn from the predictions, with gradients to the states."""
+    """Return the summed loss of next tokens that are drawn from the predictions, with gradients to the
+    states.
+    """
     labels = _drawn(predicted, generator)
     return in_chunks(predicted, labels, language_modelling) * labels[:, 1:].numel()
 
 
 def expected_cost(metric: Tensor, errors: Iterable[Tensor]) -> float:
-    """Mean of 1/2 e^T F e over the tokens of all `errors` `[B, T, D]`: nats a token."""
+    """Mean of 1/2 e^T F e over the tokens of all `errors` `[B, T, D]`: nats per token."""
     total = 0.0
     tokens = 0
     for rows in (error.flatten(0, 1) for error in errors):

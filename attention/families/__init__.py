@@ -45,7 +45,9 @@ class Family:
     `query_norm(module, queries)`: queries `[N, H, d]` after the norm that follows the projection,
     where there is one. `key_norm(module, geometry, plan)`: a fresh norm for the plan's key heads,
     where weights of the norm are each head's own (`LayerHeads.k_norm`). `reshape` has done it.
-    `pads_queries`: as in `HeadGeometry`.
+
+    Attributes:
+        pads_queries: As in `HeadGeometry`.
     """
 
     name: str
@@ -78,9 +80,10 @@ def families() -> dict[str, Family]:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a config, its Headfold form included.
+    """Return the family of a config, its Headfold form included.
 
-    Raises ValueError naming the supported ones.
+    Raises:
+        ValueError: Naming the supported ones.
     """
     model_type = str(getattr(config, "model_type", None)).removeprefix("headfold_")
     if model_type not in families():
@@ -100,7 +103,7 @@ def family_of(config: Any) -> Family:
 
 
 def _multimodal(model_type: str, text_type: Any) -> str:
-    """What a user of a multimodal checkpoint is told."""
+    """Return what a user of a multimodal checkpoint is told."""
     message = f"a {model_type} is multimodal, and its language model, a {text_type},"
     if text_type not in families():
         return f"{message} is of no supported type; supported are {', '.join(sorted(families()))}"
@@ -153,8 +156,8 @@ def _check_rope(config: Any) -> None:
 
 
 def ropes_of(config: Any) -> list[dict[str, Any]]:
-    """The settings of rotary embedding of a config, one for each kind of layer if it has several
-    kinds.
+    """Return the settings of rotary embedding of a config, one for each kind of layer if it has
+    several kinds.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [part for part in rope.values() if isinstance(part, dict)]

@@ -85,7 +85,7 @@ OUTPUT_NAMES = ("o_proj", "out_proj", "dense")
 
 
 def output_projection(module: nn.Module) -> nn.Linear:
-    """The output projection, whichever of its usual names it goes by."""
+    """Return the output projection, whichever of its usual names it goes by."""
     name = next(name for name in OUTPUT_NAMES if hasattr(module, name))
     return getattr(module, name)
 
@@ -174,7 +174,7 @@ def family(
     geometry_of: Callable[[Any], HeadGeometry] | None = None,
     **others: Any,
 ) -> Family:
-    """A family of this layout, with the geometry of `geometry` unless given.
+    """Return a family of this layout, with the geometry of `geometry` unless given.
 
     `others`: the fields of `Family` in which it differs.
     """

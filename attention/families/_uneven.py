@@ -65,7 +65,7 @@ def reshape(
 
 
 def project(module: Any, x_BTD: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, each `[B, its own heads, T, d]`."""
+    """Return the queries, keys and values, each `[B, its own heads, T, d]`."""
     q, k, v = (
         projection(x_BTD).unflatten(-1, (-1, head_dim)).transpose(1, 2)
         for projection in (module.q_proj, module.k_proj, module.v_proj)
@@ -110,5 +110,5 @@ def _no_eager(*args: Any, **kwargs: Any) -> Any:
 
 
 def plain_config(config: Any, kv_heads: int) -> PretrainedConfig | None:
-    """The config itself for plain MHA; these families have no grouped form."""
+    """Return the config itself for plain MHA; these families have no grouped form."""
     return copy.deepcopy(config) if kv_heads == config.num_attention_heads else None

@@ -81,7 +81,7 @@ def write(module: Any, heads: LayerHeads) -> None:
 
 
 def geometry(config: Any, family: str) -> HeadGeometry:
-    """Raises ValueError for projections that are clipped, which no fusion can follow."""
+    """Raise ValueError for projections that are clipped, which no fusion can follow."""
     if getattr(config, "clip_qkv", None) is not None:
         raise ValueError(
             f"an {family} with clip_qkv={config.clip_qkv} is not supported: clipped keys and values are no linear "
@@ -93,7 +93,7 @@ def geometry(config: Any, family: str) -> HeadGeometry:
 def family(
     name: str, config_class: type[PretrainedConfig], model_class: type[PreTrainedModel]
 ) -> Family:
-    """A family of this kind."""
+    """Return a family of this kind."""
     hooks: dict[str, Any] = {"read": read, "reshape": reshape, "write": write, "key_norm": key_norm}
     hooks["pads_queries"] = False  # the norm would count zero heads too
     hooks["query_norm"] = lambda module, queries: module.q_norm(queries.flatten(1)).view_as(queries)

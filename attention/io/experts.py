@@ -58,10 +58,14 @@ def stacks(converter: WeightConverter) -> bool:
 
 
 def stacked(name: str, matrices: Mapping[str, Sequence[Stored]], order: Sequence[str]) -> Stacked:
-    """The place of the model's tensor `name`.
+    """Return the place of the model's tensor `name`.
 
-    `matrices`: those of all experts, by the pattern that their names match; `order`: the patterns
-    as their matrices follow each other. Raises WeightsError unless all experts are alike.
+    Args:
+        matrices: Those of all experts, by the pattern that their names match.
+        order: The patterns as their matrices follow each other.
+
+    Raises:
+        WeightsError: Unless all experts are alike.
     """
     columns = [
         sorted(matrices.get(one, []), key=lambda stored: dot_natural_key(stored.name))
@@ -81,7 +85,7 @@ def stacked(name: str, matrices: Mapping[str, Sequence[Stored]], order: Sequence
 
 
 def parts_of(source: TensorSource) -> list[PlacedTensor]:
-    """The tensors of files that a tensor of the model is read from."""
+    """Return the tensors of files that a tensor of the model is read from."""
     if isinstance(source, Stored):
         whole: EllipsisType = ...
         return [(source, whole)]

@@ -32,11 +32,14 @@ class ExportReport:
 
     Bytes are a token's KV cache in `cache_dtype`; logit differences are over random tokens.
 
-    `kv_heads`: of each layer, as the engines hold them. `engines`: software that loads the folder.
-    `kv_bytes_per_token_original`: of the model that was converted; None where that was not
-    recorded. `check`: what an engine that loaded it has shown, empty if none was asked.
-    `zero_query_heads`: in all layers, and `extra_attention`: their work over that of the model's
-    own query heads.
+    Attributes:
+        engines: Software that loads the folder.
+        kv_heads: Of each layer, as the engines hold them.
+        kv_bytes_per_token_original: Of the model that was converted; None where that was not
+            recorded.
+        check: What an engine that loaded it has shown, empty if none was asked.
+        zero_query_heads: In all layers, and `extra_attention`: their work over that of the model's
+            own query heads.
     """
 
     target: str
@@ -76,14 +79,16 @@ def export(
     """Lower the checkpoint at `source` to a target and write it to `out`, atomically, with
     `export.json`.
 
-    Computed in float32 and rounded once to `dtype` (None: the checkpoint's own). `tokenizer`: as in
-    `checkpoint.save`. What was written is read back and compared in float32 with the source, whose
-    weights are rounded alike. `check` is then called with the folder, not yet in its place, and the
-    model that was read back; what it returns goes into the report, and if it raises, nothing is
-    written. Raises, before weights are read, OutputError as `attention.io.replacing.check_folder`
-    does, TargetError if the target cannot hold the plan, and LargerCacheError unless a larger cache
-    is allowed; ValueError if the target or its dtype is unknown, or if the copy that came back
-    differs.
+    Computed in float32 and rounded once to `dtype` (None: the checkpoint's own). What was written
+    is read back and compared in float32 with the source, whose weights are rounded alike. `check`
+    is then called with the folder, not yet in its place, and the model that was read back; what it
+    returns goes into the report, and if it raises, nothing is written. Raises, before weights are
+    read, OutputError as `attention.io.replacing.check_folder` does, TargetError if the target
+    cannot hold the plan, and LargerCacheError unless a larger cache is allowed; ValueError if the
+    target or its dtype is unknown, or if the copy that came back differs.
+
+    Args:
+        tokenizer: As in `checkpoint.save`.
     """
     chosen = targets.target(target)
     check_folder(out, overwrite=overwrite, reads=[source])
@@ -154,7 +159,8 @@ def _write(
 ) -> ExportReport:
     """Write, read back, compare; returns the report with what was found.
 
-    Raises ValueError if the logits differ.
+    Raises:
+        ValueError: If the logits differ.
     """
     config = stock[0].config
     kind = chosen.write(stock.pop(), fresh, report.dtype, tokenizer)
@@ -180,7 +186,7 @@ def _write_report(folder: str | Path, record: dict[str, Any]) -> None:
 
 
 def cache_dtype(dtype: str) -> str:
-    """What an engine keeps its cache in for weights in `dtype`.
+    """Return what an engine keeps its cache in for weights in `dtype`.
 
     The same, float16 for weights of fewer bits.
     """
@@ -202,7 +208,7 @@ def check_cache(plan: AttentionPlan, support: EngineSupport, name: str, dtype: s
 
 
 def padding_notes(support: EngineSupport, plan: AttentionPlan) -> tuple[str, ...]:
-    """A note about query heads of zeros, if there are any."""
+    """Return a note about query heads of zeros, if there are any."""
     if not (zeros := support.zero_query_heads(plan)):
         return ()
     share = f"{100 * support.extra_attention(plan):.3g} % more work in attention, and no more cache"

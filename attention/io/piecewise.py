@@ -26,9 +26,9 @@ SHARD = 2**29  # bytes of one file, and so of what its writer holds at a time
 
 
 def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, LazyWeights]:
-    """The model of a checkpoint (local folder or hub name) in evaluation mode, its parameters on the
-    meta device, its buffers whole; and the weights, from which a parameter is read when it is
-    wanted.
+    """Return the model of a checkpoint (local folder or hub name) in evaluation mode, its parameters
+    on the meta device, its buffers whole; and the weights, from which a parameter is read when it
+    is wanted.
 
     Raises what `attention.io.checkpoint.load` does.
     """
@@ -73,11 +73,14 @@ def save_as(
 ) -> Path:
     """Write the model of the checkpoint folder `source` with other weights, atomically.
 
-    Returns its folder.
-
     `tensors` gives each of its parameters and persistent buffers once, by name, when it is asked
-    for; no more than `shard` bytes of them, or one, are kept at a time. Raises ValueError if they
-    are not those of the model.
+    for; no more than `shard` bytes of them, or one, are kept at a time.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        ValueError: If they are not those of the model.
     """
     config = checkpoint.load_config(source)
     with torch.device("meta"), no_init_weights():
@@ -106,7 +109,8 @@ def write_shards(
 ) -> tuple[dict[str, tuple[int, ...]], torch.dtype]:
     """Write all tensors into files of at most `shard` bytes, named as transformers does.
 
-    Returns the shapes by name, and the dtype of the first that is of floating point.
+    Returns:
+        The shapes by name, and the dtype of the first that is of floating point.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: list[torch.dtype] = []

@@ -26,10 +26,12 @@ class DtypeError(ValueError):
 
 
 def own_dtype(config: Any, source: str | Path) -> torch.dtype:
-    """The dtype of the checkpoint at `source`.
+    """Return the dtype of the checkpoint at `source`.
 
     What its config says, as transformers reads it, else what most of its weights are stored in.
-    Raises DtypeError if neither is known, or if it is none of DTYPES.
+
+    Raises:
+        DtypeError: If neither is known, or if it is none of DTYPES.
     """
     stated = getattr(config, "dtype", None)
     name = str(stated).removeprefix("torch.") if stated is not None else _most_stored(Path(source))
@@ -45,7 +47,9 @@ def own_dtype(config: Any, source: str | Path) -> torch.dtype:
 
 
 def _most_stored(folder: Path) -> str | None:
-    """The floating-point dtype of most numbers in a folder's safetensors; None if there are none."""
+    """Return the floating-point dtype of most numbers in a folder's safetensors; None if there are
+    none.
+    """
     counts: Counter[str] = Counter()
     for path in sorted(folder.glob("*.safetensors")):
         with suppress(WeightsError):  # a file that cannot be read is told of when it is loaded
@@ -73,7 +77,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _stored_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The floating-point buffers that a checkpoint stores, as modules and names."""
+    """Return the floating-point buffers that a checkpoint stores, as modules and names."""
     return [
         (module, name)
         for module in model.modules()

@@ -36,13 +36,16 @@ def check_folder(
     reads: Iterable[str | Path] = (),
     key: str = "out",
 ) -> Path:
-    """The absolute path of a folder that is about to be written. To be called before any work.
+    """Return the absolute path of a folder that is about to be written. To be called before any work.
 
     It must be free or empty; with `overwrite` it may be one that we wrote, unchanged since. Never:
     a file, a link, a mount, the current or the home folder or what they lie in, one of `reads` (the
     model, where it is a local folder), what it lies in, or a folder within a checkpoint. That it
-    can be written is tried, without a trace. Raises OutputError, whose message starts with `key`,
-    and TypeError for a source that is no path.
+    can be written is tried, without a trace.
+
+    Raises:
+        OutputError: Whose message starts with `key`.
+        TypeError: For a source that is no path.
     """
     sources = list(reads)
     for source in sources:
@@ -63,7 +66,7 @@ def check_folder(
 
 
 def cannot_write(path: str | Path, error: Exception, key: str) -> OutputError:
-    """What a user is told of an error of the system.
+    """Return what a user is told of an error of the system.
 
     No permission, no room, a parent that is a file, a loop.
     """
@@ -72,7 +75,7 @@ def cannot_write(path: str | Path, error: Exception, key: str) -> OutputError:
 
 
 def resolved(path: str | Path) -> Path:
-    """The absolute path, links in what it lies in followed; a link at its end is left as it is."""
+    """Return the absolute path, links in what it lies in followed; a link at its end is left as it is."""
     path = Path(path)
     return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
 
@@ -102,7 +105,7 @@ def _check_place(path: Path, reads: Iterable[str | Path], key: str) -> None:
 
 
 def checkpoint_around(path: Path) -> Path | None:
-    """The checkpoint that a place lies in.
+    """Return the checkpoint that a place lies in.
 
     The nearest folder above it with a config and safetensors.
     """
@@ -159,7 +162,7 @@ def _check_content(path: Path, overwrite: bool, key: str) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """What `digests.json` of a folder names, file by SHA-256.
+    """Return what `digests.json` of a folder names, file by SHA-256.
 
     Empty if there is none that can be read.
     """
@@ -174,7 +177,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def stranger(folder: Path) -> str | None:
-    """The first thing in a folder that we did not write.
+    """Return the first thing in a folder that we did not write.
 
     A file that the list lacks, a link, an empty folder.
     """
@@ -198,7 +201,7 @@ def foreign(folder: Path) -> str | None:
 
 
 def changed(folder: Path) -> str | None:
-    """The first file of a folder whose bytes are not those that the list names. Reads them all."""
+    """Return the first file of a folder whose bytes are not those that the list names. Reads them all."""
     ours = digests(folder)
     return next(
         (
@@ -270,8 +273,9 @@ def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
 
     What was there steps aside first, and then goes.
 
-    Raises OutputError, with nothing changed, if what is there is not ours, or is and must not be
-    replaced.
+    Raises:
+        OutputError: With nothing changed, if what is there is not ours, or is and must not be
+            replaced.
     """
     recover(folder)
     if os.path.lexists(folder):
@@ -299,7 +303,7 @@ def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
 
 
 def unused(folder: Path) -> Path:
-    """A name beside `folder` that nothing has, for what is being written."""
+    """Return a name beside `folder` that nothing has, for what is being written."""
     return next(path for path in names_beside(folder) if not os.path.lexists(path))
 
 

@@ -50,7 +50,7 @@ class Stored:
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first names in the order of their numbers and how many more there are."""
+    """Return the first names in the order of their numbers and how many more there are."""
     ordered = sorted(names, key=lambda name: [part.zfill(9) for part in name.split(".")])
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return ", ".join(ordered[:most]) + more
@@ -70,8 +70,10 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """All tensors of a checkpoint folder by the names that they have there. No tensor is read.
 
     The files are those that transformers takes: `model.safetensors`, or else those of the index.
-    Raises WeightsError for files that are not there, cannot be read, or do not hold what the index
-    says.
+
+    Raises:
+        WeightsError: For files that are not there, cannot be read, or do not hold what the index
+            says.
     """
     if (folder / "adapter_config.json").is_file():
         raise WeightsError(
@@ -108,7 +110,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def tensors_of_file(folder: Path, file: str) -> dict[str, Stored]:
-    """The tensors of one file by name. Raises WeightsError if it cannot be read."""
+    """Return the tensors of one file by name. Raises WeightsError if it cannot be read."""
     tensors = {}
     with open_safetensors(folder / file) as weights:
         for name in weights.keys():  # noqa: SIM118 (not a dict)
@@ -130,7 +132,7 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def _nothing_in(folder: Path) -> str:
-    """What to do with a folder that has neither a single file nor an index."""
+    """Return what to do with a folder that has neither a single file nor an index."""
     if shards := list(folder.glob("model-*-of-*.safetensors")):
         return f"{folder} has {len(shards)} safetensors shards, but no {INDEX}; download or copy it too"
     pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
@@ -149,8 +151,8 @@ def _nothing_in(folder: Path) -> str:
 
 
 def _diagnosis(path: Path, error: Exception) -> str:
-    """What a file that safetensors does not read is, as far as its first bytes and its size tell, and
-    what to do.
+    """Return what a file that safetensors does not read is, as far as its first bytes and its size
+    tell, and what to do.
     """
     try:
         size = path.stat().st_size

@@ -3,7 +3,7 @@
 One safetensors file a piece, and an index over all at the end.
 
 A piece that is there is whole, so a killed conversion goes on with the pieces that it has. Pieces
-are the embedding, one a layer, and what lies above the layers.
+are the embedding, one per layer, and what lies above the layers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def write_index(folder: Path) -> dict[str, int]:
     """Write the index over all pieces in `folder`.
 
-    Returns `parameters` (floating-point numbers) and `bytes`.
+    Returns:
+        `parameters` (floating-point numbers) and `bytes`.
     """
     weight_map: dict[str, str] = {}
     parameters = size = 0
@@ -85,9 +86,14 @@ def complete_checkpoint(
 
     Add what lies outside of them, index, config.
 
-    `config` and `weights` are the original checkpoint's, whose tokenizer files are copied. Returns
-    what `write_index` does. Raises ValueError if the pieces are not those of the plan, or if there
-    is no plain form and `plain` asks for one.
+    `config` and `weights` are the original checkpoint's, whose tokenizer files are copied.
+
+    Returns:
+        What `write_index` does.
+
+    Raises:
+        ValueError: If the pieces are not those of the plan, or if there is no plain form and
+            `plain` asks for one.
     """
     for half in folder.glob(".*.new"):  # of a killed conversion
         half.unlink()

@@ -27,9 +27,10 @@ class CheckpointError(ValueError):
 def is_folder(source: str | Path) -> bool:
     """Whether `source` is a checkpoint's folder; False means that the hub is to be asked for it.
 
-    Raises CheckpointError, without asking the hub, for a folder without config.json, a file, and a
-    path that is not there: a name that no hub model can have, or one whose first part is a folder
-    here (`models/x` beside `models/`).
+    Raises:
+        CheckpointError: Without asking the hub, for a folder without config.json, a file, and a
+            path that is not there: a name that no hub model can have, or one whose first part is a
+            folder here (`models/x` beside `models/`).
     """
     name = str(source)
     path = Path(source)
@@ -59,7 +60,7 @@ def is_folder(source: str | Path) -> bool:
 
 
 def source_note(folder: str | Path) -> dict[str, Any]:
-    """What a plain copy was made of.
+    """Return what a plain copy was made of.
 
     `source`, `rounded` (names of the types whose rounding is in its weights), and whether it has
     `weights`. Empty for any other checkpoint.
@@ -72,7 +73,7 @@ def source_note(folder: str | Path) -> dict[str, Any]:
 
 
 def source_name(model: str | Path) -> str:
-    """What a model is called in records: the source of a plain copy, else the name itself."""
+    """Return what a model is called in records: the source of a plain copy, else the name itself."""
     return str(source_note(model).get("source", model))
 
 

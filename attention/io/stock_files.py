@@ -28,11 +28,12 @@ GENERATION = "generation_config.json"
 
 
 def _folder_of(source: str | Path) -> Path:
-    """The folder that a checkpoint's small files are in.
+    """Return the folder that a checkpoint's small files are in.
 
     For a hub name its snapshot in the hub's cache.
 
-    Raises ValueError if the hub does not give them.
+    Raises:
+        ValueError: If the hub does not give them.
     """
     if Path(source).is_dir():
         return Path(source)
@@ -95,7 +96,7 @@ def write_both_forms(folder: Path) -> None:
 
 
 def older_form(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of transformers 4 that say what these of transformers 5 do.
+    """Return the fields of transformers 4 that say what these of transformers 5 do.
 
     Empty for a model without either.
 

@@ -20,7 +20,7 @@ ALL = ("transformers", "vLLM", "llama.cpp")
 
 
 def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
-    """What a checkpoint is, its KV cache being held in `dtype`.
+    """Return what a checkpoint is, its KV cache being held in `dtype`.
 
     `format` ("stock" or "headfold"), `loads_in` (software that loads it), and both in one line for
     people, with the command to go on with (`format_note`); of Headfold's own format also `padding`:
@@ -65,7 +65,7 @@ def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
 
 
 def export_command(folder: str | Path, target: str, *options: str) -> str:
-    """The command that exports a checkpoint, into a folder beside it."""
+    """Return the command that exports a checkpoint, into a folder beside it."""
     return shlex.join(
         [
             "headfold",
@@ -81,7 +81,7 @@ def export_command(folder: str | Path, target: str, *options: str) -> str:
 
 
 def exact_targets(config: Any, plan: AttentionPlan, dtype: Any) -> dict[str, int]:
-    """The targets that hold a plan in its own bytes, and how many those are per token.
+    """Return the targets that hold a plan in its own bytes, and how many those are per token.
 
     An engine's own formats first, those that need code in the folder last.
     """
@@ -94,7 +94,7 @@ def exact_targets(config: Any, plan: AttentionPlan, dtype: Any) -> dict[str, int
 
 
 def held_by(config: Any, plan: AttentionPlan) -> dict[str, EngineSupport]:
-    """What the engines of each target keep of a plan, for targets that hold it at all."""
+    """Return what the engines of each target keep of a plan, for targets that hold it at all."""
     support = {}
     for name, one in targets().items():
         with suppress(TargetError):
@@ -141,7 +141,7 @@ def _way_out(
     dtype: Any,
     padding: Mapping[str, Mapping[str, float]],
 ) -> str:
-    """The command that writes what engines load.
+    """Return the command that writes what engines load.
 
     In the plan's own bytes, else the stock form that takes more.
     """

@@ -57,7 +57,8 @@ LAYER = re.compile(r"(.*?\.)(\d+)\.")
 class Differences:
     """What sets a checkpoint's tensors apart from a model's.
 
-    `wrong`: name -> (shape in the file, in the model).
+    Attributes:
+        wrong: Name -> (shape in the file, in the model).
     """
 
     missing: frozenset[str]
@@ -69,9 +70,11 @@ def check_weights(source: str | Path, config: PretrainedConfig) -> dict[str, Ten
     """Where each tensor of the config's model lies, by the model's names; empty for a hub name.
 
     Headers alone are read, unless both of two tied matrices are stored: those are compared. Surplus
-    tensors are told in a warning. Raises WeightsError for quantised weights, for files that cannot
-    be read, and unless every parameter and persistent buffer is there in its shape (of tied ones,
-    one).
+    tensors are told in a warning.
+
+    Raises:
+        WeightsError: For quantised weights, for files that cannot be read, and unless every
+            parameter and persistent buffer is there in its shape (of tied ones, one).
     """
     check_plain(source, config)
     folder = Path(source)
@@ -130,7 +133,8 @@ def _differences(model: PreTrainedModel, sources: Mapping[str, TensorSource]) ->
 def check_loaded(source: str | Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     """Raise WeightsError unless all of a model came from its checkpoint.
 
-    `info`: transformers' loading info.
+    Args:
+        info: Transformers' loading info.
     """
     wrong = {name: (tuple(file), tuple(shape)) for name, file, shape in info["mismatched_keys"]}
     missing = frozenset(info["missing_keys"])
@@ -184,7 +188,7 @@ def check_finite(source: str | Path, tensors: Mapping[str, torch.Tensor]) -> Non
 
 
 def _outline(source: Path, config: PretrainedConfig) -> PreTrainedModel:
-    """The model of a config without memory for its weights."""
+    """Return the model of a config without memory for its weights."""
     try:
         with torch.device("meta"), no_init_weights():
             return AutoModelForCausalLM.from_config(copy.deepcopy(config))
@@ -202,7 +206,10 @@ def _by_present_name(
 ) -> dict[str, TensorSource] | None:
     """Tensors under the names that transformers gives them on loading, experts put together.
 
-    None if it would do more to some. Raises WeightsError for experts that do not belong together.
+    None if it would do more to some.
+
+    Raises:
+        WeightsError: For experts that do not belong together.
     """
     state = model.state_dict()
     mapping = get_model_conversion_mapping(model)

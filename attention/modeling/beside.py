@@ -16,7 +16,7 @@ from attention.modeling.model_classes import plan_of
 
 
 def beside_original(model: PreTrainedModel, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """The model that `make` builds, on `model`'s device.
+    """Return the model that `make` builds, on `model`'s device.
 
     Outside of attention each parameter that `model` has under the same name and in the same shape
     is that one's memory; all others have memory of their own, which is not filled.

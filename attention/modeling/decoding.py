@@ -66,8 +66,10 @@ class HeadMaps:
 
     `by_key [H]`: the query heads, those of one key head side by side; `by_value [H]`: the same by
     value head, as places in `by_key` (None: they lie so already); `back [H]`: where each query head
-    lies after both. `key_sizes` and `value_sizes`: how many query heads each group has. `kernel`:
-    the maps as the fused kernel reads them.
+    lies after both. `key_sizes` and `value_sizes`: how many query heads each group has.
+
+    Attributes:
+        kernel: The maps as the fused kernel reads them.
     """
 
     plan: LayerPlan
@@ -117,7 +119,10 @@ def decode(
     """Attention of one new token by whichever way is fastest here.
 
     query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask broadcastable to `[B,
-    H, 1, S]` (boolean: True attends; or additive), sinks `[H]`. Returns `[B, H, 1, d]`.
+    H, 1, S]` (boolean: True attends; or additive), sinks `[H]`.
+
+    Returns:
+        `[B, H, 1, d]`.
     """
     if softcap is not None or sinks is not None:  # the other ways know neither
         return decode_padded(query, key, value, maps, mask, scaling, softcap, sinks)

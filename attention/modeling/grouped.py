@@ -51,8 +51,8 @@ def grouped_attention(
     composed_layer: ComposedLayer | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function. query `[B, H, T, d]` -> output `[B, T, H, d]` and no weights.
-    `s_aux [H]`: logits of sinks.
+    """Return the transformers' attention function. query `[B, H, T, d]` -> output `[B, T, H, d]` and
+    no weights. `s_aux [H]`: logits of sinks.
 
     Prefill and training expand and call SDPA, or hold all scores where these are capped or share
     their softmax with sinks; a single new token without gradient takes `decode`. A window is in the

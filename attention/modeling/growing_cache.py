@@ -61,7 +61,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _longer(tensor: Tensor, tokens: int) -> Tensor:
-    """A copy of `[B, G, S, d]` with room for `tokens` tokens."""
+    """Return a copy of `[B, G, S, d]` with room for `tokens` tokens."""
     batch, heads, length, width = tensor.shape
     result = tensor.new_empty((batch, heads, tokens, width))
     result[:, :, :length] = tensor
@@ -69,7 +69,7 @@ def _longer(tensor: Tensor, tokens: int) -> Tensor:
 
 
 def cache_in(kwargs: Mapping[str, Any]) -> Any:
-    """The cache among the keywords of an attention module, whatever it is called there.
+    """Return the cache among the keywords of an attention module, whatever it is called there.
 
     None without one.
     """
@@ -77,7 +77,7 @@ def cache_in(kwargs: Mapping[str, Any]) -> Any:
 
 
 def take_cache(kwargs: dict[str, Any]) -> Any:
-    """The same, taken out of the keywords."""
+    """Return the same, taken out of the keywords."""
     cache = cache_in(kwargs)
     for name in CACHE_NAMES:
         kwargs.pop(name, None)
@@ -85,7 +85,7 @@ def take_cache(kwargs: dict[str, Any]) -> Any:
 
 
 def cache_of(output: Any) -> Any:
-    """The cache in the output of a model."""
+    """Return the cache in the output of a model."""
     name = next(name for name in CACHE_NAMES if name in output)
     return output[name]
 
@@ -97,12 +97,14 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
 
 
 def next_output(model: Any, tokens: Tensor, output: Any) -> Any:
-    """What a model makes of the `tokens` `[B, T]` that follow those of `output`, in the same cache."""
+    """Return what a model makes of the `tokens` `[B, T]` that follow those of `output`, in the same
+    cache.
+    """
     return model(tokens, **cache_argument(model, cache_of(output)), use_cache=True)
 
 
 def cache_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:
-    """The layer of a cache, swapped for one of `kind` if it is a fresh dynamic one.
+    """Return the layer of a cache, swapped for one of `kind` if it is a fresh dynamic one.
 
     None if there is no such layer.
     """

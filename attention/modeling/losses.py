@@ -1,4 +1,4 @@
-"""What predictions cost, in nats a token; the one place where the loss of a model is written down.
+"""What predictions cost, in nats per token; the one place where the loss of a model is written down.
 
 Legend: B sequences, T tokens, V vocabulary, P positions.
 """
@@ -27,7 +27,7 @@ def language_modelling(logits: Tensor, labels: Tensor, _: Tensor | None = None) 
 
 
 def prediction_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The same of each token, `[P]` float64, for means over parts of them."""
+    """Return the same of each token, `[P]` float64, for means over parts of them."""
     return F.cross_entropy(wide(logits), labels.long(), reduction="none").double()
 
 

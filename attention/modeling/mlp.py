@@ -57,9 +57,10 @@ class MlpWeights:
 
 
 def mlp_sites(model: PreTrainedModel) -> list[MlpSite]:
-    """The MLP of every layer.
+    """Return the MLP of every layer.
 
-    Raises ValueError for a family whose MLP is not made of linear layers (GPT-2).
+    Raises:
+        ValueError: For a family whose MLP is not made of linear layers (GPT-2).
     """
     decoder: Any = model.get_decoder()
     sites = []
@@ -78,7 +79,7 @@ def mlp_sites(model: PreTrainedModel) -> list[MlpSite]:
 
 
 def read_mlp(site: MlpSite) -> MlpWeights:
-    """The weights of one MLP, shared blocks included."""
+    """Return the weights of one MLP, shared blocks included."""
     projections = [site.projection(name) for name in site.names]
     weights = [p.weight.detach() for p in projections]
     biases = tuple(None if p.bias is None else p.bias.detach() for p in projections)
@@ -112,6 +113,6 @@ def block_size(neurons: int, blocks: int) -> int:
 
 
 def blocks_of(weights: MlpWeights, blocks: int) -> Sequence[Tensor]:
-    """The input side of each MLP block, `[H, F // H, D]` for each input projection."""
+    """Return the input side of each MLP block, `[H, F // H, D]` for each input projection."""
     size = block_size(weights.inputs[0].shape[0], blocks)
     return [w[: blocks * size].unflatten(0, (blocks, size)) for w in weights.inputs]

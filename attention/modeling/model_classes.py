@@ -92,7 +92,7 @@ class HeadfoldMixin:
 
 @cache
 def headfold_classes(family_name: str) -> tuple[type[PretrainedConfig], type[PreTrainedModel]]:
-    """The Headfold config and model class of a family."""
+    """Return the Headfold config and model class of a family."""
     family = families()[family_name]
     stem = family.model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     module_name = {"__module__": __name__}
@@ -127,9 +127,10 @@ def register() -> None:
 
 
 def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig:
-    """The config of `config`'s model with `plan`.
+    """Return the config of `config`'s model with `plan`.
 
-    Raises PlanError if the plan does not fit the checkpoint.
+    Raises:
+        PlanError: If the plan does not fit the checkpoint.
     """
     check_fits(plan, geometry_of(config))
     if plan.composition is not None and (window := window_of(config)):
@@ -142,13 +143,13 @@ def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> Pretrained
 
 
 def family_fields(config: PretrainedConfig) -> dict[str, Any]:
-    """The fields of a config that its family's stock and Headfold forms have in common."""
+    """Return the fields of a config that its family's stock and Headfold forms have in common."""
     of_one_form = ("model_type", "architectures", "attention_plan", "transformers_version")
     return {name: value for name, value in config.to_dict().items() if name not in of_one_form}
 
 
 def plan_of(model: PreTrainedModel) -> AttentionPlan:
-    """The plan that a model carries out.
+    """Return the plan that a model carries out.
 
     For a stock checkpoint, its own grouping (identity for MHA).
     """
@@ -156,9 +157,10 @@ def plan_of(model: PreTrainedModel) -> AttentionPlan:
 
 
 def plan_of_config(config: PretrainedConfig) -> AttentionPlan:
-    """The plan of the models that a config describes.
+    """Return the plan of the models that a config describes.
 
-    Raises PlanError for one of ours that has lost it.
+    Raises:
+        PlanError: For one of ours that has lost it.
     """
     record = getattr(config, "attention_plan", None)
     if record is not None:

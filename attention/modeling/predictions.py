@@ -152,8 +152,8 @@ def _config(model: Any) -> Any:
 def _at_the_head(
     model: Any, ids: Tensor, instead: Callable[[Tensor], Tensor], **more: Any
 ) -> Tensor:
-    """A forward pass in which the output head returns what `instead` makes of its input, and nothing
-    comes after.
+    """Return a forward pass in which the output head returns what `instead` makes of its input, and
+    nothing comes after.
     """
     head = model.get_output_embeddings()
 

@@ -19,7 +19,8 @@ def rotary_tables(model: PreTrainedModel, length: int, layer: int = 0) -> tuple[
     """cos and sin `[T, r]` float32 of positions 0..length-1 as `layer` has them, from the model's own
     embedding (scaling included).
 
-    Raises ValueError if the decoder has no `rotary_emb`.
+    Raises:
+        ValueError: If the decoder has no `rotary_emb`.
     """
     embedding = getattr(model.get_decoder(), "rotary_emb", None)
     if embedding is None:
@@ -42,7 +43,8 @@ def rotary_tables(model: PreTrainedModel, length: int, layer: int = 0) -> tuple[
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
     """Rotate x `[..., T, d]` by tables `[T, r]`; the dims beyond r stay.
 
-    Raises ValueError if the shapes do not fit.
+    Raises:
+        ValueError: If the shapes do not fit.
     """
     if layout.dims == 0:
         return x
@@ -78,7 +80,7 @@ def pair_products(gram: Tensor, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
 
 
 def pair_maps(real: Tensor, imaginary: Tensor, layout: RotaryLayout) -> Tensor:
-    """Maps `[..., d, d]` that multiply each pair by a complex number, in parts `[..., P]`.
+    """Return the maps `[..., d, d]` that multiply each pair by a complex number, in parts `[..., P]`.
 
     Zero in the free dims.
     """

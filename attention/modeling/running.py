@@ -80,17 +80,17 @@ def layer_batch(num_heads: int, length: int) -> int:
 
 
 def entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states among the arguments of a layer or attention module."""
+    """Return the hidden states among the arguments of a layer or attention module."""
     return args[0] if args else kwargs["hidden_states"]
 
 
 def entered_by(stream: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The same arguments with other hidden states."""
+    """Return the same arguments with other hidden states."""
     return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
 
 
 def layer_of(model: PreTrainedModel, module: nn.Module) -> nn.Module:
-    """The decoder layer that holds an attention module."""
+    """Return the decoder layer that holds an attention module."""
     path = next(name for name, candidate in model.named_modules() if candidate is module)
     return model.get_submodule(path.rpartition(".")[0])
 
@@ -100,9 +100,12 @@ class Streams:
     `sequences [N, T]`.
 
     Layers are best asked for in ascending order: those below run once, and only what enters the
-    present one is kept. Going back to a lower one starts again from the embeddings. `modules`: the
-    attention module of each layer; `layer`: the present one; `batch_size`: sequences at once, at
-    most (`batch_of`).
+    present one is kept. Going back to a lower one starts again from the embeddings. `layer`: the
+    present one.
+
+    Args:
+        modules: The attention module of each layer.
+        batch_size: Sequences at once, at most (`batch_of`).
     """
 
     def __init__(
@@ -126,8 +129,9 @@ class Streams:
     def advance(self, layer: int, attended: Iterable[Tensor] | None = None) -> None:
         """Bring all batches to the entrance of `layer`, through the layers below as they are now.
 
-        `attended`: what the attention of the present layer puts out for each batch, where that is
-        known: it need not run then.
+        Args:
+            attended: What the attention of the present layer puts out for each batch, where that is
+                known: it need not run then.
         """
         if layer < self.layer:
             self._restart()

@@ -48,7 +48,8 @@ class SharedSite:
 
     `name` in `owners[layer]`, blocks of `size` features.
 
-    `kind`: SharedRows where a block is output features, SharedColumns where it is input features.
+    Attributes:
+        kind: SharedRows where a block is output features, SharedColumns where it is input features.
     """
 
     name: str
@@ -62,9 +63,11 @@ class SharedSite:
 
 
 def shared_sites(model: PreTrainedModel, plan: AttentionPlan) -> list[SharedSite]:
-    """The projections of a model, whether shared yet or not, that the shares of `plan` are about.
+    """Return the projections of a model, whether shared yet or not, that the shares of `plan` are
+    about.
 
-    Raises ValueError for output projections or MLPs that are no linear layers (GPT-2).
+    Raises:
+        ValueError: For output projections or MLPs that are no linear layers (GPT-2).
     """
     modules: dict[int, Any] = dict(enumerate(family_of(model.config).attention_modules(model)))
     sites = [

@@ -114,7 +114,9 @@ class SharedProjection(nn.Module):
         return self.block_size * (block - sum(other < block for other in self._borrowed))
 
     def _weights(self) -> list[tuple[Tensor, ...]]:
-        """The weight of each lender in parts, and last (so that OWN is its index) the owned one."""
+        """Return the weight of each lender in parts, and last (so that OWN is its index) the owned
+        one.
+        """
         parts = [
             _weight(m).split(s, self.dim) for m, s in zip(self._lenders, self._splits, strict=True)
         ]
@@ -140,7 +142,7 @@ class SharedProjection(nn.Module):
         return torch.cat([parts[piece.owner][piece.part] for piece in self._pieces], self.dim)
 
     def _taken(self, whole: Tensor, dim: int) -> Tensor:
-        """The owned features of a whole weight or bias."""
+        """Return the owned features of a whole weight or bias."""
         pieces = zip(
             self._pieces, whole.split([piece.size for piece in self._pieces], dim), strict=True
         )
@@ -253,7 +255,7 @@ def _cut(blocks: set[int], lender: nn.Module, size: int, dim: int) -> list[int]:
 
 
 def _part(sizes: Sequence[int], start: int) -> int:
-    """The index of the part that begins at `start`."""
+    """Return the index of the part that begins at `start`."""
     position = 0
     for index, size in enumerate(sizes):
         if position == start:

@@ -23,8 +23,11 @@ def dha_greedy(
     are raised to `large`, but as printed only as many as whole `large` fit into what is left (line
     10: R // 16, though each takes 12); then `small` more goes to the layer of greatest loss / heads
     until nothing is left. Ties go to the earlier layer. No layer gets more than `cap` heads
-    (default: no limit). Raises ValueError if the total is too small, cannot be given out in steps
-    of `small`, or exceeds the cap.
+    (default: no limit).
+
+    Raises:
+        ValueError: If the total is too small, cannot be given out in steps of `small`, or exceeds
+            the cap.
     """
     small, large = quanta
     layers = len(losses)
@@ -96,8 +99,10 @@ def dha(
     the split of the total.
 
     The default quanta are the paper's 4 and 16 of 32 heads in proportion, less where the total or
-    the heads ask for it. Raises ValueError if a side has fewer heads than layers, or more than the
-    checkpoint.
+    the heads ask for it.
+
+    Raises:
+        ValueError: If a side has fewer heads than layers, or more than the checkpoint.
     """
     if problem.loss is None:
         raise ValueError(
@@ -121,8 +126,8 @@ def dha(
 
 
 def _step(problem: AllocationProblem, total: int) -> int:
-    """The largest step up to an eighth of the heads that divides heads and total and that every layer
-    can have.
+    """Return the largest step up to an eighth of the heads that divides heads and total and that every
+    layer can have.
     """
     steps = range(1, max(1, problem.stored // 8) + 1)
     return max(

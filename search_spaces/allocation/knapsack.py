@@ -26,12 +26,14 @@ POWERS = range(-12, 7)  # of 2: weights of evenness, relative to the mean error
 def knapsack(
     curves: Sequence[Mapping[int, float]], budget: int, *, exact: bool = False
 ) -> tuple[int, ...]:
-    """One head count a site, of least total error, with at most `budget` heads in all (exactly so many
-    if `exact`).
+    """One head count per site, of least total error, with at most `budget` heads in all (exactly so
+    many if `exact`).
 
     `curves[s]`: error for each admissible head count of site s. Exact, by dynamic programming over
-    sites and heads: O(sites x counts x budget). Ties go to fewer heads, later sites first. Raises
-    ValueError if no choice meets the budget or an error is not finite.
+    sites and heads: O(sites x counts x budget). Ties go to fewer heads, later sites first.
+
+    Raises:
+        ValueError: If no choice meets the budget or an error is not finite.
     """
     least = np.full(budget + 1, np.inf)
     least[0] = 0.0
@@ -73,7 +75,10 @@ def towards_even(
     Errors of single sites add up only roughly: where many come down to one head the model loses
     more than their sum. Each plan minimises the sum of the errors plus w x log(G / even)^2 over the
     sites, even = budget / sites, for a weight w that grows from 0; `at_most` of them stay, first
-    and last included. Raises ValueError as `knapsack`.
+    and last included.
+
+    Raises:
+        ValueError: As `knapsack`.
     """
     errors = [error for curve in curves for error in curve.values() if error > 0]
     scale = float(np.mean(errors)) if errors else 1.0
@@ -142,7 +147,7 @@ def reachable(counts: Sequence[int], sites: int) -> list[int]:
 
 
 def usual_counts(stored: int, num_heads: int) -> tuple[int, ...]:
-    """Counts of KV heads that layers of one model have by default, ascending.
+    """Return the counts of KV heads that layers of one model have by default, ascending.
 
     The divisors of `stored`.
 
@@ -164,7 +169,7 @@ def usual_counts(stored: int, num_heads: int) -> tuple[int, ...]:
 
 
 def considered(problem: AllocationProblem, counts: str) -> list[int]:
-    """The admissible counts of the kind `counts`; all heads may always be kept."""
+    """Return the admissible counts of the kind `counts`; all heads may always be kept."""
     kinds = {
         "any": lambda g: not problem.usual or g in problem.usual,
         "all": lambda g: True,
@@ -185,12 +190,15 @@ def best_measured(
     fit_steps: int = 60,
     finalist_steps: int = 120,
 ) -> Counts:
-    """The plan of least measured loss among `finalists` of `towards_even`.
+    """Return the plan of least measured loss among `finalists` of `towards_even`.
 
     Without a measure the first of them.
 
     `sides` with counts of their own: ("key", "value"), or ("both",). The other knobs are for
-    whoever measures. Raises ValueError without error curves.
+    whoever measures.
+
+    Raises:
+        ValueError: Without error curves.
     """
     if problem.curves is None:
         raise ValueError("this allocation needs measured error curves: a model and token sequences")
@@ -228,9 +236,10 @@ def knapsack_part(problem: AllocationProblem, **knobs: Any) -> Counts:
     passes_to=best_measured,
 )
 def layerwise(problem: AllocationProblem, **knobs: Any) -> Counts:
-    """The same with one count a layer for keys and values, where a runtime takes no other.
+    """Return the same with one count per layer for keys and values, where a runtime takes no other.
 
-    Raises ValueError for an odd number of heads.
+    Raises:
+        ValueError: For an odd number of heads.
     """
     if problem.total % 2:
         raise ValueError(

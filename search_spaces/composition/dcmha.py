@@ -45,9 +45,10 @@ def none(plan: AttentionPlan) -> AttentionPlan:
 
 
 def composition_of(settings: Mapping[str, Any]) -> Composition:
-    """A composition from its own settings, and `windowed`.
+    """Return a composition from its own settings, and `windowed`.
 
-    Raises PlanError for settings that cannot be.
+    Raises:
+        PlanError: For settings that cannot be.
     """
     fields = {name: value for name, value in settings.items() if name != "windowed"}
     if settings.get("windowed") and not fields.get("window"):
@@ -57,5 +58,5 @@ def composition_of(settings: Mapping[str, Any]) -> Composition:
 
 @COMPOSITION.part("dcmha", source="Xiao 2024, sec. 3 and 4", knobs=_KNOBS, passes_to=Composition)
 def dcmha(plan: AttentionPlan, *, windowed: bool = False, **knobs: Any) -> AttentionPlan:
-    """Raises PlanError for settings that cannot be."""
+    """Raise PlanError for settings that cannot be."""
     return replace(plan, composition=composition_of({"windowed": windowed, **knobs}))

@@ -24,8 +24,10 @@ def swap_search(
     """One exchange a temperature, kept if it lowers the cost or by chance exp(-increase /
     temperature).
 
-    At temperature 0 only improvements are kept. Returns the best partition visited and its total
-    cost.
+    At temperature 0 only improvements are kept.
+
+    Returns:
+        The best partition visited and its total cost.
     """
     groups = list(start)
     total = best_total = -cost.score(start)
@@ -55,7 +57,9 @@ def best_of_runs(
     schedules: Iterable[Iterable[float]],
     generator: np.random.Generator,
 ) -> Grouping:
-    """The best of one `swap_search` for each schedule of temperatures, each from a random partition."""
+    """Return the best of one `swap_search` for each schedule of temperatures, each from a random
+    partition.
+    """
     runs = []
     for temperatures in schedules:
         start = random_partition(num_heads, groups, generator)
@@ -84,14 +88,20 @@ def anneal(
     moves: int = 1,
     restarts: int = 1,
 ) -> Grouping:
-    """A partition of low total cost (DHA, App. B.3, Alg. 4; its schedule is the default: 110 moves).
+    """Return a partition of low total cost (DHA, App. B.3, Alg. 4; its schedule is the default: 110
+    moves).
 
-    `cost`: of one group (`GroupCost`, function of its members) or of one pair (`[n, n]` matrix, a
-    distance). Groups start equal (by one where `groups` does not divide the heads) and keep their
-    sizes. `moves` at each temperature; the best of `restarts` runs. As printed the algorithm
-    maximises a sum of distances and returns where it ends; the text asks for small distances within
-    groups, so this minimises, and returns the best partition that it visited. Raises ValueError for
-    an impossible number of groups or schedule.
+    Groups start equal (by one where `groups` does not divide the heads) and keep their sizes.
+    `moves` at each temperature; the best of `restarts` runs. As printed the algorithm maximises a
+    sum of distances and returns where it ends; the text asks for small distances within groups, so
+    this minimises, and returns the best partition that it visited.
+
+    Args:
+        cost: Of one group (`GroupCost`, function of its members) or of one pair (`[n, n]` matrix, a
+            distance).
+
+    Raises:
+        ValueError: For an impossible number of groups or schedule.
     """
     if not (0 < cooling < 1 and end_temperature > 0 and moves > 0 and restarts > 0):
         raise ValueError(
@@ -149,8 +159,8 @@ def anneal_restarts(
     moves: int = 1000,
     restarts: int = 10,
 ) -> Grouping:
-    """The best of `restarts` runs of `moves` swaps from random starts, each kept only if it lowers the
-    cost.
+    """Return the best of `restarts` runs of `moves` swaps from random starts, each kept only if it
+    lowers the cost.
 
     Silent: the paper names neither number. Without `equal_sizes` sizes may differ by one.
     """

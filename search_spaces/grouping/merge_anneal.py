@@ -35,7 +35,7 @@ def _annealed(
     generator: np.random.Generator,
     limit: int,
 ) -> list[Members]:
-    """The best partition met on the way. Ends early when `limit` groups have been priced."""
+    """Return the best partition met on the way. Ends early when `limit` groups have been priced."""
     changes = [_step(cost, groups, may_move, generator)[0] for _ in range(PROBES)]
     first = float(np.mean(np.abs(changes)))
     if first == 0:
@@ -61,7 +61,7 @@ def _annealed(
 def _step(
     cost: GroupCost, groups: list[Members], may_move: bool, generator: np.random.Generator
 ) -> tuple[float, int, int, Members, Members]:
-    """A random swap or move between two groups.
+    """Return a random swap or move between two groups.
 
     (increase of the cost, i, j, new group i, new group j).
     """

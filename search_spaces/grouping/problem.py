@@ -58,7 +58,9 @@ class GroupingProblem:
         return self.objective
 
     def need_cost(self) -> GroupCost:
-        """The objective as an additive cost. Raises ValueError if it scores whole partitions only."""
+        """Return the objective as an additive cost. Raises ValueError if it scores whole partitions
+        only.
+        """
         objective = self.need_objective()
         if not isinstance(objective, GroupCost):
             raise ValueError(

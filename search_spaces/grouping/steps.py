@@ -101,7 +101,7 @@ class Walk:
         self.current = random_partition(self.count, self.groups, self.generator, full_sizes)
 
     def propose_next(self, similarity: np.ndarray) -> Partition:
-        """The partition to score next; the same again until `tell`.
+        """Return the partition to score next; the same again until `tell`.
 
         `similarity` `[n, n]`, higher is closer.
         """
@@ -124,7 +124,8 @@ class Walk:
 
         None if it could not be measured: not accepted.
 
-        Raises ValueError for a score that is not a number, or if nothing was proposed.
+        Raises:
+            ValueError: For a score that is not a number, or if nothing was proposed.
         """
         tried = self.pending
         if tried is None:

@@ -25,15 +25,16 @@ def exact_partition(
     equal_sizes: bool = False,
     groups: Sequence[int] | None = None,
 ) -> dict[int, Grouping]:
-    r"""The cheapest partition of `num_heads` heads into G groups, for each G in `groups` (default: all
-    that can be).
+    r"""Return the cheapest partition of `num_heads` heads into G groups, for each G in `groups`
+    (default: all that can be).
 
     `cost` as in `anneal`: of one group, or a matrix of pair costs. With `equal_sizes` no group of a
     partition is larger than it must be, so that all have one size where G divides the heads, as it
     does by default. f[S, G] = min over the groups T of S that hold its first head, of c[T] + f[S \
     T, G - 1]: O(3^n) in all. Ties go to the group of lowest bit mask. The score is minus the cost.
 
-    Raises ValueError above 16 heads, or for a G that cannot be.
+    Raises:
+        ValueError: Above 16 heads, or for a G that cannot be.
     """
     if not 1 <= num_heads <= LIMIT:
         raise ValueError(
@@ -88,8 +89,11 @@ class Programme:
     """f of all subsets that can be left over when groups are taken away, each with the first head
     still there.
 
-    `table` `[2^n]`: c by bit mask, infinite where not wanted; `most`: groups at most; with `size`
-    all groups have it. All subsets but the whole lack head 0, which halves their number.
+    All subsets but the whole lack head 0, which halves their number.
+
+    Args:
+        table: `[2^n]`, c by bit mask, infinite where not wanted.
+        most: Groups at most; with `size` all groups have it.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class Programme:
         self.totals = self._tried(self.full).min(axis=0)
 
     def best(self, groups: int) -> Grouping:
-        """The cheapest partition into so many groups; its score is minus the cost."""
+        """Return the cheapest partition into so many groups; its score is minus the cost."""
         partition = []
         mask = self.full
         for left in range(groups, 0, -1):

@@ -36,8 +36,10 @@ def asym_walk(
     `similarity` `[n, n]`, higher is closer; `score(partition)`, higher is better, any sign. The
     walk starts, and restarts with probability `reset` before an iteration, at random groups of
     `full_sizes`, also when asymmetric. It moves to what it tried if that beats the best, or with
-    probability `accept`. Its trace are `WalkStep`s. Raises ValueError for an impossible number of
-    groups or a score that is not a number.
+    probability `accept`. Its trace are `WalkStep`s.
+
+    Raises:
+        ValueError: For an impossible number of groups or a score that is not a number.
     """
     similarity = np.asarray(similarity, dtype=np.float64)
     count = len(similarity)
@@ -98,7 +100,7 @@ def walk_symmetric(
     equal_sizes: bool = True,
     **knobs: Any,
 ) -> Grouping:
-    """The walk by swaps: group sizes are kept.
+    """Return the walk by swaps: group sizes are kept.
 
     Without `equal_sizes` one group may be smaller than the others, as in Table 1 (sizes of 3 and 6
     for 32 heads).
@@ -116,5 +118,5 @@ def walk_symmetric(
 def walk_asymmetric(
     problem: GroupingProblem, generator: np.random.Generator, **knobs: Any
 ) -> Grouping:
-    """The walk with groups of any size."""
+    """Return the walk with groups of any size."""
     return _walk(problem, generator, False, knobs)

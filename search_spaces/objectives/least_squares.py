@@ -26,7 +26,7 @@ OFTEN = 4  # the size of most groups
     needs=("statistics",),
 )
 def least_squares(site: Site) -> GroupCost:
-    """What least-squares fusion of the group loses.
+    """Return what least-squares fusion of the group loses.
 
     Of attention logits (keys), of attention output (values).
 

@@ -1,7 +1,7 @@
 """How well the layer-output score ranks moves as the loss of the whole model does (docs/methods.md,
 section 7).
 
-Legend: U stored KV heads a layer (units), G groups.
+Legend: U stored KV heads per layer (units), G groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOVES = 24
 class Agreement:
     """Scores of the same moves at one site, higher is better.
 
-    `cheap` of the layer's output, `full` minus the increase of the loss in nats a token.
+    `cheap` of the layer's output, `full` minus the increase of the loss in nats per token.
     `spearman`: their rank correlation, None where fewer than 3 moves differ.
     """
 
@@ -66,9 +66,15 @@ def agreement(
 ) -> list[Agreement]:
     """Score random swaps from neighbour groups both ways, at every layer, for keys and for values.
 
-    Heads are mean-pooled; all other sites stay as they are. `groups`: half of the units by default.
-    `moves`: different partitions a site, at most. `tokens`: calibration tokens for either score.
-    Raises ValueError without model, sequences or calibration, or if there is nothing to swap.
+    Heads are mean-pooled; all other sites stay as they are.
+
+    Args:
+        groups: Half of the units by default.
+        moves: Different partitions a site, at most.
+        tokens: Calibration tokens for either score.
+
+    Raises:
+        ValueError: Without model, sequences or calibration, or if there is nothing to swap.
     """
     count = len(context.units)
     groups = count // 2 if groups is None else groups

@@ -3,7 +3,7 @@
 A ratio that a user gives is a ceiling: `nearest_budget` is the budget that is used, `check_budget`
 the exact one.
 
-Legend: L layers, U stored KV heads a layer (units).
+Legend: L layers, U stored KV heads per layer (units).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ LOOKS_AT_WEIGHTS = frozenset({"measure", "group_cost", "model"})  # needs of an 
 def counts_of(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> Counts:
     """(key heads, value heads) of each layer, for allocations that look at no weights.
 
-    Raises ValueError for others.
+    Raises:
+        ValueError: For others.
     """
     part = AXES["allocation"].get(recipe.allocation)
     if part.needs & LOOKS_AT_WEIGHTS:
@@ -55,7 +56,7 @@ def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]
 def problem_of(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, **measures: Any
 ) -> AllocationProblem:
-    """What the recipe's allocation is handed.
+    """Return what the recipe's allocation is handed.
 
     `measures`: `loss`, `curves` and `final` of the problem.
     """
@@ -74,7 +75,10 @@ def check_budget(
     """Raise ValueError if the budget cannot be met exactly, as far as can be told without weights,
     naming the nearest that can.
 
-    Cheap: for config checks. `dtype`: of the cache, where it is known, for the message.
+    Cheap: for config checks.
+
+    Args:
+        dtype: Of the cache, where it is known, for the message.
     """
     if reason := _refused(recipe, kv_ratio, geometry):
         raise ValueError(
@@ -102,7 +106,7 @@ def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry)
 
 
 def _met(recipe: Recipe, totals: Sequence[int], geometry: HeadGeometry) -> list[int]:
-    """The first of these totals that the recipe can meet; none if there is none."""
+    """Return the first of these totals that the recipe can meet; none if there is none."""
     heads = own_heads(geometry)
     return list(
         islice((t for t in totals if not _refused(recipe, Fraction(t, heads), geometry)), 1)
@@ -198,9 +202,11 @@ class BelowLeast(ValueError):
 
 
 def nearest_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> Fraction:
-    """The largest share of the checkpoint's KV heads, at most `kv_ratio`, that the recipe can keep.
+    """Return the largest share of the checkpoint's KV heads, at most `kv_ratio`, that the recipe can
+    keep.
 
-    Raises ValueError if there is none: below the least, or where nothing can be shared.
+    Raises:
+        ValueError: If there is none: below the least, or where nothing can be shared.
     """
     if recipe.sharing != "none" or nothing_to_fuse(recipe.relaxation, kv_ratio):
         check_budget(recipe, kv_ratio, geometry)

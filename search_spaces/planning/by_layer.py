@@ -2,7 +2,7 @@
 
 What is measured of some layers, one layer's plan, and a plan from kept curves.
 
-Legend: L layers, U stored KV heads a layer (units).
+Legend: L layers, U stored KV heads per layer (units).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def plan_layer(
     context: PlanningContext,
     generators: list[np.random.Generator],
 ) -> LayerPlan:
-    """The plan of the single layer that `context` holds, keeping `counts` (key heads, value heads).
+    """Return the plan of the single layer that `context` holds, keeping `counts` (key heads, value
+    heads).
 
     With its two `generators` of `site_generators` for the whole checkpoint the plan is the layer's
     in `make_plan`.
@@ -49,7 +50,8 @@ def requested_counts(
     """Head counts of each (layer, "key", "value" or "both") of which the recipe's allocation wants
     loss increases.
 
-    Raises ValueError if the budget cannot be met.
+    Raises:
+        ValueError: If the budget cannot be met.
     """
     requested: dict[tuple[int, str], _Counts] = {}
 
@@ -74,7 +76,11 @@ def measure_curves(
     """Measure what `make_plan` with the same generator would measure in `layers`, into the context's
     curves.
 
-    Returns the number of points that these layers have. Raises ValueError as `make_plan` does.
+    Returns:
+        The number of points that these layers have.
+
+    Raises:
+        ValueError: As `make_plan` does.
     """
     geometry = context.geometry
     requested = requested_counts(recipe, kv_ratio, geometry)
@@ -89,7 +95,7 @@ def curves_of_layer(
     context: PlanningContext,
     generators: list[np.random.Generator],
 ) -> dict[str, CurvePoint]:
-    """The points of the single layer that `context` holds, for the `counts` of each side
+    """Return the points of the single layer that `context` holds, for the `counts` of each side
     (`requested_counts`). With the layer's two curve generators of `site_generators` they are those
     of `make_plan` for the whole checkpoint.
     """
@@ -106,10 +112,11 @@ def plan_from_curves(
     geometry: HeadGeometry,
     points: Mapping[str, CurvePoint],
 ) -> tuple[AttentionPlan, list[float]]:
-    """The plan that the recipe's allocation makes of known curves, with the partitions that they were
-    measured for, and the loss increase that they expect of each layer.
+    """Return the plan that the recipe's allocation makes of known curves, with the partitions that
+    they were measured for, and the loss increase that they expect of each layer.
 
-    Raises ValueError if the budget cannot be met exactly.
+    Raises:
+        ValueError: If the budget cannot be met exactly.
     """
     units = geometry.num_kv_heads
 

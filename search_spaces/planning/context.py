@@ -1,6 +1,6 @@
 """What plans are made from: the heads, their statistics, and a way to measure a whole model.
 
-Legend: L layers, H query heads, U stored KV heads a layer (units).
+Legend: L layers, H query heads, U stored KV heads per layer (units).
 """
 
 from __future__ import annotations
@@ -36,16 +36,21 @@ from search_spaces.recipes.recipe import Recipe
 class PlanningContext:
     """What plans are made from.
 
-    `heads`: lifted, one entry a layer (`attention.conversion.convert.lift`). `calibration` for
-    parts that need statistics; `model` for the layer-output score (rotary tables); `model` and
-    `sequences` `[N, T]` for whole-model scores and measured curves. `original`: the model where
-    others look at its layers too; else one that keeps nothing. `cache_dir`: folder where measured
-    curves are kept, beside `curves` in memory. `fusion_distances`: of DHA's search phase, `[L, H,
-    H]` for "key" and "value"; `output_metrics`: of `attention.conversion.sensitivity`, worked out
-    from the model where they are not given. `work`: of each fit so far; `increases`: of the loss,
-    that the curves expect of each layer of the plans made so far. `first_layer`: the number in its
-    checkpoint of the model's first layer, where it is a window of a larger model. Raises ValueError
-    if heads or statistics do not fit the geometry.
+    `calibration` for parts that need statistics; `model` for the layer-output score (rotary
+    tables); `model` and `sequences` `[N, T]` for whole-model scores and measured curves. Raises
+    ValueError if heads or statistics do not fit the geometry.
+
+    Attributes:
+        heads: Lifted, one entry per layer (`attention.conversion.convert.lift`).
+        cache_dir: Folder where measured curves are kept, beside `curves` in memory.
+        fusion_distances: Of DHA's search phase, `[L, H, H]` for "key" and "value".
+        output_metrics: Of `attention.conversion.sensitivity`, worked out from the model where they
+            are not given.
+        original: The model where others look at its layers too; else one that keeps nothing.
+        first_layer: The number in its checkpoint of the model's first layer, where it is a window
+            of a larger model.
+        work: Of each fit so far.
+        increases: Of the loss, that the curves expect of each layer of the plans made so far.
     """
 
     geometry: HeadGeometry
@@ -96,9 +101,9 @@ class PlanningContext:
     def loss_of(
         self, recipe: Recipe, plan: AttentionPlan, refinement: Mapping[str, Any] | None = None
     ) -> float:
-        """Loss in nats a token of the model converted with the recipe's alignment and fusion, and with
-        its refinement if that is given settings (`refinement`). Raises ValueError without a model
-        or sequences.
+        """Loss in nats per token of the model converted with the recipe's alignment and fusion, and
+        with its refinement if that is given settings (`refinement`). Raises ValueError without a
+        model or sequences.
         """
         if self.model is None or self.sequences is None:
             raise ValueError(
@@ -111,9 +116,10 @@ class PlanningContext:
         return language_loss(converted, self.sequences)
 
     def measured_on(self, tokens: int) -> Tensor:
-        """The first sequences, about `tokens` tokens and at least one.
+        """Return the first sequences, about `tokens` tokens and at least one.
 
-        Raises ValueError without model or sequences.
+        Raises:
+            ValueError: Without model or sequences.
         """
         if self.model is None or self.sequences is None:
             raise ValueError(
@@ -141,7 +147,7 @@ class PlanningContext:
         report: StepReport = lambda: None,
         **knobs: Any,
     ) -> list[float]:
-        """Loss increase in nats a token if only `layer` follows `plan`, of each (`layer`, `plan`),
+        """Loss increase in nats per token if only `layer` follows `plan`, of each (`layer`, `plan`),
         with the recipe's alignment and fusion, on about `tokens` tokens. Layers are best given in
         ascending order. `report` is called after each; `knobs`: steps and ways of `LayerIncreases`.
         Raises ValueError without model or sequences.
@@ -161,7 +167,7 @@ class PlanningContext:
         return single.of(plans, report)
 
     def trials(self, tokens: int) -> LayerTrials:
-        """The model with the heads of one layer exchanged, on about so many tokens."""
+        """Return the model with the heads of one layer exchanged, on about so many tokens."""
         if tokens not in self._trials:
             self._trials[tokens] = LayerTrials(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
         return self._trials[tokens]
@@ -190,14 +196,14 @@ class PlanningContext:
         return sum(self.fusion_distances[side][layer][np.ix_(first, first)] for side in sides)  # type: ignore[return-value]
 
     def mlps(self) -> list[MlpWeights]:
-        """The MLP of every layer. Raises ValueError without a model."""
+        """Return the MLP of every layer. Raises ValueError without a model."""
         if self.model is None:
             raise ValueError("sharing.mlp=true compares MLPs; the context needs a model")
         return [read_mlp(site) for site in mlp_sites(self.model)]
 
     def similarity(self, recipe: Recipe, layer: int, side: str) -> np.ndarray:
-        """The recipe's similarity of the units of one side, `[U, U]`, kept for the next recipe that
-        asks.
+        """Return the recipe's similarity of the units of one side, `[U, U]`, kept for the next recipe
+        that asks.
         """
         key = (recipe.similarity, tuple(sorted(recipe.knobs("similarity").items())), layer, side)
         if key not in self._similarities:
@@ -220,7 +226,9 @@ def convert_with(
 ) -> PreTrainedModel:
     """Carry out a plan as the recipe's alignment and fusion say; refinement comes after it.
 
-    `share`: what is outside of attention stays `model`'s memory, for a result that is not trained.
+    Args:
+        share: What is outside of attention stays `model`'s memory, for a result that is not
+            trained.
     """
     return convert(
         model,

@@ -3,7 +3,7 @@
 The measured increase of the loss for each head count of a site, with the partition that was
 measured.
 
-Legend: U stored KV heads a layer (units).
+Legend: U stored KV heads per layer (units).
 
 A curve does not depend on the KV ratio, so all ratios share it, in memory and on disk.
 """
@@ -51,8 +51,10 @@ class Curves:
 
     `group(place, count)` is the recipe's partition of a place's units; `measure(partitions, told)`
     the increase of the loss with each of these alone, and calls `told` after each. `prepare` is
-    called before the first that is missing. `at_once`: layers whose increases are measured
-    together. `known` holds the points so far and is added to.
+    called before the first that is missing. `known` holds the points so far and is added to.
+
+    Args:
+        at_once: Layers whose increases are measured together.
     """
 
     def __init__(
@@ -80,9 +82,10 @@ class Curves:
     def of(
         self, sites: Sequence[CurveSite], counts: Sequence[int], *, shown: bool = True
     ) -> list[dict[int, float]]:
-        """Rise in nats a token for each count, of each place; all units kept is 0.
+        """Rise in nats per token for each count, of each place; all units kept is 0.
 
-        `shown`: how many are done yet.
+        Args:
+            shown: How many are done yet.
         """
         missing = [
             (p, c)
@@ -123,9 +126,10 @@ class Curves:
         self._save()
 
     def whole(self, plan: Any, measure: Callable[[], float]) -> float:
-        """A measured loss of the whole model.
+        """Return a measured loss of the whole model.
 
-        `plan`: in plain values, all that it rests on besides the curves.
+        Args:
+            plan: In plain values, all that it rests on besides the curves.
         """
         key = f"whole/{hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:24]}"
         if key not in self.points:
@@ -134,7 +138,7 @@ class Curves:
         return self.points[key].increase
 
     def partition(self, site: CurveSite, count: int) -> Partition | None:
-        """The partition that was measured, or None."""
+        """Return the partition that was measured, or None."""
         point = self.points.get(point_key(*site, count))
         return None if point is None else point.partition
 
@@ -150,7 +154,7 @@ class Curves:
 def curve_name(
     recipe: Recipe, context: PlanningContext, knobs: dict[str, int], seed_of: str
 ) -> str:
-    """A name that holds all that curves depend on.
+    """Return a name that holds all that curves depend on.
 
     `knobs` are those of the measurement; `seed_of` stands for the random generator of the grouping.
     """
@@ -190,8 +194,8 @@ def point_key(layer: int, sides: tuple[str, ...], count: int) -> str:
 def expected_increases(
     recipe: Recipe, counts: Sequence[tuple[int, int]], units: int, points: Mapping[str, CurvePoint]
 ) -> list[float]:
-    """The loss increase that `points` expect of each layer, where it keeps `counts` (key heads, value
-    heads).
+    """Return the loss increase that `points` expect of each layer, where it keeps `counts` (key heads,
+    value heads).
     """
 
     def of(layer: int, sides: tuple[str, ...], count: int) -> float:
@@ -214,7 +218,7 @@ def points_of(record: Mapping[str, Any]) -> dict[str, CurvePoint]:
 
 
 def _read(file: Path | None) -> dict[str, CurvePoint]:
-    """The points of a file; none if it is missing or damaged, since they can be measured again."""
+    """Return the points of a file; none if it is missing or damaged, since they can be measured again."""
     try:
         record = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
         return points_of(record)

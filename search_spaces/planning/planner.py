@@ -1,6 +1,6 @@
 """From a recipe and a KV ratio to a plan.
 
-Legend: L layers, H query heads, U stored KV heads a layer (units).
+Legend: L layers, H query heads, U stored KV heads per layer (units).
 
 The same recipe, KV ratio, model, calibration and seed give the same plan in any process: every site
 has a generator of its own, spawned in a fixed order.
@@ -40,10 +40,11 @@ def make_plan(
     context: PlanningContext,
     generator: np.random.Generator,
 ) -> AttentionPlan:
-    """The plan of `recipe` that keeps exactly `kv_ratio` of the checkpoint's own KV heads.
+    """Return the plan of `recipe` that keeps exactly `kv_ratio` of the checkpoint's own KV heads.
 
-    Raises ValueError if the budget cannot be met exactly (naming the admissible ratios), or if a
-    part of the recipe lacks what it needs.
+    Raises:
+        ValueError: If the budget cannot be met exactly (naming the admissible ratios), or if a part
+            of the recipe lacks what it needs.
     """
     check_budget(recipe, kv_ratio, context.geometry)
     return Planner(
@@ -54,7 +55,7 @@ def make_plan(
 def site_generators(
     generator: np.random.Generator, layers: int
 ) -> tuple[list[np.random.Generator], ...]:
-    """Generators of the sites for grouping, and for measured curves: two a layer each."""
+    """Return the generators of the sites for grouping, and for measured curves: two a layer each."""
     return generator.spawn(2 * layers), generator.spawn(2 * layers)
 
 
@@ -116,7 +117,7 @@ class Planner:
     def group(
         self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator
     ) -> Partition:
-        """The recipe's partition of the units at one site."""
+        """Return the recipe's partition of the units at one site."""
         count = len(self.context.units)
         if groups in (1, count):  # nothing to choose
             return neighbour_partition(count, groups)
@@ -136,7 +137,7 @@ class Planner:
         return self.recipe.apply("grouping", problem, generator).partition
 
     def plan_of(self, partitions: dict[tuple[int, str], Partition]) -> AttentionPlan:
-        """The plan of partitions of units; sites without one keep what the checkpoint has."""
+        """Return the plan of partitions of units; sites without one keep what the checkpoint has."""
         return plan_of_sites(partitions, self.context.geometry)
 
     def _site(self, layer: int, sides: tuple[str, ...]) -> Site:
@@ -164,7 +165,7 @@ class Planner:
         )
 
     def _objective(self, site: Site) -> Objective:
-        """The recipe's objective at a site.
+        """Return the recipe's objective at a site.
 
         Of the last site only, since it holds the site's moments.
         """
@@ -294,7 +295,7 @@ class Planner:
 
 
 def _seeds(generator: np.random.Generator) -> list[int]:
-    """What a generator was seeded with, as integers."""
+    """Return what a generator was seeded with, as integers."""
     return [int(word) for word in generator.bit_generator.seed_seq.generate_state(4)]  # type: ignore[attr-defined]
 
 

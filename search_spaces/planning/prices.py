@@ -45,7 +45,7 @@ class StoredPrices:
             return {}
 
     def add(self, prices: Mapping[int, np.ndarray]) -> None:
-        """Raises OSError if the folder cannot be written."""
+        """Raise OSError if the folder cannot be written."""
         with alone(self.file.parent):
             every = self.read() | dict(prices)
             write_whole(

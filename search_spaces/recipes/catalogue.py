@@ -24,7 +24,8 @@ LEAST_SQUARES: dict[str, Any] = {
 class NamedRecipe:
     """A recipe as `headfold recipes` lists it.
 
-    `papers`: keys of `bibliography.PAPERS`; none: our own.
+    Attributes:
+        papers: Keys of `bibliography.PAPERS`; none: our own.
     """
 
     recipe: Recipe
@@ -180,9 +181,10 @@ RECIPES: dict[str, Recipe] = {named.recipe.name: named.recipe for named in NAMED
 
 
 def recipe(name: str, /, **overrides: Any) -> Recipe:
-    """A named recipe, with other choices where `overrides` say so (see `Recipe.with_changes`).
+    """Return a named recipe, with other choices where `overrides` say so (see `Recipe.with_changes`).
 
-    Raises RecipeError with the known names for an unknown one.
+    Raises:
+        RecipeError: With the known names for an unknown one.
     """
     if name not in RECIPES:
         raise RecipeError(one_of("recipe", sorted(RECIPES), name))

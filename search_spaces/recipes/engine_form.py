@@ -41,7 +41,8 @@ class EngineForm:
     def of(cls, name: str, config: Any, geometry: HeadGeometry) -> EngineForm:
         """`config`, `geometry`: of the checkpoint.
 
-        Raises ValueError naming the targets for one that is unknown.
+        Raises:
+            ValueError: Naming the targets for one that is unknown.
         """
         stored = geometry.num_kv_heads
         layers = geometry.num_layers
@@ -128,14 +129,16 @@ class EngineForm:
         return reasons
 
     def limited(self, geometry: HeadGeometry) -> HeadGeometry:
-        """The geometry without query heads of zeros where the target holds no groups that need them."""
+        """Return the geometry without query heads of zeros where the target holds no groups that need
+        them.
+        """
         return geometry if self.unequal else replace(geometry, pads_queries=False)
 
     def settings(self) -> dict[str, Any]:
-        """Settings that a search among recipes is to keep to."""
+        """Return the settings that a search among recipes is to keep to."""
         return {} if self.own_unequal else {EQUAL_SIZES_FIELD: True}
 
 
 def _even_groups(stored: int, count: int) -> list[int]:
-    """The group of each stored head: `count` groups of neighbours, as equal as can be."""
+    """Return the group of each stored head: `count` groups of neighbours, as equal as can be."""
     return [g for g, members in enumerate(neighbour_partition(stored, count)) for _ in members]

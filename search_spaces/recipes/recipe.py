@@ -43,10 +43,13 @@ class RecipeError(ValueError):
 class Recipe:
     """One point of the joint space, but for the KV ratio. Hashable.
 
-    `objective` and `similarity` are None where the grouping does not use them. `together`: one
-    grouping for keys and values, judged `by` the key side, the value side or both (ignored when
-    apart). `settings`: knob values by "axis.knob", completed with the defaults at construction.
-    Raises RecipeError for what cannot be combined.
+    `objective` and `similarity` are None where the grouping does not use them. Raises RecipeError
+    for what cannot be combined.
+
+    Attributes:
+        together: One grouping for keys and values, judged `by` the key side, the value side or both
+            (ignored when apart).
+        settings: Knob values by "axis.knob", completed with the defaults at construction.
     """
 
     name: str
@@ -97,16 +100,16 @@ class Recipe:
             raise RecipeError(f"recipe {self.name}: {reason}")
 
     def parts(self) -> dict[str, Part]:
-        """The chosen part of each axis that is in use, in the order of `AXES`."""
+        """Return the chosen part of each axis that is in use, in the order of `AXES`."""
         chosen = {name: getattr(self, name) for name in AXES}
         return {name: AXES[name].get(part) for name, part in chosen.items() if part is not None}
 
     def knobs(self, axis: str) -> dict[str, Any]:
-        """Settings of the part on `axis`, defaults included."""
+        """Return the settings of the part on `axis`, defaults included."""
         return {k.removeprefix(f"{axis}."): v for k, v in self.settings if k.startswith(f"{axis}.")}
 
     def apply(self, axis: str, *arguments: Any) -> Any:
-        """What the part on `axis` makes of these arguments, with its settings."""
+        """Return what the part on `axis` makes of these arguments, with its settings."""
         return AXES[axis].get(getattr(self, axis))(*arguments, **self.knobs(axis))
 
     @property
@@ -152,10 +155,13 @@ class Recipe:
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
     def with_changes(self, **changes: Any) -> Recipe:
-        """This recipe with other choices.
+        """Return this recipe with other choices.
 
         `settings` (or "axis.knob" keys) are merged; settings of parts that are no longer chosen
-        fall away; what the new grouping does not use is set to None. Raises RecipeError.
+        fall away; what the new grouping does not use is set to None.
+
+        Raises:
+            RecipeError: Always.
         """
         dotted = {key: changes.pop(key) for key in list(changes) if "." in key}
         unknown = sorted(set(changes) - {*_CHOSEN, "settings"})

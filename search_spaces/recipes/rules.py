@@ -89,9 +89,10 @@ def _split_counts(together: bool, allocation: str) -> str | None:
 
 
 def _only_with(axis: str, parts: tuple[str, ...], why: str, choice: str, plain: str) -> Rule:
-    """These parts of an axis go only with `choice` = `plain`.
+    """Return these parts of an axis go only with `choice` = `plain`.
 
-    `why`: what the message says of such a part.
+    Args:
+        why: What the message says of such a part.
     """
 
     def rule(part: str, chosen: str) -> str | None:

@@ -66,7 +66,10 @@ def share_count(alpha: float | Fraction, num_layers: int, num_heads: int) -> int
     """N = α·L·H, rounded down: never more than α is shared (**silent** in the paper).
 
     α is taken as the decimal that it is written as: 0.29 of 100 heads are 29, not the 28 of binary
-    fractions. Raises ValueError outside [0, (L - 1)/L]: the first layer has nothing to share from.
+    fractions.
+
+    Raises:
+        ValueError: Outside [0, (L - 1)/L]: the first layer has nothing to share from.
     """
     exact = Fraction(str(alpha))
     if not 0 <= exact <= Fraction(num_layers - 1, num_layers):
@@ -80,8 +83,8 @@ def share_count(alpha: float | Fraction, num_layers: int, num_heads: int) -> int
 def match_parts(
     layers: Sequence[Sequence[Tensor]], alpha: float | Fraction
 ) -> tuple[HeadShare, ...]:
-    """The best N shares of heads with these weights (see `similarities`), chains resolved to their
-    roots.
+    """Return the best N shares of heads with these weights (see `similarities`), chains resolved to
+    their roots.
     """
     heads = layers[0][0].shape[0]
     count = share_count(alpha, len(layers), heads)
@@ -93,13 +96,17 @@ def match_parts(
 def match_heads(
     heads: Sequence[LayerHeads], alpha: float | Fraction, sides: str = "qk"
 ) -> tuple[HeadShare, ...]:
-    """The α·L·H heads that resemble an earlier head most by their query and key weights, and those
-    heads (Alg. 1).
+    """Return the α·L·H heads that resemble an earlier head most by their query and key weights, and
+    those heads (Alg. 1).
 
-    `heads`: multi-head layers, one entry a layer (lift others). `sides`: whose weights are
-    compared, of "q", "k", "v"; those of Eq. 3 unless asked otherwise. Q, K and V all follow the one
-    match; biases play no part in it (**silent**). Raises ValueError for grouped heads and for an
-    impossible `alpha`.
+    Q, K and V all follow the one match; biases play no part in it (**silent**).
+
+    Args:
+        heads: Multi-head layers, one entry per layer (lift others).
+        sides: Whose weights are compared, of "q", "k", "v"; those of Eq. 3 unless asked otherwise.
+
+    Raises:
+        ValueError: For grouped heads and for an impossible `alpha`.
     """
     for index, layer in enumerate(heads):
         if not layer.q.shape[0] == layer.k.shape[0] == layer.v.shape[0]:
@@ -113,7 +120,7 @@ def match_heads(
 def match_blocks(
     mlps: Sequence[MlpWeights], num_blocks: int, alpha: float | Fraction
 ) -> tuple[HeadShare, ...]:
-    """The same for MLPs cut into `num_blocks` blocks of neurons.
+    """Return the same for MLPs cut into `num_blocks` blocks of neurons.
 
     **silent** in the paper, which only names "FFN".
 

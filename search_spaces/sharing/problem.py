@@ -19,7 +19,7 @@ MATCHES = ("qk", "q", "k", "v", "qkv", "apart")
 
 @dataclass(frozen=True)
 class SharingProblem:
-    """`heads`: lifted, one entry a layer.
+    """`heads`: lifted, one entry per layer.
 
     `mlps()` reads the MLP of every layer, if it is asked for.
     """
@@ -70,12 +70,14 @@ def match(
     match: str = "qk",
     output: bool = False,
 ) -> Shares:
-    """The best α·L·H matches of heads, and of MLP blocks if `mlp`.
+    """Return the best α·L·H matches of heads, and of MLP blocks if `mlp`.
 
-    `match`: one of the six functions of the paper's ablation ("Head-wise Matching Functions"): W_q,
-    W_k, W_v, each projection by itself ("apart"), W_q ‖ W_k ‖ W_v, and W_q ‖ W_k, its own.
-    `output`: **silent** is by what an output projection is matched; it follows the head's match,
-    and that of its values where projections are matched apart.
+    Args:
+        match: One of the six functions of the paper's ablation ("Head-wise Matching Functions"):
+            W_q, W_k, W_v, each projection by itself ("apart"), W_q ‖ W_k ‖ W_v, and W_q ‖ W_k, its
+            own.
+        output: **silent** is by what an output projection is matched; it follows the head's match,
+            and that of its values where projections are matched apart.
     """
     blocks = match_blocks(problem.mlps(), problem.heads[0].num_heads, alpha) if mlp else ()
     if match == "apart":

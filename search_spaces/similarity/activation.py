@@ -24,7 +24,9 @@ def activation_similarity(a: Tensor, b: Tensor) -> float:
 
     Half the sum, over the rows of a, of the largest cosine with any row of b, plus half the same
     from b to a. At most n; n for a head with itself. A zero row has cosine 0 with everything.
-    Raises ValueError on unequal widths.
+
+    Raises:
+        ValueError: On unequal widths.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(

@@ -30,7 +30,9 @@ def aligned(
 
     Keys turn within their rotary pairs, values freely. With a norm on the keys they cannot turn at
     all; the similarity is then still that of rotated keys, which orders heads but promises nothing.
-    Raises ValueError without statistics.
+
+    Raises:
+        ValueError: Without statistics.
     """
     if statistics is None:
         raise ValueError(

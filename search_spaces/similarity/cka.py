@@ -21,8 +21,10 @@ def cka(a: Tensor, b: Tensor, *, center: bool = False) -> float:
 
     Unchanged by orthogonal maps and scaling of the columns' space. The paper prints the formula
     without centring and uses it on weights; `center=True` subtracts the mean of each column first,
-    as Kornblith 2019 does for activations. Raises ValueError on unequal row counts. A zero matrix
-    has CKA 0.
+    as Kornblith 2019 does for activations. A zero matrix has CKA 0.
+
+    Raises:
+        ValueError: On unequal row counts.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[0]:
         raise ValueError(

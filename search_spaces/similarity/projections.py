@@ -15,7 +15,8 @@ from attention.heads import LayerHeads
 def projection(heads: LayerHeads, side: str) -> tuple[Tensor, Tensor | None]:
     """Weight `[H, d, D]` and bias `[H, d]` or None of "key" or "value".
 
-    Raises ValueError for another side.
+    Raises:
+        ValueError: For another side.
     """
     if side == "key":
         return heads.k, heads.k_bias
@@ -31,7 +32,10 @@ def activations(
 
     `[H, n, d]` float32.
 
-    Keys are taken before rotation and before a key norm. Raises ValueError without stored inputs.
+    Keys are taken before rotation and before a key norm.
+
+    Raises:
+        ValueError: Without stored inputs.
     """
     if statistics is None or not statistics.inputs.numel():
         raise ValueError(

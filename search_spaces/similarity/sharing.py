@@ -49,8 +49,10 @@ def pair_cosines(
 
     Each pair has a map of its own, so `aligned` is what Jin 2024, eq. 18 and 19 score pairs by; one
     map a head for a group of three or more reaches less. With a norm on the keys theirs is only
-    what a rotation could do. Raises ValueError without sampled inputs, or for a side that is
-    neither "key" nor "value".
+    what a rotation could do.
+
+    Raises:
+        ValueError: Without sampled inputs, or for a side that is neither "key" nor "value".
     """
     inputs = statistics.inputs
     if inputs.dim() == 3 and len(inputs):
@@ -88,8 +90,8 @@ def sharing_similarity(
     values.
 
     `{"key": {"raw", "aligned", "pairs"}, "value": ..., "means": {"key_raw", ...}}`: lists with one
-    entry a layer, each the mean over all pairs of distinct stored heads (`kv_map`: the stored head
-    of each query head) that share a group, None where there is no such pair; `means` weigh the
+    entry per layer, each the mean over all pairs of distinct stored heads (`kv_map`: the stored
+    head of each query head) that share a group, None where there is no such pair; `means` weigh the
     layers by their pairs and leave out a side without any.
     """
     means: dict[str, Any] = {"means": {}}

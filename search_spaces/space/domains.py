@@ -22,8 +22,10 @@ class Domain:
     """One decision, plain enough for any sampler.
 
     `name` is unique; `field` is what it decides ("grouping", "kv_ratio", "grouping.preserve", ...):
-    one field has several domains where earlier choices narrow it. `kind`: "choice", "bool", "int",
-    "float" or "log_float"; `low` and `high` are inclusive.
+    one field has several domains where earlier choices narrow it.
+
+    Attributes:
+        kind: "choice", "bool", "int", "float" or "log_float"; `low` and `high` are inclusive.
     """
 
     name: str
@@ -35,7 +37,7 @@ class Domain:
     default: Any = None
 
     def sample(self, generator: np.random.Generator) -> Any:
-        """A uniform draw (uniform in the logarithm for "log_float")."""
+        """Return a uniform draw (uniform in the logarithm for "log_float")."""
         if self.kind in ("choice", "bool"):
             options = self.choices or (False, True)
             return options[int(generator.integers(len(options)))]
@@ -49,5 +51,5 @@ class Domain:
 
 
 def by_field(point: Mapping[str, Any]) -> SpacePoint:
-    """A point keyed by field, from one keyed by domain name or by field."""
+    """Return a point keyed by field, from one keyed by domain name or by field."""
     return {name.partition(":")[0]: value for name, value in point.items()}

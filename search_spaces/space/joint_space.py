@@ -42,12 +42,15 @@ class JointSpace:
 
     What `NOT_UNASKED` holds back, `choices` brings in.
 
-    `kv_ratios`: the budgets. `geometry` excludes those that a grouping cannot meet. `choices`
-    restricts fields, e.g. `{"grouping": ["exact", "neighbour"]}`. `provided`: what parts may need
-    ("statistics", "model", ...). `settings` fixes knobs ("axis.knob"), which are then not searched.
-    `engine`: what is to hold the plans, exactly (None: Headfold itself). A ratio that nothing in
-    the space meets exactly is a ceiling, unless `strict`. Raises ValueError for an unknown field or
-    choice, or if nothing is left to propose.
+    `geometry` excludes those that a grouping cannot meet. `choices` restricts fields, e.g.
+    `{"grouping": ["exact", "neighbour"]}`. `settings` fixes knobs ("axis.knob"), which are then not
+    searched. A ratio that nothing in the space meets exactly is a ceiling, unless `strict`. Raises
+    ValueError for an unknown field or choice, or if nothing is left to propose.
+
+    Attributes:
+        kv_ratios: The budgets.
+        provided: What parts may need ("statistics", "model", ...).
+        engine: What is to hold the plans, exactly (None: Headfold itself).
     """
 
     kv_ratios: Sequence[float | Fraction]
@@ -118,8 +121,8 @@ class JointSpace:
     # ---- deciding ---------------------------------------------------------------------------------------------
 
     def next(self, point: Mapping[str, Any]) -> Domain | None:
-        """The next decision after those in `point` (by name or field), or None when the point is
-        complete.
+        """Return the next decision after those in `point` (by name or field), or None when the point
+        is complete.
         """
         full, pending = self._forced(by_field(point))
         if pending is not None:
@@ -127,16 +130,18 @@ class JointSpace:
         return next((d for d in self._knob_domains(full) if d.field not in full), None)
 
     def sample(self, generator: np.random.Generator) -> SpacePoint:
-        """A random valid point, keyed by domain name."""
+        """Return a random valid point, keyed by domain name."""
         point: SpacePoint = {}
         while (domain := self.next(point)) is not None:
             point[domain.name] = domain.sample(generator)
         return point
 
     def to_recipe(self, point: Mapping[str, Any]) -> tuple[Recipe, float]:
-        """The recipe and the KV ratio of a complete point (knobs may be left at their defaults).
+        """Return the recipe and the KV ratio of a complete point (knobs may be left at their
+        defaults).
 
-        Raises RecipeError if a decision is missing or not allowed after those before it.
+        Raises:
+            RecipeError: If a decision is missing or not allowed after those before it.
         """
         values = by_field(point)
         full, pending = self._forced(values)
@@ -234,7 +239,7 @@ class JointSpace:
         return self._budgets[key]
 
     def _why_not(self) -> str:
-        """The reason why the first budget fails with the plainest choices."""
+        """Return the reason why the first budget fails with the plainest choices."""
         full: SpacePoint = {}
         for name in ORDER:
             options = [o for o in self._options[name] if not self._broken({**full, name: o})]
@@ -247,7 +252,7 @@ class JointSpace:
         return "the choices exclude each other"
 
     def _fixed(self, full: SpacePoint) -> dict[str, Any]:
-        """The fixed settings of the parts that are chosen."""
+        """Return the fixed settings of the parts that are chosen."""
         return {k: v for k, v in sorted(self.settings.items()) if k in self._knobs(full)}
 
     def _knobs(self, full: SpacePoint) -> dict[str, Knob]:

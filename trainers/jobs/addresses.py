@@ -19,16 +19,17 @@ CHECKPOINT_INDEX = "checkpoints.json"
 
 
 def below(address: str, path: str) -> str:
-    """The address of what lies at `path` below another one; its query stays behind."""
+    """Return the address of what lies at `path` below another one; its query stays behind."""
     base, mark, query = address.partition("?")
     return f"{base.rstrip('/')}/{path}{mark}{query}"
 
 
 @lru_cache(maxsize=64)
 def open_location(location: str) -> tuple[Any, str]:
-    """The file system (pyarrow's) of an address or of an absolute folder, and the path in it.
+    """Return the file system (pyarrow's) of an address or of an absolute folder, and the path in it.
 
-    Raises ValueError, NotImplementedError, ImportError or OSError for what nothing here serves.
+    Raises:
+        ValueError: NotImplementedError, ImportError or OSError for what nothing here serves.
     """
     from pyarrow import fs
 
@@ -62,7 +63,8 @@ def fetch(filesystem: Any, path: str, target: Path) -> None:
 def private(folder: Path) -> None:
     """Make a folder of this user's alone.
 
-    Raises PermissionError for one of somebody else's: pickles are read there.
+    Raises:
+        PermissionError: For one of somebody else's: pickles are read there.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -72,7 +74,7 @@ def private(folder: Path) -> None:
 
 
 def folders(filesystem: Any, path: str) -> list[str]:
-    """The folders in a folder; none if it is not there."""
+    """Return the folders in a folder; none if it is not there."""
     from pyarrow import fs
 
     infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))

@@ -69,7 +69,7 @@ class _Sending:
 
 
 def gather_objects(value: Any, world_size: int) -> list[Any]:
-    """The values of all workers, by rank."""
+    """Return the values of all workers, by rank."""
     if world_size == 1:
         return [value]
     values: list[Any] = [None] * world_size
@@ -114,7 +114,7 @@ class CheckpointStore:
         return cls(job.storage_path, job.run_name, rank, world_size, job.checkpoint_address)
 
     def of_run(self, run_name: str) -> CheckpointStore:
-        """That of another run beside this one."""
+        """Return the that of another run beside this one."""
         return CheckpointStore(
             str(self.named.parent), run_name, self.rank, self.world_size, self._address
         )
@@ -206,7 +206,8 @@ class CheckpointStore:
     def opened(self, path: str) -> Iterator[Path]:
         """A checkpoint of this run, by the path in a report, as a folder.
 
-        Raises OSError for one at an address that is not there, or not as it was written.
+        Raises:
+            OSError: For one at an address that is not there, or not as it was written.
         """
         if not self.remote:
             yield Path(path)
@@ -252,8 +253,8 @@ class CheckpointStore:
     # ---- reading ----------------------------------------------------------------------------------------------
 
     def newest_whole(self) -> tuple[SavedCheckpoint | None, list[dict[str, Any]], list[str]]:
-        """The newest checkpoint that is as it was written, the reports up to it, and what is wrong
-        with newer ones.
+        """Return the newest checkpoint that is as it was written, the reports up to it, and what is
+        wrong with newer ones.
         """
         checkpoints, reports = gather_objects(
             self.read() if self.rank == 0 else None, self.world_size
@@ -267,7 +268,7 @@ class CheckpointStore:
         return None, [], damage
 
     def damage(self, checkpoint: SavedCheckpoint) -> str | None:
-        """What is wrong with a checkpoint, of which every worker looks at a part.
+        """Return what is wrong with a checkpoint, of which every worker looks at a part.
 
         One at an address is fetched.
         """
@@ -311,7 +312,7 @@ class CheckpointStore:
     # ---- files ------------------------------------------------------------------------------------------------
 
     def _damage(self, checkpoint: SavedCheckpoint, files: list[str]) -> str | None:
-        """What is wrong with some files of a checkpoint."""
+        """Return what is wrong with some files of a checkpoint."""
         for file in files:
             try:
                 if self.remote:
@@ -351,7 +352,8 @@ class CheckpointStore:
 def is_saved(path: str, address: str | None) -> bool:
     """Whether the checkpoint of a report is still there.
 
-    `address`: that of the job which has reported.
+    Args:
+        address: That of the job which has reported.
     """
     if address is None:
         return Path(path).is_dir()
@@ -361,5 +363,5 @@ def is_saved(path: str, address: str | None) -> bool:
 
 
 def reports_of(job: TrainJob) -> list[dict[str, Any]]:
-    """What a job has reported so far, each milestone once."""
+    """Return what a job has reported so far, each milestone once."""
     return CheckpointStore.of(job).read()[1]

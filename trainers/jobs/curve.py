@@ -79,7 +79,7 @@ class Curve:
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run by rising step; one that a kill has cut short is left out."""
+    """Return the lines of a run by rising step; one that a kill has cut short is left out."""
     lines: dict[int, dict[str, Any]] = {}
     file = folder / _NAME
     for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():

@@ -30,7 +30,7 @@ class MicroBatchLoweredError(RuntimeError):
 
 
 def lowered(settings: TrainSettings) -> TrainSettings | None:
-    """The settings with at most half as many sequences at once; None if it is one already."""
+    """Return the settings with at most half as many sequences at once; None if it is one already."""
     share = math.ceil(settings.batch_size / settings.num_workers)
     rows = max(
         (r for r in range(1, settings.device_batch_size // 2 + 1) if share % r == 0), default=None
@@ -41,8 +41,11 @@ def lowered(settings: TrainSettings) -> TrainSettings | None:
 def lower_micro_batch(job: TrainJob, cause: str, already: bool) -> None:
     """Have the job go on with a smaller micro-batch from its next start on.
 
-    `already`: whether it did so before. Raises JobOutOfMemoryError then, and if a single sequence
-    is too much.
+    Args:
+        already: Whether it did so before.
+
+    Raises:
+        JobOutOfMemoryError: Then, and if a single sequence is too much.
     """
     rows = job.settings.device_batch_size
     if already or lowered(job.settings) is None:
@@ -56,8 +59,8 @@ def lower_micro_batch(job: TrainJob, cause: str, already: bool) -> None:
 
 
 def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
-    """The job with the micro-batch that earlier starts have found out, and what a report should say of
-    it.
+    """Return the job with the micro-batch that earlier starts have found out, and what a report should
+    say of it.
     """
     file = _note(job)
     if not file.exists():

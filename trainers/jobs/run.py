@@ -27,13 +27,16 @@ from trainers.shortage import give_back, is_shortage
 def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
     """Carry out a job, or what is left of it.
 
-    Returns the last report and how it ended: {"metrics"}, {"diverged": reason} or {"stopped":
-    step}.
-
     Out of memory, the job goes on with a smaller micro-batch, once; the report then has `notes`
-    that say so. Raises JobOutOfMemoryError when that does not help, and MicroBatchLoweredError
-    where several workers must start again for it: the others wait in a collective operation for the
-    one that ran out.
+    that say so.
+
+    Returns:
+        The last report and how it ended: {"metrics"}, {"diverged": reason} or {"stopped": step}.
+
+    Raises:
+        JobOutOfMemoryError: When that does not help.
+        MicroBatchLoweredError: Where several workers must start again for it: the others wait in a
+            collective operation for the one that ran out.
     """
     job = job.on(link.world_size)
     fitting, notes = _agreed(link, lambda: memory.as_it_fits(job))
@@ -96,7 +99,8 @@ def _ended_before(
 ) -> dict[str, Any] | None:
     """Report again what earlier starts of the job have measured.
 
-    Returns how the job ended if nothing is left to do, else None.
+    Returns:
+        How the job ended if nothing is left to do, else None.
     """
     last = job.milestones[-1]
     for report in reports:
@@ -120,5 +124,5 @@ def _is_written(job: TrainJob, report: dict[str, Any]) -> bool:
 
 
 def _agreed(link: Link, look: Callable[[], Any]) -> Any:
-    """What rank 0 finds, on all workers."""
+    """Return what rank 0 finds, on all workers."""
     return gather_objects(look() if link.rank == 0 else None, link.world_size)[0]

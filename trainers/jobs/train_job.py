@@ -18,40 +18,43 @@ if TYPE_CHECKING:
 class TrainJob:
     """What to train, on what, for how long, and where the results go.
 
-    `milestones`: steps, counted from the beginning of the training, after which the held-out loss
-    is measured and reported with a checkpoint; the last one ends the job. `total_steps`: the step
-    at which the learning-rate schedule ends (None: the last milestone). `resume_from`: a checkpoint
-    of an earlier job (`checkpoint_path` of its reports); the job then continues its weights,
-    optimiser, schedule position and, on the same `train_file`, its data position from `start_step`.
     `seed` orders the data. `storage_path` and `out_dir` must be absolute.
 
-    `relaxation`: a stage before all this: from `model_dir`, which is not converted yet, to a
-    collapsed checkpoint (in the reports: `relaxed_dir`), where the training then starts. Its tokens
-    are in the report, its steps not in the milestones; milestones (0,) measure the collapsed model
-    and end there. One learning-rate schedule spans both, unless the relaxation has its own: stage i
-    starts at position `i steps`, the training after them at `relaxation.total_steps`. What a stage
-    that ends early leaves of its positions stays unused, so that the rate of a step depends on the
-    job alone. `schedule_offset`: the schedule's steps before step 0, for a job that goes on behind
-    the relaxation of an earlier one; minus `start_step` for a schedule that begins, and warms up,
-    with this job. `first_sequence`: of the training data, for a job that reads on where an earlier
-    one has stopped.
+    Its tokens are in the report, its steps not in the milestones; milestones (0,) measure the
+    collapsed model and end there. One learning-rate schedule spans both, unless the relaxation has
+    its own: stage i starts at position `i steps`, the training after them at
+    `relaxation.total_steps`. What a stage that ends early leaves of its positions stays unused, so
+    that the rate of a step depends on the job alone.
 
     A checkpoint is kept at each milestone; in between every `checkpoint_steps` steps, and once
     `checkpoint_minutes` have gone by since the last one (None: not). With `settings.min_workers`
     workers come and go while it runs: each time it goes on from its newest checkpoint, on as many
     as there are.
 
-    `keep_best`: also keep the weights of the milestone with the lowest held-out loss
-    (`trainers.jobs.best`); the reports then have `best_step`, `best_loss`, `best_kl` and
-    `best_dir`.
-
     `accelerator_type`, `placement_strategy`: where its workers run (`trainers.settings.Shape`).
-
-    `checkpoint_address`: where its training checkpoints lie (s3://...), below its `run_name`; None:
-    `storage_path`.
 
     A `run_name` that already exists under `storage_path` continues that run: the same job run twice
     does nothing twice, and two different jobs need two names.
+
+    Attributes:
+        milestones: Steps, counted from the beginning of the training, after which the held-out loss
+            is measured and reported with a checkpoint; the last one ends the job.
+        total_steps: The step at which the learning-rate schedule ends (None: the last milestone).
+        schedule_offset: The schedule's steps before step 0, for a job that goes on behind the
+            relaxation of an earlier one; minus `start_step` for a schedule that begins, and warms
+            up, with this job.
+        first_sequence: Of the training data, for a job that reads on where an earlier one has
+            stopped.
+        resume_from: A checkpoint of an earlier job (`checkpoint_path` of its reports); the job then
+            continues its weights, optimiser, schedule position and, on the same `train_file`, its
+            data position from `start_step`.
+        keep_best: Also keep the weights of the milestone with the lowest held-out loss
+            (`trainers.jobs.best`); the reports then have `best_step`, `best_loss`, `best_kl` and
+            `best_dir`.
+        relaxation: A stage before all this: from `model_dir`, which is not converted yet, to a
+            collapsed checkpoint (in the reports: `relaxed_dir`), where the training then starts.
+        checkpoint_address: Where its training checkpoints lie (s3://...), below its `run_name`;
+            None: `storage_path`.
     """
 
     model_dir: str
@@ -135,7 +138,7 @@ class TrainJob:
         return before + (self.milestones[-1] if self.total_steps is None else self.total_steps)
 
     def after_relaxation(self, model_dir: str) -> TrainJob:
-        """The rest of the job, from the collapsed checkpoint on."""
+        """Return the rest of the job, from the collapsed checkpoint on."""
         if self.relaxation is None:
             return self
         total = self.milestones[-1] if self.total_steps is None else self.total_steps
@@ -154,7 +157,7 @@ class TrainJob:
         return settings or self.settings.model_copy(update={"tuning": "full"})
 
     def on(self, workers: int) -> TrainJob:
-        """The same job on so many workers."""
+        """Return the same job on so many workers."""
         spec = self.relaxation
         if spec is not None and spec.settings is not None:
             spec = replace(spec, settings=spec.settings.on(workers))

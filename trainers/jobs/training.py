@@ -110,7 +110,7 @@ class WorkerTraining(WorkerShare):
         return {"metrics": self.metrics}
 
     def _begin(self, newest: SavedCheckpoint | None) -> int:
-        """The step to go on from."""
+        """Return the step to go on from."""
         if newest is not None:
             start = self.resume(self.store.folder(newest))
             self.store.release()
@@ -122,7 +122,7 @@ class WorkerTraining(WorkerShare):
         return 0
 
     def resume(self, folder: Path, earlier_job: bool = False) -> int:
-        """The step to go on from.
+        """Return the step to go on from.
 
         That of this run's checkpoint, or of an earlier job's (`resume_from`).
         """

@@ -52,8 +52,9 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
     of the finished weights. A job that is started again first repeats its earlier reports.
     `callbacks` are Ray Train's. Inside a Tune trial pass `TuneReportCallback()`.
 
-    Raises TrainingDiverged when the loss is no longer finite, and Ray's TrainingFailedError when
-    workers failed more than `max_failures` times.
+    Raises:
+        TrainingDiverged: When the loss is no longer finite, and Ray's TrainingFailedError when
+            workers failed more than `max_failures` times.
     """
     config = {"job": job.to_json()}
     minutes = job.checkpoint_minutes
@@ -74,7 +75,7 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
 
 
 def job_metrics(job: TrainJob, ended: dict[str, Any] | None) -> dict[str, Any]:
-    """The last report, from what `run_job` returned. Raises TrainingDiverged."""
+    """Return the last report, from what `run_job` returned. Raises TrainingDiverged."""
     if ended and "diverged" in ended:
         raise TrainingDiverged(ended["diverged"])
     if not ended or "metrics" not in ended:
@@ -92,7 +93,9 @@ def serve_pool(pool: Any, group: str, shape: Shape, storage_path: str) -> None:
     `pool.next(group, rank, number, worker)` gives job `number` as JSON, or None to end;
     `pool.report(group, metrics, last)` is told rank 0's milestones and says whether to go on;
     `pool.finished(group, rank, ended)` what `run_job` returned, or {"failed"} with the traceback.
-    Returns when all workers have ended; raises when one has died, or failed beside others.
+
+    Returns:
+        When all workers have ended; raises when one has died, or failed beside others.
     """
     entry = {"pool": pool, "group": group, "device": shape.device}
     _trainer(_serve, entry, shape, group, storage_path, 0, preemptions=0).fit()
@@ -112,8 +115,10 @@ def _trainer(
     """`max_failures`, `preemptions`.
 
     How often the workers may fail, or lose a node that is taken away, and start again (-1: without
-    end). Those of a pool's group never do: the pool would not know them. `resize_seconds`: how
-    often more workers may take the place of fewer.
+    end). Those of a pool's group never do: the pool would not know them.
+
+    Args:
+        resize_seconds: How often more workers may take the place of fewer.
     """
     workers, cpus, gpus, accelerator_type, strategy, device, fewest = shape
     resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
@@ -157,7 +162,7 @@ def _prepare_worker(device: str) -> None:
 
 
 def _work(config: dict[str, Any]) -> dict[str, Any]:
-    """What every worker of a run of one job does."""
+    """Return what every worker of a run of one job does."""
     job = TrainJob.from_json(config["job"])
     _prepare_worker(job.shape.device)
     from trainers.jobs.run import run_job

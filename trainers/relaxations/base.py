@@ -37,7 +37,7 @@ HeadGroups = tuple[tuple[int, ...], ...]
 
 
 def pooled(rows: Tensor, groups: HeadGroups) -> Tensor:
-    """The mean of each group's rows, `[S, ...]` -> `[G, ...]`."""
+    """Return the mean of each group's rows, `[S, ...]` -> `[G, ...]`."""
     return torch.stack([rows[list(group)].double().mean(0) for group in groups]).to(rows.dtype)
 
 
@@ -71,7 +71,7 @@ class HeadProjection(nn.Linear):
                 self.bias.copy_(bias.flatten())
 
     def mixed(self) -> tuple[Tensor, Tensor | None]:
-        """The weight `[S, d, D]` and bias `[S, d]` that this pass computes with."""
+        """Return the weight `[S, d, D]` and bias `[S, d]` that this pass computes with."""
         return self.source()
 
     def collapsed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -81,7 +81,7 @@ class HeadProjection(nn.Linear):
         raise NotImplementedError
 
     def source(self) -> tuple[Tensor, Tensor | None]:
-        """The heads held, `[S, d, D]` and `[S, d]`.
+        """Return the heads held, `[S, d, D]` and `[S, d]`.
 
         Inside the module's own call only, as ZeRO 3 has it.
         """
@@ -98,8 +98,10 @@ class Relaxation(nn.Module, ABC):
 
     Sits in the relaxed model as its child `relaxation`, so that what it learns is saved with it.
 
-    `stand_ins`: of each layer, by side ("k" or "v"), those that belong to its attention module.
     `stop_early`: end the stage as soon as `finished` says so.
+
+    Args:
+        stand_ins: Of each layer, by side ("k" or "v"), those that belong to its attention module.
     """
 
     stop_early = False
@@ -128,7 +130,7 @@ class Relaxation(nn.Module, ABC):
 
     @abstractmethod
     def penalty(self, step: int) -> Tensor:
-        """What is added to the loss of step `step`; a scalar. All workers call it together."""
+        """Return what is added to the loss of step `step`; a scalar. All workers call it together."""
 
     @abstractmethod
     def finished(self) -> bool:
@@ -151,11 +153,11 @@ class Relaxation(nn.Module, ABC):
 
     @abstractmethod
     def parameter_groups(self) -> list[ParameterGroup]:
-        """The parameters with rates of their own; all others train at the model's."""
+        """Return the parameters with rates of their own; all others train at the model's."""
 
     @torch.no_grad()
     def collapse(self) -> list[LayerHeads]:
-        """The heads of every layer, float32, keys and values in the order of the plan's groups.
+        """Return the heads of every layer, float32, keys and values in the order of the plan's groups.
 
         For whole weights: with ZeRO 3 load the gathered weights into a second relaxed model and
         collapse that.
@@ -179,7 +181,7 @@ class Relaxation(nn.Module, ABC):
         return layers
 
     def collapsed_model(self) -> PreTrainedModel:
-        """The plain converted model."""
+        """Return the plain converted model."""
         return assemble(self.model, self.plan, self.collapse())
 
 
@@ -191,7 +193,8 @@ def coarser_groups(old: Sequence[int], new: Sequence[int], where: str) -> HeadGr
 
     (0,1,2,2), (0,0,1,1) -> ((0,1), (2,)).
 
-    Raises PlanError if `new` would split a head of `old`.
+    Raises:
+        PlanError: If `new` would split a head of `old`.
     """
     owner: dict[int, int] = {}
     for source, target in zip(old, new, strict=True):
@@ -215,7 +218,9 @@ def is_coarser(old: AttentionPlan, new: AttentionPlan) -> bool:
 
 
 def lifted(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with one key and one value head a query head: the same function, logits unchanged."""
+    """Return a copy with one key and one value head per query head: the same function, logits
+    unchanged.
+    """
     plan = plan_of(model)
     mha = replace(plan, layers=(LayerPlan.identity(plan.num_heads),) * plan.num_layers)
     return assemble(model, mha, lift(model))
@@ -224,7 +229,7 @@ def lifted(model: PreTrainedModel) -> PreTrainedModel:
 def open_projections(
     model: PreTrainedModel, plan: AttentionPlan
 ) -> tuple[PreTrainedModel, AttentionPlan]:
-    """A copy of the model, the same function, whose q, k and v projections are separate
+    """Return a copy of the model, the same function, whose q, k and v projections are separate
     `HeadProjection`s in every layer, and its plan. Raises PlanError if `plan` does not fit the
     model.
     """

@@ -54,12 +54,12 @@ def stretched(s: Tensor) -> Tensor:
 
 
 def sampled_mask(log_alpha: Tensor, uniform: Tensor) -> Tensor:
-    """A hard concrete sample from uniform noise in (0, 1) (Louizos 2017, Eq. 10 and 11)."""
+    """Return a hard concrete sample from uniform noise in (0, 1) (Louizos 2017, Eq. 10 and 11)."""
     return stretched(torch.sigmoid((uniform.logit() + log_alpha) / BETA))
 
 
 def certain_mask(log_alpha: Tensor) -> Tensor:
-    """The mask without noise (Louizos 2017, Eq. 13)."""
+    """Return the mask without noise (Louizos 2017, Eq. 13)."""
     return stretched(torch.sigmoid(log_alpha))
 
 
@@ -95,7 +95,8 @@ class MaskedProjection(HeadProjection):
 
     Its original heads, its groups' new heads (their means at first), the masks.
 
-    `masks`: whose masks it fades by, and at which row of them.
+    Attributes:
+        masks: Whose masks it fades by, and at which row of them.
     """
 
     head_map: Tensor
@@ -128,7 +129,7 @@ class MaskedProjection(HeadProjection):
 
 
 def _means(rows: Tensor, groups: HeadGroups) -> nn.Parameter:
-    """The mean of each group's heads, `[S, ...]` -> `[G, ...]`."""
+    """Return the mean of each group's heads, `[S, ...]` -> `[G, ...]`."""
     return nn.Parameter(pooled(rows.detach(), groups))
 
 
@@ -216,7 +217,7 @@ class HardConcrete(Relaxation):
 
     @torch.no_grad()
     def remaining(self) -> float:
-        """The mean mask without noise, whether or not masks are frozen by now."""
+        """Return the mean mask without noise, whether or not masks are frozen by now."""
         return float(certain_mask(self.log_alpha().float()).mean())
 
     @torch.no_grad()

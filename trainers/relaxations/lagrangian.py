@@ -116,7 +116,7 @@ class _Reverse(torch.autograd.Function):
 
 
 def ascending(multiplier: Tensor) -> Tensor:
-    """The multiplier, to be maximised where all else is minimised."""
+    """Return the multiplier, to be maximised where all else is minimised."""
     return _Reverse.apply(multiplier)  # pyright: ignore[reportReturnType]
 
 

@@ -44,7 +44,7 @@ _Block = tuple[int, int]  # layer, head
 
 
 def from_centre(apart: Tensor) -> Tensor:
-    """What a star's blocks have beside their mean, the earlier block first.
+    """Return what a star's blocks have beside their mean, the earlier block first.
 
     D `[m, ...]` -> `[m + 1, ...]`, sum 0.
     """
@@ -71,7 +71,8 @@ class Beside:
     """Adds to the output of one shared or lending projection what its blocks have beside the shared
     weights.
 
-    `parts`: for each block its star and its place there (0: the earlier block).
+    Args:
+        parts: For each block its star and its place there (0: the earlier block).
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class Beside:
 
 
 def _lines(projection: Any, columns: bool) -> Tensor:
-    """A projection's weight, the features of its blocks first, with the biases of rows as last column."""
+    """Return a projection's weight, the features of its blocks first, with the biases of rows as last
+    column.
+    """
     if columns:
         return projection.weight.detach().T
     bias = projection.bias
@@ -202,11 +205,13 @@ class PullTogether(Relaxation):
         return torch.zeros((), device=self.model.device)
 
     def finished(self) -> bool:
-        """The pairs, as of the last `metrics`, are as near to each other as the tolerance asks for."""
+        """Return the pairs, as of the last `metrics`, are as near to each other as the tolerance asks
+        for.
+        """
         return self._left is not None and self._left <= self.tolerance
 
     def remaining(self) -> float:
-        """The squared distance of the pairs over that at step 0."""
+        """Return the squared distance of the pairs over that at step 0."""
         return self.metrics()["distance"]
 
     @torch.no_grad()

@@ -22,15 +22,19 @@ from trainers.settings import TrainSettings
 class RelaxationSpec:
     """Which relaxation, towards what, for how long.
 
-    `plans`: JSON of the plan to reach, or of several, each coarser than the one before, reached one
-    after the other (DHA's 2x, 4x, 8x: App. B.2); every one takes up to `steps` steps. `knobs` are
-    the part's. `settings`: of this training; None for those of the job. `save_every`: steps between
-    training checkpoints, which a killed run resumes from.
+    `knobs` are the part's.
 
-    `own_schedule`: each stage has a learning-rate schedule of its own, and so has what follows
-    (DHA, Table 4); else one spans all. `regroup_steps`: so many steps before each stage but the
-    last say which heads of a group are fused first (`trainers.fusion_search`); 0: as `plans` have
-    it. For "lagrangian" alone.
+    For "lagrangian" alone.
+
+    Attributes:
+        plans: JSON of the plan to reach, or of several, each coarser than the one before, reached
+            one after the other (DHA's 2x, 4x, 8x: App. B.2); every one takes up to `steps` steps.
+        settings: Of this training; None for those of the job.
+        save_every: Steps between training checkpoints, which a killed run resumes from.
+        own_schedule: Each stage has a learning-rate schedule of its own, and so has what follows
+            (DHA, Table 4); else one spans all.
+        regroup_steps: So many steps before each stage but the last say which heads of a group are
+            fused first (`trainers.fusion_search`); 0: as `plans` have it.
     """
 
     name: str
@@ -98,8 +102,8 @@ class RelaxationSpec:
     def install(
         self, model: PreTrainedModel, stage: int, seed: int, plan: AttentionPlan | None = None
     ) -> Relaxation:
-        """The relaxation of one stage, towards its plan or `plan`, on a copy of `model`, lifted where
-        need be.
+        """Return the relaxation of one stage, towards its plan or `plan`, on a copy of `model`, lifted
+        where need be.
         """
         plan = plan or AttentionPlan.from_json(self.plans[stage])
         if not is_coarser(plan_of(model), plan):

@@ -93,7 +93,8 @@ class DataError(ValueError):
 class Conversation(str):
     """The messages of a conversation as JSON: a list of objects with `role` and `content`.
 
-    `field`: where they were.
+    Attributes:
+        field: Where they were.
     """
 
     field: str
@@ -127,7 +128,7 @@ class Conversation(str):
 
 
 def is_held_out(identity: str, one_in: int = HOLD_OUT) -> bool:
-    """True for about one document in `one_in`, by the md5 digest of what identifies it.
+    """Return the true for about one document in `one_in`, by the md5 digest of what identifies it.
 
     The same in every process.
     """
@@ -139,7 +140,7 @@ def _md5(identity: str) -> int:
 
 
 def document_digest(text: str) -> bytes:
-    """What two equal documents have in common, in 16 bytes."""
+    """Return what two equal documents have in common, in 16 bytes."""
     return hashlib.md5(text.encode()).digest()
 
 
@@ -198,10 +199,12 @@ class Corpus:
     ) -> Iterator[str]:
         """Texts of one side, in the order of the source, or shuffled when a seed is given.
 
-        `mixed`: of `builtin` only as much code as there is prose.
+        Args:
+            mixed: Of `builtin` only as much code as there is prose.
 
-        Raises DataError when the source is missing, has no `text_field`, is held out and asked to
-        train, or cannot be divided.
+        Raises:
+            DataError: When the source is missing, has no `text_field`, is held out and asked to
+                train, or cannot be divided.
         """
         if side == "train" and self.wholly_held_out:
             raise DataError(
@@ -265,8 +268,10 @@ class Corpus:
         """Digests of the held-out documents of small files.
 
         Those by the md5 rule, and of the others as many as it takes, in the order of the digests.
-        Empty where the md5 rule is enough. Raises DataError for text that has less than two
-        different documents.
+        Empty where the md5 rule is enough.
+
+        Raises:
+            DataError: For text that has less than two different documents.
         """
         if self.wholly_held_out or not self.files or self.size > SMALL_BYTES:
             return frozenset()
@@ -309,7 +314,7 @@ def _shuffled(items: list[Any], seed: int | None) -> list[Any]:
 
 
 def help_topics() -> dict[str, str]:
-    """The texts of `help()` about Python, by name: English with examples.
+    """Return the texts of `help()` about Python, by name: English with examples.
 
     Empty where an interpreter comes without.
     """
@@ -321,10 +326,11 @@ def help_topics() -> dict[str, str]:
 
 
 def resolve(source: str) -> Corpus:
-    """The corpus that a source names.
+    """Return the corpus that a source names.
 
-    Raises DataError when local files are named but missing or of no known type, and TypeError for
-    texts themselves.
+    Raises:
+        DataError: When local files are named but missing or of no known type.
+        TypeError: For texts themselves.
     """
     if not isinstance(source, str):
         raise TypeError(
@@ -418,7 +424,7 @@ def _local_files(name: str) -> tuple[Path, ...]:
 
 
 def _open(corpus: Corpus) -> Any:
-    """The source as a streaming data set, so that its size does not matter."""
+    """Return the source as a streaming data set, so that its size does not matter."""
     from datasets import disable_progress_bars, load_dataset, logging
 
     disable_progress_bars()
@@ -465,7 +471,7 @@ def _texts(stream: Any, text_field: str, corpus: Corpus) -> Iterator[str]:
 
 
 def _text(row: Mapping[str, Any], text_field: str, corpus: Corpus) -> str:
-    """The text of a record, or its `Conversation`."""
+    """Return the text of a record, or its `Conversation`."""
     name = text_field
     if name not in row:
         name = next((chat for chat in CHAT_FIELDS if isinstance(row.get(chat), list)), "")
@@ -485,7 +491,7 @@ def _text(row: Mapping[str, Any], text_field: str, corpus: Corpus) -> str:
 
 
 def _check_json(corpus: Corpus) -> None:
-    """Raises DataError naming the first line of a JSON file that is none."""
+    """Raise DataError naming the first line of a JSON file that is none."""
     for file in (
         corpus.files
         if corpus.kind == "files" and BUILDERS[corpus.files[0].suffix] == "json"

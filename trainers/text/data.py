@@ -6,7 +6,7 @@ Where a tokenizer begins every text with a token, every sequence begins with it 
 sequence begins in the middle of a document, and most heads attend to what every prompt begins with:
 it stands in the place of the sequence's first token, which nothing predicts.
 
-Legend: N sequences, T tokens a sequence, B sequences a step over all workers, W workers.
+Legend: N sequences, T tokens per sequence, B sequences per step over all workers, W workers.
 """
 
 from __future__ import annotations
@@ -89,8 +89,10 @@ class TextCut:
     first of the text; evaluation and calibration are small, and their text is held in memory (see
     `POOL`).
 
-    `division`: how the source is divided into the two sides. `apart_from`: another source, whose
-    documents are left out of `eval`. `at_most`: where there is less text, all that there is.
+    Attributes:
+        division: How the source is divided into the two sides.
+        apart_from: Another source, whose documents are left out of `eval`.
+        at_most: Where there is less text, all that there is.
     """
 
     source: str
@@ -104,7 +106,7 @@ class TextCut:
     at_most: bool = False
 
     def __post_init__(self) -> None:
-        """Raises DataError for what cannot be, before a text is read."""
+        """Raise DataError for what cannot be, before a text is read."""
         if self.split not in SPLITS:
             raise DataError(f"split must be one of {SPLITS}, got {self.split!r}")
         if self.sequence_length < 2:
@@ -126,7 +128,7 @@ class TextCut:
         return resolve(self.source)
 
     def check(self) -> None:
-        """Raises DataError for a source that is not there, and for one whose files are too small for a
+        """Raise DataError for a source that is not there, and for one whose files are too small for a
         text that takes long to read; of a SMALL one reading tells how many tokens there are.
         """
         most = self.corpus.most_tokens
@@ -199,7 +201,7 @@ class TextCut:
         return digests
 
     def in_memory(self, tokenizer: Any) -> np.ndarray:
-        """The sequences, `[N, T]` int32. Raises DataError when there is too little text."""
+        """Return the sequences, `[N, T]` int32. Raises DataError when there is too little text."""
         if self.split != "train":
             return self.pooled(tokenizer).sequences(self)
         check_end_token(tokenizer)
@@ -208,7 +210,7 @@ class TextCut:
         return PooledTokens(ids, reader.place.documents, beginning(tokenizer)).sequences(self)
 
     def pooled(self, tokenizer: Any) -> PooledTokens:
-        """The text that the sequences of an evaluation or a calibration are spaced over."""
+        """Return the text that the sequences of an evaluation or a calibration are spaced over."""
         check_end_token(tokenizer)
         left_out: list[str] = []
         most = POOL if self.split == "eval" else min(POOL, CALIBRATION_SPREAD * self.tokens)
@@ -219,7 +221,8 @@ class TextCut:
     def write(self, tokenizer: Any, folder: Path, shard_tokens: int, tokenise: Tokenise) -> None:
         """Write the token set, what an earlier run has left of it excepted.
 
-        Raises DataError when there is too little text.
+        Raises:
+            DataError: When there is too little text.
         """
         made_of = self._made_of(tokenizer)
         largest = largest_id(tokenizer)
@@ -266,7 +269,7 @@ class TextCut:
             progress.to(done := done + tokens_needed)
 
     def too_few(self, tokens: int, documents: int, left_out: int = 0) -> DataError:
-        """The mistake that a text of so many tokens is."""
+        """Return the mistake that a text of so many tokens is."""
         requested = self.sequences
         length = self.sequence_length
         there = tokens // length
@@ -291,8 +294,9 @@ class TextCut:
 class PooledTokens:
     """Tokens `[n]` int32 of the first documents of a split.
 
-    `first`: what every sequence begins with; `left_out`: documents that also stand in the text that
-    it is to be apart from.
+    Attributes:
+        first: What every sequence begins with.
+        left_out: Documents that also stand in the text that it is to be apart from.
     """
 
     ids: np.ndarray
@@ -303,7 +307,8 @@ class PooledTokens:
     def sequences(self, cut: TextCut) -> np.ndarray:
         """Those of `cut`, `[N, T]` int32, evenly spaced.
 
-        Raises DataError when there is too little text.
+        Raises:
+            DataError: When there is too little text.
         """
         requested = cut.sequences
         length = cut.sequence_length
@@ -387,7 +392,8 @@ class Texts:
     def cut(self, split: Split, tokens: int | None, length: int) -> TextCut:
         """One split.
 
-        Raises DataError for a source that is not there, and for tokens that fill no sequence.
+        Raises:
+            DataError: For a source that is not there, and for tokens that fill no sequence.
         """
         source = self.eval_source if split == "eval" else self.source
         corpus = resolve(source)
@@ -423,8 +429,10 @@ class Texts:
     ) -> LoadedTexts:
         """Both texts, for a model of so many `positions`.
 
-        That to calibrate on is empty, `[0, T]`, unless it is wanted (`calibrate`). Raises DataError
-        for a source that is not there or has too little text.
+        That to calibrate on is empty, `[0, T]`, unless it is wanted (`calibrate`).
+
+        Raises:
+            DataError: For a source that is not there or has too little text.
         """
         requested: dict[Split, int | None] = {"eval": eval_tokens}
         if calibrate:
@@ -456,7 +464,7 @@ class Texts:
 def load_sequences(
     source: str, tokenizer: Any, *, cache_dir: str | Path | None = None, **cut: Any
 ) -> Tensor:
-    """The sequences of `TextCut(source, **cut)` in memory, `[N, T]` int64.
+    """Return the sequences of `TextCut(source, **cut)` in memory, `[N, T]` int64.
 
     Without `cache_dir` none are kept.
     """
@@ -473,12 +481,14 @@ def token_set(
     tokenise: Tokenise = tokenise_here,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Path:
-    """The folder in `cache_dir` with the sequences of `cut`, for `read_sequences`.
+    """Return the folder in `cache_dir` with the sequences of `cut`, for `read_sequences`.
 
     Made unless it is there.
 
-    A run that was killed is gone on with. Whatever `tokenise`, the set is the same. Raises
-    DataError when there is too little text.
+    A run that was killed is gone on with. Whatever `tokenise`, the set is the same.
+
+    Raises:
+        DataError: When there is too little text.
     """
     folder = cut.folder(tokenizer, cache_dir, shard_tokens)
     if not is_complete(folder):
@@ -548,7 +558,8 @@ class BatchStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
 
-        Raises ValueError for a state of another seed or of other data.
+        Raises:
+            ValueError: For a state of another seed or of other data.
         """
         for name, value in (("seed", self._seed), ("sequences", len(self._sequences))):
             if state[name] != value:

@@ -33,7 +33,9 @@ SHOTS = (2, 3, 4, 5, 6, 7)  # the paper's mixture
 class Task:
     """`pattern`: a key of PATTERNS.
 
-    `domain`: a key of DOMAINS; `transformation`: one that the domain knows.
+    Attributes:
+        domain: A key of DOMAINS.
+        transformation: One that the domain knows.
     """
 
     pattern: str
@@ -49,7 +51,8 @@ class Task:
 class Example:
     """A prompt that ends right before the answer, and the one word that answers it.
 
-    `shots`: solved examples in it.
+    Attributes:
+        shots: Solved examples in it.
     """
 
     task: Task
@@ -182,7 +185,9 @@ def split_tasks(
     """(tasks to train on, `held_out` tasks to test on).
 
     Every pattern and every transformation of the second is also in the first, but no pair of them.
-    Raises ValueError if so many cannot be held out.
+
+    Raises:
+        ValueError: If so many cannot be held out.
     """
     training = set(tasks)
     out = list[Task]()
@@ -215,7 +220,7 @@ def draw(task: Task, generator: np.random.Generator) -> Example:
 
 
 def episode(task: Task, shots: int, generator: np.random.Generator) -> Example:
-    """An example after `shots` solved ones of the same task, one a line."""
+    """Return an example after `shots` solved ones of the same task, one a line."""
     solved = "".join(
         f"{e.prompt} {e.answer}.\n" for e in (draw(task, generator) for _ in range(shots))
     )
@@ -266,8 +271,10 @@ class Score:
     """Over `count` examples.
 
     `accuracy`, the share whose answer is the model's likeliest, token by token; `perplexity` of the
-    answer word, exp of its mean nats (all its tokens together). `by_task`: accuracy of each task by
-    name.
+    answer word, exp of its mean nats (all its tokens together).
+
+    Attributes:
+        by_task: Accuracy of each task by name.
     """
 
     accuracy: float

@@ -43,13 +43,13 @@ def names() -> list[str]:
 
 
 def fingerprint() -> str:
-    """Changes with the words and the tasks."""
+    """Return the changes with the words and the tasks."""
     return hashlib.sha256(repr((DOMAINS, PEOPLE, all_tasks(), _SHOTS)).encode()).hexdigest()
 
 
 @cache
 def tasks_of(name: str, train: bool) -> Sequence[Task]:
-    """The tasks of one side of a source. Raises ValueError for an unknown name."""
+    """Return the tasks of one side of a source. Raises ValueError for an unknown name."""
     if name not in names():
         raise ValueError(
             f"{SYNTHETIC_PREFIX}{name}: expected one of {', '.join(names())} behind {SYNTHETIC_PREFIX}"
@@ -78,7 +78,10 @@ def score_held_out(
 ) -> Score:
     """How a model answers the held-out tasks of `synthetic:name`, always the same examples.
 
-    The paper has 12 a task (App. F). `first`: tokens that every prompt begins with.
+    The paper has 12 a task (App. F).
+
+    Args:
+        first: Tokens that every prompt begins with.
     """
     prompts = examples(
         tasks_of(name, False), per_task, np.random.default_rng([0, ASKING]), PROMPT_SHOTS

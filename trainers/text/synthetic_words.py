@@ -24,10 +24,14 @@ PEOPLE = _split(
 class WordDomain:
     """A kind of things.
 
-    `classes`: class -> its items; `statement`: of a person and an item; `listing`: of items alone;
-    `other_class`: names what is outside a class ("" if no class may be asked for);
     `transformations`: phrase that asks for it -> answer of every item, by name. `copy` is always
     among them.
+
+    Attributes:
+        classes: Class -> its items.
+        statement: Of a person and an item.
+        listing: Of items alone.
+        other_class: Names what is outside a class ("" if no class may be asked for).
     """
 
     name: str

@@ -6,7 +6,7 @@ A set is a folder:
     index.json              what the set was made of, and size and digest of each shard; written last, in one step
     unfinished.json         until then the same of the shards so far, so that a killed run goes on with the others
 
-Legend: N sequences, T tokens a sequence, S sequences a shard.
+Legend: N sequences, T tokens per sequence, S sequences per shard.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class TokenSequences:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises DataError if there is no finished set in `folder`."""
+        """Raise DataError if there is no finished set in `folder`."""
         self.folder = Path(folder)
         index = _read(self.folder / _INDEX)
         if index is None:
@@ -117,7 +117,9 @@ class TokenSequences:
         return self.shape[0]
 
     def __getitem__(self, rows: slice | Sequence[int]) -> Tensor:
-        """Some sequences, `[rows, T]` int64. Raises DataError if a shard has gone or is damaged."""
+        """Return some sequences, `[rows, T]` int64. Raises DataError if a shard has gone or is
+        damaged.
+        """
         numbers = range(len(self))[rows] if isinstance(rows, slice) else rows
         result = np.empty((len(numbers), self.shape[1]), dtype=np.int64)
         rows_by_shard: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -169,7 +171,8 @@ class TokenSetWriter:
     def write(self, number: int, sequences: np.ndarray, end: TextPosition) -> None:
         """`sequences` `[rows, T]`; `end`: where in the text the next shard begins.
 
-        Raises ValueError for a token id that the set's type cannot hold.
+        Raises:
+            ValueError: For a token id that the set's type cannot hold.
         """
         if sequences.max() > np.iinfo(self.layout.dtype).max:
             raise ValueError(f"token ids must fit {self.layout.dtype}, got {sequences.max()}")
@@ -201,9 +204,10 @@ class TokenSetWriter:
 
 
 def read_sequences(folder: str | Path) -> TokenSequences:
-    """The sequences of a set by `write_sequences` or `trainers.text.data.token_set`.
+    """Return the sequences of a set by `write_sequences` or `trainers.text.data.token_set`.
 
-    Raises DataError if there is none.
+    Raises:
+        DataError: If there is none.
     """
     return TokenSequences(folder)
 
@@ -218,7 +222,8 @@ def write_sequences(
 ) -> None:
     """Write `[N, T]` token ids that are in memory.
 
-    `largest_id`: of the vocabulary (None: of the sequences).
+    Args:
+        largest_id: Of the vocabulary (None: of the sequences).
     """
     count, length = sequences.shape
     largest = int(sequences.max()) if largest_id is None else largest_id
@@ -247,7 +252,7 @@ def shard_file(folder: Path, number: int) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """An index of this format.
+    """Return an index of this format.
 
     None if it is not there, was cut by a full disk, or is of another format.
     """

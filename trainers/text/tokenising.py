@@ -56,9 +56,10 @@ def text_blocks(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def tokenise(texts: list[str], tokenizer: Any) -> TokenBlock:
-    """The tokens of one block: of nothing but the block and the tokenizer.
+    """Return the tokens of one block: of nothing but the block and the tokenizer.
 
-    Raises DataError for conversations that the tokenizer's chat template does not take.
+    Raises:
+        DataError: For conversations that the tokenizer's chat template does not take.
     """
     first = beginning(tokenizer)
     end = tokenizer.eos_token_id
@@ -76,7 +77,7 @@ def tokenise(texts: list[str], tokenizer: Any) -> TokenBlock:
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text, as it is served.
+    """Return what the tokenizer puts before a text, as it is served.
 
     The beginning token of most Llamas and Gemmas, nothing for GPT-2 and Qwen.
     """
@@ -89,7 +90,7 @@ def beginning(tokenizer: Any) -> list[int]:
 
 
 def _written(conversation: Conversation, tokenizer: Any) -> str:
-    """A conversation as text, special tokens included."""
+    """Return a conversation as text, special tokens included."""
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"{conversation.field} holds conversations, and the tokenizer has no chat template to write them by; copy "
@@ -158,7 +159,7 @@ class TokenReader:
         self._ends = np.empty(0, np.int64)
 
     def take(self, count: int) -> np.ndarray:
-        """The next `count` tokens, int32; fewer where the text ends."""
+        """Return the next `count` tokens, int32; fewer where the text ends."""
         taken = np.empty(count, np.int32)
         done = 0
         while done < count and (self._at < len(self._ids) or self._advance()):
@@ -221,7 +222,7 @@ def largest_id(tokenizer: Any) -> int:
 
 
 def check_end_token(tokenizer: Any) -> None:
-    """Raises DataError for a tokenizer that has none."""
+    """Raise DataError for a tokenizer that has none."""
     if tokenizer.eos_token_id is None:
         raise DataError(
             "the tokenizer has no end token to join documents with; set tokenizer.eos_token"

@@ -17,10 +17,13 @@ class TokenizerError(ValueError):
 
 
 def read_tokenizer(source: str | Path) -> Any:
-    """The tokenizer of a folder or hub name.
+    """Return the tokenizer of a folder or hub name.
 
-    Raises TokenizerError if there is none. For many families transformers makes an empty tokenizer
-    of a folder without its files, which turns every text into nothing: that is refused too.
+    For many families transformers makes an empty tokenizer of a folder without its files, which
+    turns every text into nothing: that is refused too.
+
+    Raises:
+        TokenizerError: If there is none.
     """
     folder = Path(source)
     try:

@@ -3,5 +3,5 @@
 The model stays what it was.
 
 A part is `f(heads, plan, statistics, geometry, **knobs) -> LayerHeads` on lifted heads (one key and
-one value head a query head): the same layer, other coordinates.
+one value head per query head): the same layer, other coordinates.
 """

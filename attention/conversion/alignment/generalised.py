@@ -28,7 +28,7 @@ def unaligned(
     statistics: LayerStatistics | None = None,
     geometry: HeadGeometry | None = None,
 ) -> LayerHeads:
-    """The heads as they are."""
+    """Return the heads as they are."""
     return heads
 
 
@@ -56,8 +56,10 @@ def align(
 
     Keys turn within their rotary pairs and queries turn with them; values turn freely and the
     output projection turns back (Jin 2024, eq. 12 to 16). With a norm on queries or keys after the
-    projection only values turn. A group of one stays as it is. Raises ValueError without statistics
-    or if the heads are not lifted.
+    projection only values turn. A group of one stays as it is.
+
+    Raises:
+        ValueError: Without statistics or if the heads are not lifted.
     """
     if statistics is None:
         raise ValueError("alignment=procrustes needs a calibration; pass the layer's statistics")
@@ -75,7 +77,7 @@ def align(
 def align_heads(
     gram: Tensor, groups: Sequence[Sequence[int]], layout: RotaryLayout, *, iterations: int = 100
 ) -> Tensor:
-    """A rotation for each head, `[H, d, d]` float64, from the Gram of all heads.
+    """Return a rotation for each head, `[H, d, d]` float64, from the Gram of all heads.
 
     The identity in groups of one.
     """

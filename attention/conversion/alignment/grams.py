@@ -32,8 +32,10 @@ def head_gram(
     """Gram of the key or value activations (keys before RoPE), `[H, H, d, d]` float64.
 
     `dist` takes the activations as they are, over all calibration tokens; `cos` makes each vector
-    one unit long first (Jin 2024, eq. 7 and 8), on the sampled inputs. Raises ValueError for an
-    unknown side or criterion, or if `cos` finds no sample.
+    one unit long first (Jin 2024, eq. 7 and 8), on the sampled inputs.
+
+    Raises:
+        ValueError: For an unknown side or criterion, or if `cos` finds no sample.
     """
     if side not in _SIDES:
         raise ValueError(f"side must be one of {_SIDES}, got {side!r}")

@@ -53,7 +53,10 @@ def fold(
 
     E and B are least-squares fusion's, stretched where they would shrink a direction below `floor`
     of the greatest. With a norm on queries and keys only values move. A group of one stays as it
-    is. Raises ValueError without statistics or if the heads are not lifted.
+    is.
+
+    Raises:
+        ValueError: Without statistics or if the heads are not lifted.
     """
 
     if statistics is None:
@@ -76,12 +79,15 @@ def fold(
 
 
 def bounded(maps: Tensor, layout: RotaryLayout, floor: float) -> Tensor:
-    """The maps `[g, d, d]` with no stretch below `floor` times the greatest.
+    """Return the maps `[g, d, d]` with no stretch below `floor` times the greatest.
 
     They still commute with RoPE.
 
     A rotary pair is a scaled rotation: its scale is raised. The free dims have singular values
-    raised. Raises ValueError for maps that are zero.
+    raised.
+
+    Raises:
+        ValueError: For maps that are zero.
     """
     first, second, free = (
         torch.tensor(dims, dtype=torch.long) for dims in (layout.first, layout.second, layout.free)

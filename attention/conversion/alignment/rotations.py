@@ -20,7 +20,7 @@ def _orthogonal(cross: Tensor) -> Tensor:
 
 
 def rotation_from_cross(cross: Tensor, layout: RotaryLayout) -> Tensor:
-    """The admissible P that maximises tr(P^T cross).
+    """Return the admissible P that maximises tr(P^T cross).
 
     Argmin ||P x - y|| where cross is (a multiple of) y x^T.
 
@@ -49,20 +49,25 @@ def _cross(x: Tensor, y: Tensor, layout_dim: int | None = None) -> Tensor:
 
 
 def procrustes(x: Tensor, y: Tensor) -> Tensor:
-    """The orthogonal P `[d, d]` (float64) that minimises ||P x - y|| for x and y `[d, N]`.
+    """Return the orthogonal P `[d, d]` (float64) that minimises ||P x - y|| for x and y `[d, N]`.
 
     With SVD(y x^T) = Phi Sigma Psi^T it is Phi Psi^T (Schoenemann 1966; Jin 2024, eq. 4 to 6, which
-    prints the transpose). Raises ValueError if the shapes differ.
+    prints the transpose).
+
+    Raises:
+        ValueError: If the shapes differ.
     """
     return _orthogonal(_cross(x, y))
 
 
 def rotary_procrustes(x: Tensor, y: Tensor, layout: RotaryLayout) -> Tensor:
-    """The P `[d, d]` (float64) that minimises ||P x - y|| among those that commute with RoPE, for x
-    and y `[d, N]`.
+    """Return the P `[d, d]` (float64) that minimises ||P x - y|| among those that commute with RoPE,
+    for x and y `[d, N]`.
 
     Jin 2024, eq. 14 to 17: one 2-D rotation for each rotary pair. Dims that partial rotary leaves
-    free take a general orthogonal map, which the paper does not treat. Raises ValueError if the
-    shapes differ or are not the layout's.
+    free take a general orthogonal map, which the paper does not treat.
+
+    Raises:
+        ValueError: If the shapes differ or are not the layout's.
     """
     return rotation_from_cross(_cross(x, y, layout.head_dim), layout)

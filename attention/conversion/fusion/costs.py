@@ -38,8 +38,9 @@ EIGEN = 9
 class Cost:
     """Cost of a group. Nothing is remembered: that is for the caller, who knows what comes again.
 
-    `preparation`: about the multiply-adds before the first price, as far as they count beside those
-    of prices.
+    Attributes:
+        preparation: About the multiply-adds before the first price, as far as they count beside
+            those of prices.
     """
 
     preparation: float = 0.0
@@ -50,7 +51,8 @@ class Cost:
     def cost(self, members: Sequence[int]) -> float:
         """Cost of fusing these heads into one.
 
-        Raises ValueError if a head is named twice or does not exist.
+        Raises:
+            ValueError: If a head is named twice or does not exist.
         """
         key = self._checked(members)
         if len(key) == 1:
@@ -62,7 +64,8 @@ class Cost:
 
         Together they take less time than one by one.
 
-        Raises ValueError as `cost` does, and for groups of several sizes.
+        Raises:
+            ValueError: As `cost` does, and for groups of several sizes.
         """
         if len({len(group) for group in groups}) > 1:
             raise ValueError(
@@ -203,7 +206,7 @@ class ValueCost(Cost):
         return torch.stack([self._error(group) for group in groups])
 
     def _error(self, group: Tensor) -> Tensor:
-        """The errors of `fit` without sweeps, without building it.
+        """Return the errors of `fit` without sweeps, without building it.
 
         In coordinates in which every metric is 1.
 
@@ -235,14 +238,14 @@ class ValueCost(Cost):
         return (energy - read.sum(1)).clamp_min(0).sum()
 
     def _units(self, group: Tensor) -> tuple[list[int], Tensor]:
-        """The different value heads of a group by their numbers in `first`, and which of them each
-        member has.
+        """Return the different value heads of a group by their numbers in `first`, and which of them
+        each member has.
         """
         units, which = self.which[group].unique(return_inverse=True)
         return units.tolist(), which.to(self.metrics.device)
 
     def _root(self, group: Tensor, which: Tensor) -> Tensor:
-        """The root of the members' metrics, summed over those that have the same value head.
+        """Return the root of the members' metrics, summed over those that have the same value head.
 
         `[u, d, d]` float32.
         """
@@ -281,13 +284,13 @@ class ValueCost(Cost):
         )
 
     def different(self, group: Tensor) -> list[int]:
-        """The different value heads among the members of a group, each by the first that has it,
-        ascending.
+        """Return the different value heads among the members of a group, each by the first that has
+        it, ascending.
         """
         return [self.first[unit] for unit in self._units(group)[0]]
 
     def fit(self, group: Tensor, sweeps: int = 0) -> RealFit:
-        """The fit of one group, `[g]` head indices (see `fit_real`).
+        """Return the fit of one group, `[g]` head indices (see `fit_real`).
 
         Its basis is of the `different` ones.
         """
@@ -298,7 +301,9 @@ class ValueCost(Cost):
 
 
 def under_norm(heads: LayerHeads) -> LayerHeads:
-    """The heads with the weights of the norms that follow folded in, and no norm weights of their own."""
+    """Return the heads with the weights of the norms that follow folded in, and no norm weights of
+    their own.
+    """
     rows = {"q": heads.q_norm, "k": heads.k_norm, "q_bias": heads.q_norm, "k_bias": heads.k_norm}
     for name, weight in rows.items():
         if weight is not None:

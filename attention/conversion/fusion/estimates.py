@@ -91,7 +91,9 @@ class PooledValueCost(Cost):
         return (group[:, None] * self.dim + torch.arange(self.dim, device=group.device)).flatten()
 
     def start(self, members: int, count: int) -> Tensor:
-        """The first `count` of the members' dims, one of each member in turn: where most energy is."""
+        """Return the first `count` of the members' dims, one of each member in turn: where most energy
+        is.
+        """
         order = torch.arange(count, device=self.gram.device)
         return order % members * self.dim + order // members
 

@@ -56,8 +56,10 @@ def least_squares_fuse(
     complex key and one complex scale a member, folded into its query; in free dims a shared key and
     a map a member; with a norm on the queries and keys of each head mean keys, after the signs that
     pass it (`attention.conversion.fusion.signs`); for a norm over all heads see
-    `_under_whole_norm`. Shared heads have the root-mean-square norm of their members. Raises
-    ValueError without statistics or if the heads are not lifted.
+    `_under_whole_norm`. Shared heads have the root-mean-square norm of their members.
+
+    Raises:
+        ValueError: Without statistics or if the heads are not lifted.
     """
     if statistics is None:
         raise ValueError("fusion=least_squares needs a calibration; pass the layer's statistics")

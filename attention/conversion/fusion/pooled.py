@@ -47,7 +47,8 @@ def mean_fuse(
 ) -> LayerHeads:
     """Each kept head is the mean of its group's heads; queries and output stay.
 
-    Raises ValueError if not lifted.
+    Raises:
+        ValueError: If not lifted.
     """
     check_lifted(heads, plan)
     keys = plan.key_groups
@@ -84,12 +85,15 @@ def norm_restored_fuse(
     statistics: LayerStatistics | None,
     geometry: HeadGeometry | None = None,
 ) -> LayerHeads:
-    """The mean, rescaled so that its activations have the root-mean-square norm of the group's
+    """Return the mean, rescaled so that its activations have the root-mean-square norm of the group's
     activations.
 
     Norms are taken over the calibration tokens, biases included, and biases scale along. With a
     norm on keys after the projection the scale of a key head has no effect, so keys are the plain
-    mean then. Raises ValueError without statistics or if the heads are not lifted.
+    mean then.
+
+    Raises:
+        ValueError: Without statistics or if the heads are not lifted.
     """
     if statistics is None:
         raise ValueError("fusion=norm_restored needs a calibration; pass the layer's statistics")

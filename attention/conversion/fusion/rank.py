@@ -36,7 +36,7 @@ class RealFit:
 def fit_real(
     grams: Tensor, metrics: Tensor, which: Tensor | None = None, *, sweeps: int = 0
 ) -> RealFit:
-    """The shared head of g members, each under its own covariance and its own metric.
+    """Return the shared head of g members, each under its own covariance and its own metric.
 
     grams `[g, u f, u f]`: the Gram of the u different heads among the members under the covariance
     that a member sees; which `[g]`: the head of each member (default: u = g, in order). metrics
@@ -66,7 +66,7 @@ def fit_real(
 
 
 def summed(metrics: Tensor, which: Tensor, heads: int) -> Tensor:
-    """The metrics of the members that have the same head, `[g, f, f]` -> `[u, f, f]`.
+    """Return the metrics of the members that have the same head, `[g, f, f]` -> `[u, f, f]`.
 
     An error of that head counts in all of them.
     """
@@ -82,7 +82,7 @@ def diagonal_blocks(grams: Tensor, which: Tensor, dim: int) -> Tensor:
 
 
 def symmetric_root(matrices: Tensor) -> Tensor:
-    """A symmetric R with R^T R = the given positive semi-definite matrix, `[..., f, f]`."""
+    """Return a symmetric R with R^T R = the given positive semi-definite matrix, `[..., f, f]`."""
     values, vectors = torch.linalg.eigh(matrices)
     return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.transpose(-1, -2)
 
@@ -138,7 +138,7 @@ def _read_back(
 def _refit_basis(
     grams: Tensor, metrics: Tensor, which: Tensor, back: Tensor, start: Tensor
 ) -> Tensor:
-    """The best N for given L.
+    """Return the best N for given L.
 
     Sum_h C_h N L_h^T P_h L_h = sum_h C_h[:, h] P_h L_h, by conjugate gradients from `start`.
 
@@ -184,7 +184,9 @@ def _pseudo_inverse(matrix: Tensor, ridge: float) -> Tensor:
 
 
 def _size_factor(grams: Tensor, which: Tensor, basis: Tensor) -> Tensor:
-    """What the shared head must be multiplied by to have the members' root-mean-square norm, `[]`."""
+    """Return what the shared head must be multiplied by to have the members' root-mean-square norm,
+    `[]`.
+    """
     pooled = grams.mean(0)
     shared = ((pooled @ basis) * basis).sum()
     members = pooled.diagonal().view(-1, basis.shape[1]).sum(1)[which].mean()
@@ -213,7 +215,7 @@ def pair_energy(power: Tensor, layout: RotaryLayout) -> Tensor:
 
 
 def fit_complex(gram: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
-    """The shared key of each pair and each member's complex scale: N `[P, g]` and s `[P, g]`.
+    """Return the shared key of each pair and each member's complex scale: N `[P, g]` and s `[P, g]`.
 
     z' = sum_i conj(N_i) z_i and z_i ~ s_i z'. gram `[P, g, g]` from `complex_gram`, energy `[P, g]`
     the members' mean query energy. Both come from the leading eigenvector of the weighted Gram

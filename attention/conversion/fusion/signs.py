@@ -57,7 +57,7 @@ def with_signs(
     statistics: LayerStatistics,
     geometry: HeadGeometry,
 ) -> LayerHeads:
-    """An equivalent layer of lifted heads, whose keys agree better within each group."""
+    """Return an equivalent layer of lifted heads, whose keys agree better within each group."""
     layout = geometry.rotary
     gram = unit_gram(augmented(heads.k, heads.k_bias).double(), statistics.input_moment, layout)
     turns = torch.ones(heads.num_heads, heads.head_dim, dtype=torch.float64, device=gram.device)

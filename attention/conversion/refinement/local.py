@@ -4,7 +4,7 @@ The inputs are those of the *original* model at that layer, so layers do not dep
 For the same time small batches and many steps end lower than few steps on all tokens, and queries
 and keys want larger steps than values and output where heads share keys (benchmarks/LOG.md).
 
-Legend: N sequences, T tokens, D model dim, B sequences a step.
+Legend: N sequences, T tokens, D model dim, B sequences per step.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def layer_error(module: nn.Module, records: Sequence[Record]) -> float:
 
 
 def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
-    """The largest step of each parameter, for a rate of 1.
+    """Return the largest step of each parameter, for a rate of 1.
 
     A step as large as the parameter's size changes an output by its own size if all weights of a
     row move along. Queries and keys have the more to change the more heads share a key: they get
@@ -243,7 +243,7 @@ def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
 
 
 def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Indices of the sequences of each step: all in random order, then all again."""
+    """Yield the indices of the sequences of each step: all in random order, then all again."""
     order = torch.empty(0, dtype=torch.long)
     for _ in range(steps):
         while len(order) < batch:
@@ -264,15 +264,21 @@ def fit_module(
 ) -> tuple[float, float, FitWork]:
     """Train `module` (float32) in place.
 
-    It ends in the best state met on the held-out records, the first included. Returns the held-out
-    error before and after, and the work. `shared_by`: key heads of the original for each that the
-    converted layer keeps; 1 where no keys are fused. `report` is called after each step.
+    It ends in the best state met on the held-out records, the first included. `report` is called
+    after each step.
 
     Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the
     steps were too large for this layer: it is tried again with smaller ones, `RETRIES` times at
     most. Where only values are fused the first rate is at most the root of the squared error before
     the fit, relative to the target's power: a larger one only adds to that error
     (benchmarks/LOG.md).
+
+    Args:
+        shared_by: Key heads of the original for each that the converted layer keeps; 1 where no
+            keys are fused.
+
+    Returns:
+        The held-out error before and after, and the work.
     """
     before = layer_error(module, task.check)
     rate = rate if shared_by > 1 else min(rate, math.sqrt(before))
@@ -306,8 +312,10 @@ def _train(
 ) -> tuple[float, int]:
     """Lowest held-out error, the module being left in that state, and the steps made.
 
-    `rates`: the largest of each parameter. Stops halfway if the error is not below `before` by
-    then.
+    Stops halfway if the error is not below `before` by then.
+
+    Args:
+        rates: The largest of each parameter.
     """
     best = before
     best_state = copy.deepcopy(module.state_dict())

@@ -45,11 +45,11 @@ class Original:
 
     @classmethod
     def of(cls, model: PreTrainedModel | Original) -> Original:
-        """The same if it is one already; of a model one that keeps nothing."""
+        """Return the same if it is one already; of a model one that keeps nothing."""
         return model if isinstance(model, Original) else cls(model, most=0)
 
     def on(self, sequences: Tensor, batch_size: int = AT_ONCE) -> Text:
-        """The model on `sequences` `[N, T]`: the same object for the same tokens."""
+        """Return the model on `sequences` `[N, T]`: the same object for the same tokens."""
         batch_size = batch_of(sequences.shape[1], batch_size)
         key = (batch_size, sequences.shape, sequences.cpu().numpy().tobytes())
         if key not in self._texts:
@@ -78,7 +78,7 @@ class Text:
         self._keeps: bool | None = None  # known once the size of a record is
 
     def at(self, layer: int) -> Iterable[Record]:
-        """One record a batch, to be looked through once."""
+        """One record per batch, to be looked through once."""
         if layer in self._kept:
             return self._kept[layer]
         if layer - 1 == self._streams.layer and len(self._outputs) == len(self._streams.batches):
@@ -93,7 +93,7 @@ class Text:
         return records
 
     def _watched(self, records: Iterable[Record]) -> Iterator[Record]:
-        """The same records.
+        """Yield the same records.
 
         What the attention puts out stays, so that it need not run on the way to the next layer.
         """

@@ -21,7 +21,7 @@ ONE_AT_A_TIME = threading.Lock()
 
 
 def largest(modules: Iterable[nn.Module]) -> int:
-    """Number of parameters of the largest module."""
+    """Return the number of parameters of the largest module."""
     return max(sum(p.numel() for p in module.parameters()) for module in modules)
 
 

@@ -63,13 +63,19 @@ def refine(
 ) -> tuple[LayerFit, ...]:
     """Run the refinement `name` on `converted` in place.
 
-    One entry a layer and step, in the order in which they ran.
+    One entry per layer and step, in the order in which they ran.
 
-    `original`: an `Original` where others look at the same layers. `sequences` `[N, T]` are
-    calibration tokens. `first`: the number in its checkpoint of the models' first layer, where they
-    are a window of a larger model; layers are seeded and reported by their numbers there.
-    `layer_steps`: of a local fit of each layer, where it is not the same for all. Raises ValueError
-    for an unknown name or setting, or if the part needs sequences and there are fewer than two.
+    `sequences` `[N, T]` are calibration tokens.
+
+    Args:
+        original: An `Original` where others look at the same layers.
+        first: The number in its checkpoint of the models' first layer, where they are a window of a
+            larger model; layers are seeded and reported by their numbers there.
+        layer_steps: Of a local fit of each layer, where it is not the same for all.
+
+    Raises:
+        ValueError: For an unknown name or setting, or if the part needs sequences and there are
+            fewer than two.
     """
     part = REFINEMENT.get(name)
     knobs = part.settings(settings)
@@ -84,5 +90,5 @@ def refine(
 def keep(
     original: Original, converted: PreTrainedModel, sequences: Tensor | None, *, first: int = 0
 ) -> tuple[LayerFit, ...]:
-    """The closed-form conversion as it is."""
+    """Return the closed-form conversion as it is."""
     return ()

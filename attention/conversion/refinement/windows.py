@@ -3,7 +3,7 @@
 A step of a fit on a window costs what a step on a short sequence does, and yet sees the distances
 of a long one.
 
-Legend: B sequences, T tokens a sequence, S tokens up to the end of a window, D model dim.
+Legend: B sequences, T tokens per sequence, S tokens up to the end of a window, D model dim.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def windows(length: int, positions: int) -> list[tuple[int, int]]:
 
 
 def uncached(record: Record) -> dict[str, Any]:
-    """The record's named arguments, but for a cache."""
+    """Return the record's named arguments, but for a cache."""
     return {name: value for name, value in record.kwargs.items() if name not in CACHE_NAMES} | {
         "use_cache": False
     }
@@ -76,8 +76,8 @@ def cache_name(module: nn.Module) -> str | None:
 
 
 def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end: int) -> Tensor:
-    """The module's output `[B, end - first, D]` at the positions from `first` to `end` of `inputs`
-    `[B, T, D]`, called as in `record`: what it makes of whole sequences, there.
+    """Return the module's output `[B, end - first, D]` at the positions from `first` to `end` of
+    `inputs` `[B, T, D]`, called as in `record`: what it makes of whole sequences, there.
     """
     length = inputs.shape[1]
     whole = record.args, uncached(record)

@@ -14,7 +14,7 @@ from attention.geometry import HeadGeometry
 
 
 def geometry(config: Any) -> HeadGeometry:
-    """Raises ValueError for bidirectional attention, which keeps no cache."""
+    """Raise ValueError for bidirectional attention, which keeps no cache."""
     check_causal(config, "Gemma")
     return _separate.geometry(config, family="gemma")
 

@@ -15,7 +15,7 @@ from attention.geometry import HeadGeometry
 
 
 def geometry(config: Any) -> HeadGeometry:
-    """Raises ValueError for bidirectional attention."""
+    """Raise ValueError for bidirectional attention."""
     check_causal(config, "Gemma 2")
     return _separate.geometry(config, family="gemma2")
 

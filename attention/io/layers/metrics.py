@@ -61,7 +61,10 @@ def write_metrics(
     """Leave the metrics of all layers in `folder`; what an earlier call has left is not made again.
 
     `sequences` `[N, T]`; `dtype`: what is computed in; `progress(done, all)` is called after each
-    layer, up and down. Raises ValueError for sequences of one token.
+    layer, up and down.
+
+    Raises:
+        ValueError: For sequences of one token.
     """
     check_predicts(sequences)
     layers = geometry_of(config).num_layers

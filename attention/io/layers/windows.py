@@ -54,7 +54,7 @@ class LazyWeights:
         self._rounding: torch.dtype | None = None
 
     def rounded(self, dtype: torch.dtype) -> LazyWeights:
-        """The same weights, rounded to what `dtype` can hold wherever they are read."""
+        """Return the same weights, rounded to what `dtype` can hold wherever they are read."""
         other = copy.copy(self)
         other._rounding = dtype
         return other
@@ -124,7 +124,7 @@ class LazyWeights:
         )
 
     def one(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A whole tensor, floating-point ones in `dtype`, in memory of its own."""
+        """Return a whole tensor, floating-point ones in `dtype`, in memory of its own."""
         source = self._whole(name)
         with open_safetensors(self.folder / source.file) as file:
             tensor = file.get_tensor(source.name)
@@ -150,7 +150,9 @@ def check_windows(config: PretrainedConfig) -> None:
 
 
 def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> PretrainedConfig:
-    """The config of a model that is layer `layer` of `config`'s alone, with `vocabulary` token ids."""
+    """Return the config of a model that is layer `layer` of `config`'s alone, with `vocabulary` token
+    ids.
+    """
     one = copy.deepcopy(config)
     for name in PER_LAYER:
         if entries := getattr(config, name, None):
@@ -172,7 +174,7 @@ def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> Pret
 
 
 def empty(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A model in evaluation mode whose weights are not set, and take no memory before they are."""
+    """Return a model in evaluation mode whose weights are not set, and take no memory before they are."""
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     nn.Module.to(model, device)
@@ -180,12 +182,12 @@ def empty(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def the_layer(model: PreTrainedModel) -> nn.Module:
-    """The decoder layer of a window."""
+    """Return the decoder layer of a window."""
     return layer_of(model, family_of(model.config).attention_modules(model)[0])
 
 
 def layer_prefix(model: PreTrainedModel) -> str:
-    """What the names of layer 0's tensors start with, e.g. `model.layers.0.`.
+    """Return what the names of layer 0's tensors start with, e.g. `model.layers.0.`.
 
     Other layers differ in the number.
     """
@@ -194,7 +196,7 @@ def layer_prefix(model: PreTrainedModel) -> str:
 
 
 def of_layer(name: str, prefix: str, layer: int) -> str:
-    """The name in the whole model of a tensor that a window calls `name`.
+    """Return the name in the whole model of a tensor that a window calls `name`.
 
     `prefix` is `layer_prefix`.
     """
@@ -240,7 +242,8 @@ def open_window(
 ) -> PreTrainedModel:
     """Layer `layer` of the checkpoint as a window that reads `streams` (see `feed`).
 
-    Raises WeightsError.
+    Raises:
+        WeightsError: Always.
     """
     model = empty(window_config(config, layer, len(streams)), dtype, device)
     prefix = layer_prefix(model)
@@ -303,7 +306,7 @@ def embed(
     device: torch.device,
     batch_size: int = 8,
 ) -> Tensor:
-    """What enters layer 0 for `sequences` `[N, T]`: `[N, T, D]` in `dtype`, on the CPU.
+    """Return what enters layer 0 for `sequences` `[N, T]`: `[N, T, D]` in `dtype`, on the CPU.
 
     Of the token embedding only the rows of tokens that occur are read.
     """
@@ -351,8 +354,8 @@ class OutputHead:
         self.device = device
 
     def final(self, stream: Tensor) -> Final:
-        """What the hidden states `[B, T, D]` that leave the last layer come to before the output
-        matrix, and that.
+        """Return what the hidden states `[B, T, D]` that leave the last layer come to before the
+        output matrix, and that.
         """
         stream = stream.to(self.model.device, self.model.dtype)
         # The layer, whose weights were never read, hands on the stream instead of what it is given.

@@ -45,7 +45,8 @@ class GGUFFile:
     def reader(self) -> Any:
         """`gguf.GGUFReader`, which maps the file.
 
-        Raises CheckpointError for a file that is not whole.
+        Raises:
+            CheckpointError: For a file that is not whole.
         """
         import gguf
 
@@ -62,7 +63,7 @@ class GGUFFile:
             ) from None
 
     def field(self, name: str, default: Any = None) -> Any:
-        """A value of the header."""
+        """Return a value of the header."""
         entry = self.reader.get_field(name)
         return default if entry is None else entry.contents()
 
@@ -88,7 +89,8 @@ class GGUFFile:
     def write_config(self, folder: Path) -> PretrainedConfig:
         """Put config.json, tokenizer and generation config into `folder`; returns the config.
 
-        Raises CheckpointError for a file that transformers or Headfold cannot read.
+        Raises:
+            CheckpointError: For a file that transformers or Headfold cannot read.
         """
         architecture = str(self.field("general.architecture"))
         if int(self.field("split.count", 1) or 1) > 1:
@@ -127,8 +129,8 @@ class GGUFFile:
         return config
 
     def _rope(self, architecture: str) -> dict[str, Any]:
-        """The scaling of rotary embedding that the file states, and that transformers' reader leaves
-        out.
+        """Return the scaling of rotary embedding that the file states, and that transformers' reader
+        leaves out.
         """
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         base = float(self.field(f"{architecture}.rope.freq_base", 10_000.0))
@@ -202,7 +204,8 @@ class GGUFFile:
     def tensors(self, config: PretrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All tensors of the config's model, by the names that its class has, in `dtype`.
 
-        Raises WeightsError.
+        Raises:
+            WeightsError: Always.
         """
         form = form_of(config, str(self.field("general.architecture")))
         if form is None:
@@ -245,7 +248,7 @@ def _accepted(kind: Any, **settings: Any) -> dict[str, Any]:
 
 
 def _plain(tensor: Any) -> Tensor:
-    """The numbers of one tensor of a file, in float32."""
+    """Return the numbers of one tensor of a file, in float32."""
     import gguf
 
     return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).float()
@@ -264,7 +267,7 @@ def form_of(config: PretrainedConfig, architecture: str) -> Architecture | None:
 def _one_by_one(
     stored: dict[str, Any], config: PretrainedConfig, form: Architecture, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file under the names of the model's class.
+    """Yield the tensors of a file under the names of the model's class.
 
     No more than a layer's attention, or the parts of one tensor, is in memory at a time.
     """
@@ -304,7 +307,7 @@ def _one_by_one(
 
 
 def llama3_rope(factors: Tensor, base: float) -> dict[str, Any] | None:
-    """The `rope_parameters` of Llama 3 that divide the rotary frequencies by `factors`.
+    """Return the `rope_parameters` of Llama 3 that divide the rotary frequencies by `factors`.
 
     None if none do.
 

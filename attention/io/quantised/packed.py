@@ -41,7 +41,7 @@ UNUSED = re.compile(
 
 
 def method_of(settings: Any) -> str | None:
-    """The `quant_method` of a `quantization_config`; None where there is none."""
+    """Return the `quant_method` of a `quantization_config`; None where there is none."""
     return settings.get("quant_method") if isinstance(settings, Mapping) else None
 
 
@@ -61,8 +61,10 @@ class _PlainTensor:
 class PlainTensors:
     """The plain tensors of a quantised checkpoint folder. No tensor is read before it is asked for.
 
-    `copied`: tensors that are stored as plain numbers already; `recipes`: how the others are made,
-    by name; `unused`: stored scales of activations and caches, which are left out.
+    Attributes:
+        copied: Tensors that are stored as plain numbers already.
+        recipes: How the others are made, by name.
+        unused: Stored scales of activations and caches, which are left out.
     """
 
     folder: Path
@@ -74,8 +76,9 @@ class PlainTensors:
     def of(cls, folder: Path, settings: Mapping[str, Any]) -> PlainTensors:
         """Read the headers of a folder with this `quantization_config`.
 
-        Raises WeightsError for a method or format that cannot be read, and for a weight without its
-        scales.
+        Raises:
+            WeightsError: For a method or format that cannot be read, and for a weight without its
+                scales.
         """
         stored = stored_tensors(folder)
         unused = tuple(sorted(name for name in stored if UNUSED.search(name)))
@@ -149,8 +152,8 @@ class PlainTensors:
 def _fp8(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
 ) -> tuple[str, _PlainTensor] | None:
-    """A weight of eight bits with `NAME_scale_inv` (a factor of each block) or `NAME_scale` (of all,
-    or of a row).
+    """Return a weight of eight bits with `NAME_scale_inv` (a factor of each block) or `NAME_scale` (of
+    all, or of a row).
     """
     tensor = stored[name]
     if tensor.dtype not in ("F8_E4M3", "F8_E5M2"):
@@ -171,9 +174,12 @@ def _fp8(
 def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
     """`weight` `[..., N, K]` times its factors, in float32.
 
-    `scale`: one number, one of each row, of each row's group of columns `[..., N, G]`, or of each
-    block of `block` rows and columns `[..., ceil(N / rows), ceil(K / columns)]`. Raises ValueError
-    for another shape.
+    Args:
+        scale: One number, one of each row, of each row's group of columns `[..., N, G]`, or of each
+            block of `block` rows and columns `[..., ceil(N / rows), ceil(K / columns)]`.
+
+    Raises:
+        ValueError: For another shape.
     """
     rows, columns = weight.shape[-2:]
     factors = scale.float()
@@ -230,7 +236,7 @@ def _check_formats(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _weights_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the group that a module's weights belong to.
+    """Return the settings of the group that a module's weights belong to.
 
     The only one, or the one that names it.
     """
@@ -255,7 +261,9 @@ def _weights_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def _compressed(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
 ) -> tuple[str, _PlainTensor] | None:
-    """A weight of eight bits beside its scales, or packed integers (`weight_packed`, `weight_shape`)."""
+    """Return a weight of eight bits beside its scales, or packed integers (`weight_packed`,
+    `weight_shape`).
+    """
     tensor = stored[name]
     weights = _weights_of(name, settings)
     stem, _, last = name.rpartition(".")

@@ -51,14 +51,17 @@ def plain_checkpoint(
     cache: Path | None = None,
     report: Callable[[str], None] = print,
 ) -> str:
-    """The folder or hub name to open for `source`.
+    """Return the folder or hub name to open for `source`.
 
     Itself, unless it is a GGUF file or, with `dequantize`, quantised.
 
     Then it is the folder of a plain copy, made in `cache` (default: `cache_folder()`) if it is not
     there; `report` takes a line that says so. Without `weights` only config and tokenizer are
-    written, for what reads no weights. Raises CheckpointError or WeightsError for a source that
-    cannot be read, and where the copy finds no room.
+    written, for what reads no weights.
+
+    Raises:
+        CheckpointError: Or WeightsError for a source that cannot be read, and where the copy finds
+            no room.
     """
     path = Path(source)
     cache = cache_folder() if cache is None else cache
@@ -81,7 +84,7 @@ def plain_checkpoint(
 
 
 def _only_gguf(folder: Path) -> Path:
-    """The GGUF file of a folder that has one; the folder itself if it has none."""
+    """Return the GGUF file of a folder that has one; the folder itself if it has none."""
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if len(files) > 1:
         raise CheckpointError(
@@ -176,7 +179,7 @@ def _config_fields(source: str | Path) -> dict[str, Any]:
 
 
 def _fetched(source: str | Path, weights: bool) -> Path:
-    """The folder of a source; of a hub name what is needed is downloaded."""
+    """Return the folder of a source; of a hub name what is needed is downloaded."""
     if is_folder(source):
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -220,7 +223,8 @@ def _make(
 ) -> None:
     """Have `write` make `folder`, unless it is there.
 
-    Raises CheckpointError where `needed` bytes are not free.
+    Raises:
+        CheckpointError: Where `needed` bytes are not free.
     """
     if (folder / DIGESTS).is_file():
         if needed:

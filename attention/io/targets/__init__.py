@@ -36,8 +36,11 @@ class EngineSupport:
     """What an engine keeps of one token.
 
     Key heads and value heads of each layer, all of `head_dim` numbers, and `others` further numbers
-    in all layers together (the key-side weights of composition). `query_heads`: of each layer,
-    zeros included; empty where there are no others than the model's.
+    in all layers together (the key-side weights of composition).
+
+    Attributes:
+        query_heads: Of each layer, zeros included; empty where there are no others than the
+            model's.
     """
 
     key_heads: tuple[int, ...]
@@ -63,7 +66,7 @@ class EngineSupport:
     def of(
         cls, kv_heads: Sequence[int], head_dim: int, query_heads: Sequence[int] = ()
     ) -> EngineSupport:
-        """An engine whose KV head is a key head and a value head."""
+        """Return an engine whose KV head is a key head and a value head."""
         return cls(tuple(kv_heads), tuple(kv_heads), head_dim, query_heads=tuple(query_heads))
 
 
@@ -71,8 +74,10 @@ class EngineSupport:
 class Lowered:
     """A model to be written and what the lowering did.
 
-    `exact`: the maths is the same up to rounding. `folded`: weights were multiplied and not only
-    copied, so that a 16-bit dtype rounds them once more.
+    Attributes:
+        exact: The maths is the same up to rounding.
+        folded: Weights were multiplied and not only copied, so that a 16-bit dtype rounds them once
+            more.
     """
 
     model: PreTrainedModel
@@ -85,13 +90,16 @@ class Lowered:
 class Target:
     """One format that checkpoints are exported to.
 
-    `engines`: software that loads it. `held(config, plan)`: what they keep of a token; raises
-    TargetError for what the format cannot hold. It reads no weights, and a search may call it for
-    every candidate. `lower(model)`: the model to be written, in float32. `write(model, folder,
-    dtype, tokenizer)`: all files into a fresh folder (`tokenizer` as in
-    `attention.io.checkpoint.save`); returns what the format calls the model. `read(folder,
-    config)`: what was written, in float32, for a comparison with the source; `config`: of the model
-    that was written. `dtypes`: names of what weights can be written in.
+    `held(config, plan)`: what they keep of a token; raises TargetError for what the format cannot
+    hold. It reads no weights, and a search may call it for every candidate. `lower(model)`: the
+    model to be written, in float32. `write(model, folder, dtype, tokenizer)`: all files into a
+    fresh folder (`tokenizer` as in `attention.io.checkpoint.save`); returns what the format calls
+    the model. `read(folder, config)`: what was written, in float32, for a comparison with the
+    source; `config`: of the model that was written.
+
+    Attributes:
+        engines: Software that loads it.
+        dtypes: Names of what weights can be written in.
     """
 
     name: str
@@ -138,14 +146,14 @@ _LIBRARY = ("hf", "huggingface", "hugging-face", "safetensors", "pytorch")
 
 
 def target(name: str, more: Sequence[str] = ()) -> Target:
-    """Raises ValueError naming the targets, and `more` that the caller knows, for one that is unknown."""
+    """Raise ValueError naming the targets, and `more` that the caller knows, for one that is unknown."""
     if name not in targets():
         raise ValueError(_unknown(name, sorted([*targets(), *more])))
     return targets()[name]
 
 
 def _unknown(name: str, names: Sequence[str]) -> str:
-    """What is said of a target that does not exist.
+    """Return what is said of a target that does not exist.
 
     For software that is named, the target that it loads.
     """
@@ -170,8 +178,8 @@ def kv_bytes_in(name: str, config: Any, plan: AttentionPlan, dtype: torch.dtype 
 def best_target(
     config: Any, plan: AttentionPlan, dtype: torch.dtype | str
 ) -> tuple[str, dict[str, str]]:
-    """The target that takes the fewest bytes of cache a token, among equals the one that more engines
-    read; and of every other target, why not. Raises TargetError if none holds the plan.
+    """Return the target that takes the fewest bytes of cache a token, among equals the one that more
+    engines read; and of every other target, why not. Raises TargetError if none holds the plan.
     """
     held = {}
     others = {}

@@ -40,13 +40,13 @@ def kv_heads_of(plan: AttentionPlan) -> tuple[int, ...]:
 
 
 def widths_of(plan: AttentionPlan) -> tuple[int, ...]:
-    """The most query heads of one pair, in each layer."""
+    """Return the most query heads of one pair, in each layer."""
     return tuple(max(map(len, pairs_of(layer).values())) for layer in plan.layers)
 
 
 def query_heads_for_all(plan: AttentionPlan) -> int:
-    """The fewest query heads that are a multiple of every layer's KV heads and give each pair enough
-    of them.
+    """Return the fewest query heads that are a multiple of every layer's KV heads and give each pair
+    enough of them.
     """
     counts = kv_heads_of(plan)
     step = lcm(*counts)
@@ -112,9 +112,10 @@ def pad(heads: LayerHeads, layer: LayerPlan, kv_heads: int, width: int) -> Layer
 
 
 def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
-    """The inverse of `pad`.
+    """Return the inverse of `pad`.
 
-    Raises ValueError for heads that `pad` has not made of this layer's plan.
+    Raises:
+        ValueError: For heads that `pad` has not made of this layer's plan.
     """
     pairs = pairs_of(layer)
     width = padded.num_heads // padded.k.shape[0]
@@ -138,7 +139,7 @@ def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
 
 
 def written_out(plan: AttentionPlan) -> tuple[str, ...]:
-    """A note about shared weights, which these formats do not have; none if nothing is shared."""
+    """Return a note about shared weights, which these formats do not have; none if nothing is shared."""
     if not plan.is_shared:
         return ()
     heads = len({(s.layer, s.head) for s in plan.head_shares})

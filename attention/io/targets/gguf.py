@@ -31,9 +31,9 @@ FILE = "model.gguf"
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """A count of its own in each layer where llama.cpp has that for the family, else one for all as
-    target gqa. Raises TargetError for composition, for what llama.cpp has not, and for a family
-    without groups.
+    """Return a count of its own in each layer where llama.cpp has that for the family, else one for
+    all as target gqa. Raises TargetError for composition, for what llama.cpp has not, and for a
+    family without groups.
     """
     check_no_composition(plan, "gguf")
     if phi.is_needed(config, plan):
@@ -48,7 +48,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    """The model as it is, every layer with weights of its own.
+    """Return the model as it is, every layer with weights of its own.
 
     Heads are padded when they are written.
     """
@@ -98,9 +98,10 @@ _FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}
 
 
 def read(folder: Path, config: Any) -> PreTrainedModel:
-    """The model of a written file, by its tensors and head counts.
+    """Return the model of a written file, by its tensors and head counts.
 
-    Raises ValueError for a file that is not whole.
+    Raises:
+        ValueError: For a file that is not whole.
     """
     import gguf
     import torch

@@ -31,7 +31,7 @@ from attention.plan import AttentionPlan
 
 
 def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTrainedModel:
-    """An empty stock model with these counts.
+    """Return an empty stock model with these counts.
 
     Of the same family, or Mistral where Llama's config forbids them.
     """
@@ -40,7 +40,7 @@ def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTraine
 
 
 def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
-    """The stock config of a model with these counts. Raises TargetError if there is none."""
+    """Return the stock config of a model with these counts. Raises TargetError if there is none."""
     family = family_of(config)
     geometry = geometry_of(config)
     plain = family.plain_config(config, kv_heads)
@@ -78,8 +78,9 @@ def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """As many KV heads in every layer as the layer with most pairs has.
 
-    Raises TargetError for composition, for a family whose stock form has no groups, and where no
-    stock class takes the padded heads.
+    Raises:
+        TargetError: For composition, for a family whose stock form has no groups, and where no
+            stock class takes the padded heads.
     """
     check_no_composition(plan, "gqa")
     counts = kv_heads_of(plan)
@@ -109,7 +110,7 @@ def _check_mistral(config: Any, heads: int) -> None:
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    """The stock GQA form of a Headfold model. Raises TargetError as `held` does."""
+    """Return the stock GQA form of a Headfold model. Raises TargetError as `held` does."""
     plan = plan_of(model)
     held(model.config, plan)
     if plan.is_shared:

@@ -37,7 +37,9 @@ FOLDED_NORMS_NOTE = "layer norms' scales and shifts folded into the projections 
 
 
 def phi_config(config: Any) -> PhiConfig:
-    """The Phi config of a GPT-NeoX config. Raises TargetError for another family or a serial residual."""
+    """Return the Phi config of a GPT-NeoX config. Raises TargetError for another family or a serial
+    residual.
+    """
     _check(config)
     fields = {name: getattr(config, name) for name in _SAME}
     rope = copy.deepcopy(config.rope_parameters)
@@ -106,7 +108,7 @@ def _copy(target: Any, weight: Tensor, bias: Tensor | None) -> None:
 
 @torch.no_grad()
 def as_phi(model: PreTrainedModel) -> PreTrainedModel:
-    """A Headfold Phi with the plan of a (Headfold or stock) GPT-NeoX and equal logits."""
+    """Return a Headfold Phi with the plan of a (Headfold or stock) GPT-NeoX and equal logits."""
     model = unshare(model)  # each layer's norm is folded into its own projections
     phi = build(phi_config(model.config), plan_of(model), model.dtype)
     nn.Module.to(phi, model.device)
@@ -132,7 +134,7 @@ def as_phi(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    """The stock Phi form of a GPT-NeoX. Raises TargetError as `held` does."""
+    """Return the stock Phi form of a GPT-NeoX. Raises TargetError as `held` does."""
     held(model.config, plan_of(model))
     lowered = gqa.lower(as_phi(model))
     return replace(

@@ -48,9 +48,10 @@ FAMILIES = (
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """What the plan itself keeps.
+    """Return what the plan itself keeps.
 
-    Raises TargetError for other families, and for composition beside what it cannot be beside.
+    Raises:
+        TargetError: For other families, and for composition beside what it cannot be beside.
     """
     family = family_of(config).name
     composed = plan.composition
@@ -76,7 +77,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    """The model as it is, every layer with weights of its own; a GPT-NeoX as Phi."""
+    """Return the model as it is, every layer with weights of its own; a GPT-NeoX as Phi."""
     plan = plan_of(model)
     held(model.config, plan)
     if family_of(model.config).name == "gpt_neox":
@@ -135,13 +136,13 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
 
 
 def _code_of(plan: AttentionPlan) -> list[Path]:
-    """The files that run a plan; those of the composition are the very ones that Headfold runs."""
+    """Return the files that run a plan; those of the composition are the very ones that Headfold runs."""
     shared = [Path(str(module.__file__)) for module in (composing, scores)]
     return [_CODE] if plan.composition is None else [_CODE, COMPOSED, *shared]
 
 
 def code_for(file: Path, family: Family) -> str:
-    """A file for the folder of a family.
+    """Return a file for the folder of a family.
 
     Llama's, with the family's names, and what lies beside it imported there.
     """

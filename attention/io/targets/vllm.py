@@ -52,9 +52,9 @@ _MOST_QUERY_HEADS = 8
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """A count of its own in each layer for Llama-like families, else one for all as target gqa, or phi
-    for a grouped GPT-NeoX. Raises TargetError for composition, for families without groups, and for
-    counts with no small common multiple.
+    """Return a count of its own in each layer for Llama-like families, else one for all as target gqa,
+    or phi for a grouped GPT-NeoX. Raises TargetError for composition, for families without groups,
+    and for counts with no small common multiple.
     """
     check_no_composition(plan, "vllm")
     _check_computed(config)
@@ -98,7 +98,7 @@ def has_own_counts(config: Any, plan: AttentionPlan) -> bool:
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    """The model as it is where it is written as DeciLM, heads being padded then.
+    """Return the model as it is where it is written as DeciLM, heads being padded then.
 
     Else as gqa or phi.
     """
@@ -161,7 +161,7 @@ def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
 
 
 def _padded(model: PreTrainedModel) -> Iterator[tuple[str, LayerHeads]]:
-    """The attention modules by name, and their heads as DeciLM has them."""
+    """Yield the attention modules by name, and their heads as DeciLM has them."""
     plan = plan_of(model)
     family = family_of(model.config)
     geometry = geometry_of(model.config)
@@ -197,9 +197,10 @@ def _state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def read(folder: Path, config: Any) -> PreTrainedModel:
-    """The model of a written folder.
+    """Return the model of a written folder.
 
-    Raises TargetError if it is not whole or its padding is not what was written.
+    Raises:
+        TargetError: If it is not whole or its padding is not what was written.
     """
     plan = plan_of_config(config)
     if not has_own_counts(config, plan):

@@ -24,7 +24,7 @@ OWNERS = (DynamicWeights, Compose, QueryKeyNorm)
 
 
 def compositions(model: nn.Module) -> list[HeadComposition]:
-    """The composition of every layer of a model, in order; empty without."""
+    """Return the composition of every layer of a model, in order; empty without."""
     return [module for module in model.modules() if isinstance(module, HeadComposition)]
 
 

@@ -66,10 +66,11 @@ class ComposedLayer(GrowingLayer):
 
 
 def composed_layer(cache: Cache, index: int) -> ComposedLayer:
-    """The layer of a cache, swapped for a `ComposedLayer` if it is a fresh dynamic one.
+    """Return the layer of a cache, swapped for a `ComposedLayer` if it is a fresh dynamic one.
 
-    Raises ValueError for any other kind (static, sliding, quantised), and for one that another
-    model has filled.
+    Raises:
+        ValueError: For any other kind (static, sliding, quantised), and for one that another model
+            has filled.
     """
     layer = cache_layer(cache, index, ComposedLayer)
     if not isinstance(layer, ComposedLayer):

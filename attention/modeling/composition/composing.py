@@ -64,7 +64,8 @@ def compose(
     groups: int = 1,
     rank: int = 2,
 ) -> Tensor:
-    """A + low rank and gate of the query side + low rank and gate of the key side (Xiao 2024, Eq. 7).
+    """Return a + low rank and gate of the query side + low rank and gate of the key side (Xiao 2024,
+    Eq. 7).
 
     scores `[B, H, T, S]`; query_weights `[B, T, H(2R+1)]` and key_weights `[B, S, H(2R+1)]`,
     packed, or None without that side, narrower without projection or gate (see `_unpack`); base
@@ -125,9 +126,12 @@ class DynamicWeights(nn.Module):
         """The paper's initialisation (sec. 4), with h for H where heads are composed in groups
         (**silent**).
 
-        `identity`: the gates and the half of W_2 that makes the way up are zero, so that compose
-        changes nothing. The half that makes the way down is not: with all of W_2 zero both factors
-        of the low-rank product would be zero, and so would the gradients of both, for ever.
+        The half that makes the way down is not: with all of W_2 zero both factors of the low-rank
+        product would be zero, and so would the gradients of both, for ever.
+
+        Args:
+            identity: The gates and the half of W_2 that makes the way up are zero, so that compose
+                changes nothing.
         """
         h = self.group_heads
         rank = self.rank
@@ -228,8 +232,8 @@ class QueryKeyNorm(nn.Module):
         self.scale.fill_(1.0)
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries `[B, H, T, d]` and keys `[B, G^K, S, d]` with a root mean square of the scale and of
-        1.
+        """Return the queries `[B, H, T, d]` and keys `[B, G^K, S, d]` with a root mean square of the
+        scale and of 1.
         """
         return head_norm(query) * self.scale[:, None, None], head_norm(key)
 

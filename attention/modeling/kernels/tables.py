@@ -68,7 +68,9 @@ class Tables:
         return self._copies[device]
 
     def __getstate__(self) -> dict[str, object]:
-        """Copies on devices are not pickled with a model: they may not exist where it is read."""
+        """Return the copies on devices are not pickled with a model: they may not exist where it is
+        read.
+        """
         return {**self.__dict__, "_copies": {}}
 
 

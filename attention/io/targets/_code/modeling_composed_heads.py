@@ -67,7 +67,7 @@ def attend(
     composed_cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function, with scores and weights composed."""
+    """Return the transformers' attention function, with scores and weights composed."""
     composition = module.composition
     weights = module.composition.key_weights(composed_input)
     if composed_cache is not None and weights is not None:

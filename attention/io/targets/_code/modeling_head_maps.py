@@ -41,7 +41,7 @@ def attend(
     attention_mask: Tensor | None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function.
+    """Return the transformers' attention function.
 
     Scaled dot products after each query head has got its key and value head.
     """

@@ -22,8 +22,10 @@ from attention.plan import AttentionPlan
 class Architecture:
     """`interleaved`: rotary pairs are dims 2i and 2i + 1 instead of i and i + r/2.
 
-    `fused`: one projection for queries, keys and values. `rms_norm`: its norms divide by the root
-    mean square and have no shift. `own_counts`: each layer has head counts of its own.
+    Attributes:
+        fused: One projection for queries, keys and values.
+        rms_norm: Its norms divide by the root mean square and have no shift.
+        own_counts: Each layer has head counts of its own.
     """
 
     name: str
@@ -52,7 +54,7 @@ OPENELM = Architecture("openelm", fused=True, own_counts=True)
 
 
 def with_own_counts(config: Any) -> Architecture | None:
-    """The architecture that computes a family with head counts of each layer's own.
+    """Return the architecture that computes a family with head counts of each layer's own.
 
     None if there is none.
     """
@@ -128,7 +130,7 @@ def _check_phi(qk_norm: bool, plan: AttentionPlan) -> None:
 
 
 def architecture(config: Any, plan: AttentionPlan) -> Architecture:
-    """The architecture that a plan is written as."""
+    """Return the architecture that a plan is written as."""
     one_shape = len(set(kv_heads_of(plan))) == len(set(widths_of(plan))) == 1
     counts = None if one_shape else with_own_counts(config)
     return counts or OF_FAMILY[family_of(config).name]
@@ -150,7 +152,7 @@ def interleave(heads: LayerHeads, config: Any) -> LayerHeads:
 
 
 def halve(heads: LayerHeads, config: Any) -> LayerHeads:
-    """The inverse of `interleave`."""
+    """Return the inverse of `interleave`."""
     return _ordered(heads, torch.tensor(_order(config)).argsort())
 
 

@@ -33,7 +33,7 @@ _ROPE_FREQUENCIES = "rope_freqs.weight"
 
 
 def attention_names(model: PreTrainedModel) -> dict[str, int]:
-    """The attention modules by their names, with the layer of each."""
+    """Return the attention modules by their names, with the layer of each."""
     layers = {
         id(module): index
         for index, module in enumerate(family_of(model.config).attention_modules(model))
@@ -46,8 +46,10 @@ def attention_names(model: PreTrainedModel) -> dict[str, int]:
 def outside_attention(model: PreTrainedModel, form: Architecture) -> Iterator[tuple[str, Any, str]]:
     """All stored tensors but the projections of attention.
 
-    Transformers' name, the part of it, llama.cpp's name. Raises TargetError for a tensor that the
-    architecture has no place for.
+    Transformers' name, the part of it, llama.cpp's name.
+
+    Raises:
+        TargetError: For a tensor that the architecture has no place for.
     """
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[form.name], model.config.num_hidden_layers)
@@ -75,7 +77,7 @@ def outside_attention(model: PreTrainedModel, form: Architecture) -> Iterator[tu
 
 
 def _parts(name: str, tensor: Tensor) -> list[tuple[Any, str]]:
-    """What llama.cpp keeps apart of one tensor, and what each is called.
+    """Return what llama.cpp keeps apart of one tensor, and what each is called.
 
     Gates and what they let pass of experts.
     """
@@ -88,7 +90,7 @@ def _parts(name: str, tensor: Tensor) -> list[tuple[Any, str]]:
 
 
 def reshaped(name: str, tensor: Tensor, family: Family, back: bool = False) -> Tensor:
-    """A tensor outside of attention as llama.cpp has it; `back`: the inverse."""
+    """Return a tensor outside of attention as llama.cpp has it; `back`: the inverse."""
     if family.name == "gemma" and name.endswith("norm.weight"):
         return tensor - 1 if back else tensor + 1  # Gemma multiplies by 1 + weight
     if family.name == "gpt2" and tensor.dim() == 2 and ".mlp.c_" in name:
@@ -99,7 +101,7 @@ def reshaped(name: str, tensor: Tensor, family: Family, back: bool = False) -> T
 def layer_tensors(
     heads: LayerHeads, form: Architecture, layer: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """The projections of one layer, padded and in the order of the architecture."""
+    """Yield the projections of one layer, padded and in the order of the architecture."""
     sides: list[tuple[str, Tensor, Tensor | None]] = [
         (_PARTS[side], getattr(heads, side).flatten(0, 1), getattr(heads, f"{side}_bias"))
         for side in _PARTS
@@ -138,7 +140,7 @@ def tensors_of(model: PreTrainedModel, form: Architecture) -> Iterator[tuple[str
 
 
 def rope_factors(model: PreTrainedModel) -> Tensor | None:
-    """What llama.cpp divides the rotary frequencies of Llama 3 by; None for another kind."""
+    """Return what llama.cpp divides the rotary frequencies of Llama 3 by; None for another kind."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "llama3":
         return None
@@ -151,7 +153,7 @@ def rope_factors(model: PreTrainedModel) -> Tensor | None:
 
 
 def encoded(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
-    """A tensor in the type that it is kept in.
+    """Return a tensor in the type that it is kept in.
 
     Vectors and positions in float32, as llama.cpp wants them.
     """
@@ -185,7 +187,7 @@ def fill(model: PreTrainedModel, stored: dict[str, Tensor], form: Architecture) 
 
 
 def stored_heads(stored: dict[str, Tensor], layer: int, head_dim: int) -> LayerHeads:
-    """The heads of one layer as they lie in a file."""
+    """Return the heads of one layer as they lie in a file."""
     prefix = f"blk.{layer}"
     output = stored[f"{prefix}.attn_output.weight"]
     o_bias = stored.get(f"{prefix}.attn_output.bias")

@@ -112,7 +112,8 @@ def _prefixes(whole: dict[str, Any]) -> bool:
 def split_rule(whole: dict[str, Any]) -> str:
     """llama.cpp's name for the way in which a byte-level tokenizer splits text.
 
-    Raises TargetError for another way.
+    Raises:
+        TargetError: For another way.
     """
     pre = whole.get("pre_tokenizer") or {}
     steps = pre.get("pretokenizers", [pre])
