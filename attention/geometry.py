@@ -94,8 +94,9 @@ class HeadGeometry:
 
     @property
     def keeps_signs(self) -> bool:
-        """Whether the norm of each head lets signs of rotary pairs pass
-        (`attention.conversion.fusion.signs`).
+        """Whether the norm of each head lets signs of rotary pairs pass.
+
+        See `attention.conversion.fusion.signs`.
         """
         return self.qk_norm and not self.whole_norm and not self.centred_norm
 

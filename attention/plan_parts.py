@@ -129,8 +129,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, order=True)
 class HeadShare:
-    """Head `head` of layer `layer` uses the weights of head `source_head` of an earlier layer (Cao
-    2024).
+    """A head uses the weights of head `source_head` of the earlier layer `source_layer` (Cao 2024).
 
     They are its Q, K and V weights; in `AttentionPlan.mlp_shares` the neurons, in and out, of a
     block of the MLP.

@@ -50,8 +50,7 @@ def whole_heads(kv_ratio: float | Fraction, heads: int) -> int:
 
 
 def most_heads(kv_ratio: float | Fraction, geometry: HeadGeometry) -> int:
-    """Return the most key heads plus value heads that are at most `kv_ratio` of the `own_heads` of a
-    checkpoint.
+    """Return the most key heads plus value heads within `kv_ratio` of a checkpoint's `own_heads`.
 
     A decimal of three digits or more that a fraction of a layer's KV heads was rounded to stands
     for that fraction: 0.333 and 0.3333 of three KV heads are one of them.

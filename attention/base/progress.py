@@ -129,7 +129,7 @@ class _Screen:
         self.bar: Progress | None = None
 
     def show(self, stage: ProgressStage) -> None:
-        """That a stage has come further, or is still at work."""
+        """Update the bar, or write a line if it is time for one."""
         with self._lock:
             if self.bar is not None:
                 for task in self.bar.task_ids:

@@ -147,8 +147,7 @@ class LayerStatistics:
         return _gram(augmented(heads.v, heads.v_bias), self.input_moment)
 
     def query_gram(self, heads: LayerHeads) -> Tensor:
-        """Return the mean of q_h q_h^T of *these* heads before RoPE and query norm, `[H, d, d]`
-        float64.
+        """Return the mean of q_h q_h^T of *these* heads before RoPE and norm, `[H, d, d]` float64.
 
         Unlike `query_moment` it follows heads that were rotated since the calibration.
         """

@@ -1,5 +1,4 @@
-"""How large the statistics of a layer are, and how the largest part of them, the mixed moments, is
-kept.
+"""The size of a layer's statistics, and how the mixed moments, their largest part, are stored.
 
 Legend: H query heads, G KV heads, d head dim, D model dim, e = D + 1.
 """

@@ -38,17 +38,18 @@ def read_layers(model: PreTrainedModel) -> list[LayerHeads]:
 
 
 def lift(model: PreTrainedModel) -> list[LayerHeads]:
-    """Return the heads of every layer with one key and one value head per query head (DHA, App. D), in
-    float32.
+    """Return the heads of every layer with one key and one value head per query head, in float32.
+
+    This is the lift to multi-head attention of DHA, App. D.
     """
     return list(LiftedHeads(model))
 
 
 class LiftedHeads(Sequence[LayerHeads]):
-    """`lift`, a layer at a time as it is asked for.
+    """The heads that `lift` returns, one layer at a time as they are indexed.
 
-    In float32 the heads of all are most of a model. The last one is kept; the model must stay as it
-    is.
+    In float32 the heads of all layers are most of a model. The last one is remembered; the model
+    must not change.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -83,12 +84,16 @@ def build(
 def assemble(
     model: PreTrainedModel, plan: AttentionPlan, heads: Iterable[LayerHeads], *, share: bool = False
 ) -> PreTrainedModel:
-    """Return a Headfold model with `heads` in its attention layers and `model`'s weights everywhere
-    else.
+    """Build a Headfold model with `heads` in its attention and `model`'s weights everywhere else.
 
-    The new model has the dtype, device and training mode of `model`, which stays as it is. With
-    `share` these other weights are `model`'s own memory, for a result that is measured or written
-    and never trained.
+    The new model has the dtype, device and training mode of `model`, which does not change.
+
+    Args:
+        model: The original.
+        plan: The plan of the new model.
+        heads: Heads of each layer, as many as the plan keeps.
+        share: Whether the other weights are `model`'s own memory, for a result that is measured or
+            written and never trained.
     """
     if share and not (
         plan.is_shared or plan.mlp_shares or plan_of(model).is_shared or plan_of(model).mlp_shares
@@ -125,9 +130,7 @@ def unshare(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_composition(old: AttentionPlan, new: AttentionPlan) -> None:
-    """Raise PlanError if a conversion would change what composition does, and not only add it as an
-    identity.
-    """
+    """Raise PlanError if a conversion would do more to composition than add it as an identity."""
     if old.composition is not None and new.composition != old.composition:
         raise PlanError(
             f"the model composes its heads ({old.composition}); its plan must keep that composition, got "
@@ -151,14 +154,21 @@ def convert(
     fusion_settings: Mapping[str, Any] | None = None,
     share: bool = False,
 ) -> PreTrainedModel:
-    """Return a new model that carries out `plan`; the given one is untouched. `share`: as in
-    `assemble`.
+    """Return a new model that carries out `plan`; `model` does not change.
 
-    `alignment` and `fusion` name parts of their axes; the settings are their knobs.
+    Args:
+        model: The model to convert.
+        plan: Which heads share keys and values.
+        alignment: Name of a part of the axis.
+        fusion: Name of a part of the axis.
+        calibration: Statistics of `model`, for parts that need them.
+        alignment_settings: Knobs of the alignment.
+        fusion_settings: Knobs of the fusion.
+        share: As in `assemble`.
 
     Raises:
-        ValueError: For an unknown name or setting, for a part that needs a calibration when none is
-            given.
+        ValueError: For an unknown name or setting, and for a part that needs a calibration when
+            none is given.
         PlanError: If the plan does not fit.
     """
     geometry = geometry_of(model.config)
@@ -191,7 +201,7 @@ def through(
     geometry: HeadGeometry,
     knobs: Mapping[str, Any],
 ) -> Iterator[LayerHeads]:
-    """Yield what a part of alignment or fusion makes of the lifted heads of one layer after the other."""
+    """Yield what a part of alignment or fusion makes of the lifted heads, layer by layer."""
     for index, (layer_heads, layer) in enumerate(zip(heads, plan.layers, strict=True)):
         statistics = calibration.layers[index] if calibration else None
         yield part(layer_heads, layer, statistics, geometry.layer(index), **knobs)

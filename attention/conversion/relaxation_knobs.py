@@ -1,6 +1,7 @@
-"""Knobs and defaults of the relaxations, declared below both who proposes them (search_spaces) and who
-trains them, and what follows from them alone: the rate for a number of steps, and whether these can
-be enough.
+"""Knobs and defaults of the relaxations, and what follows from them alone.
+
+They are declared below both who proposes them (search_spaces) and who trains them (trainers). What
+follows are the rate for a number of steps, and whether these can be enough.
 
 Sources and meaning: `trainers.relaxations`, one file each. The papers' rates are for about a
 thousand steps or more; a search trains each trial for some dozens. So the default of `rate` is

@@ -73,9 +73,7 @@ def check_predicts(sequences: Tensor) -> None:
 
 
 def drawn_cost(predicted: Final, generator: torch.Generator) -> Tensor:
-    """Return the summed loss of next tokens that are drawn from the predictions, with gradients to the
-    states.
-    """
+    """Return the summed loss of next tokens drawn from the predictions, with gradients to the states."""
     labels = _drawn(predicted, generator)
     return in_chunks(predicted, labels, language_modelling) * labels[:, 1:].numel()
 
@@ -103,8 +101,9 @@ def _drawn(predicted: Final, generator: torch.Generator) -> Tensor:
 
 
 class SummedGradients:
-    """Sums of g g^T `[D, D]` in float32, over all tokens of the backward passes while they are
-    `collected`: `of` each of the attention modules.
+    """Sums of g g^T `[D, D]` in float32 of each attention module, over all tokens of backward passes.
+
+    They grow while they are `collected`.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

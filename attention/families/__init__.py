@@ -117,8 +117,11 @@ def _multimodal(model_type: str, text_type: Any) -> str:
 
 
 def geometry_of(config: Any) -> HeadGeometry:
-    """Geometry of a transformers config. Raises ValueError with the supported families for any other,
-    and for a config that does not say what all layers have.
+    """Return the geometry of a transformers config.
+
+    Raises:
+        ValueError: For an unsupported family, naming the supported ones, and for a config that does
+            not say what all layers have.
     """
     family = family_of(config)
     _check_rope(config)
@@ -156,9 +159,7 @@ def _check_rope(config: Any) -> None:
 
 
 def ropes_of(config: Any) -> list[dict[str, Any]]:
-    """Return the settings of rotary embedding of a config, one for each kind of layer if it has
-    several kinds.
-    """
+    """Return the rotary settings of a config, one for each kind of layer if it has several kinds."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [part for part in rope.values() if isinstance(part, dict)]
     return kinds or [rope]

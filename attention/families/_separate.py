@@ -1,6 +1,4 @@
-"""Families with separate q, k, v and o projections under `decoder.layers[i].self_attn` (Llama's
-layout).
-"""
+"""Families with separate q, k, v, o projections under `decoder.layers[i].self_attn`, as Llama has."""
 
 from __future__ import annotations
 

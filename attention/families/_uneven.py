@@ -34,11 +34,10 @@ def geometry(config: Any, family: str, rotary_dims: int, bias: bool) -> HeadGeom
 def separate(
     fused: str, uneven: type[nn.Module], module: Any, geometry: HeadGeometry, plan: LayerPlan
 ) -> None:
-    """Replace the projection called `fused` by `q_proj`, `k_proj` and `v_proj` of the plan's counts;
-    become `uneven`.
+    """Replace the projection `fused` by `q_proj`, `k_proj` and `v_proj` of the plan's counts.
 
-    The class changes in place because hooks, caches and checkpoints know the module by its place in
-    the model.
+    The module's class becomes `uneven`, in place, because hooks, caches and checkpoints know the
+    module by its path in the model.
     """
     weight = getattr(module, fused).weight
     like = {"device": weight.device, "dtype": weight.dtype}
@@ -83,8 +82,10 @@ def attend(
     dropout: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Cache, then the attention function that the config names, on the queries, keys and values of
-    `project`. Returns the heads side by side, `[B, T, H·d]`.
+    """Update the cache and run the attention function that the config names.
+
+    Returns:
+        The heads side by side, `[B, T, H·d]`.
     """
     query, key, value = states
     if cache is not None:

@@ -1,10 +1,9 @@
-"""Families with Llama's layout in which one RMS norm spans all heads of a projection, of queries and
-of keys.
+"""Families with Llama's layout in which one RMS norm spans all heads of a projection.
 
-What a token's keys are divided by is one number for all heads. In a converted layer it is taken
-over the keys as the query heads read them: a kept head counts once for each query head that reads
-it. So a model with kept heads repeated divides by the same, and equal groups divide as the stock
-norm does.
+There is one for queries and one for keys. What a token's keys are divided by is one number for all
+heads. In a converted layer it is taken over the keys as the query heads read them: a kept head
+counts once for each query head that reads it. So a model with kept heads repeated divides by the
+same, and equal groups divide as the stock norm does.
 
 Legend: G^K key heads, d head dim.
 """
@@ -49,7 +48,7 @@ class WeighedRMSNorm(nn.Module):
 
 
 def key_norm(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
-    """The stock norm where all key heads count alike."""
+    """Keep the stock norm where all key heads count alike, else weigh them by their query heads."""
     old = module.k_norm
     counts = tuple(map(len, plan.key_groups))
     if len(set(counts)) > 1:

@@ -61,8 +61,9 @@ def separate(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
 
 
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
-    """An identity plan keeps the fused projection, with room for the heads of a checkpoint that has
-    fewer.
+    """Give the module the plan's counts; an identity plan keeps the fused projection.
+
+    It then has room for the heads of a checkpoint that has fewer.
     """
     if not plan.is_identity:
         separate(module, geometry, plan)

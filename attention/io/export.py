@@ -1,5 +1,6 @@
-"""Export of a checkpoint to a format that engines load, with a report of what it costs
-(`attention.io.targets`).
+"""Export of a checkpoint to a format that engines load, with a report of what it costs.
+
+The formats are in `attention.io.targets`.
 """
 
 from __future__ import annotations
@@ -76,19 +77,30 @@ def export(
     overwrite: bool = False,
     check: Callable[[Path, PreTrainedModel], Mapping[str, Any]] | None = None,
 ) -> ExportReport:
-    """Lower the checkpoint at `source` to a target and write it to `out`, atomically, with
-    `export.json`.
+    """Lower the checkpoint at `source` to a target and write it to `out` with `export.json`.
 
-    Computed in float32 and rounded once to `dtype` (None: the checkpoint's own). What was written
-    is read back and compared in float32 with the source, whose weights are rounded alike. `check`
-    is then called with the folder, not yet in its place, and the model that was read back; what it
-    returns goes into the report, and if it raises, nothing is written. Raises, before weights are
-    read, OutputError as `attention.io.replacing.check_folder` does, TargetError if the target
-    cannot hold the plan, and LargerCacheError unless a larger cache is allowed; ValueError if the
-    target or its dtype is unknown, or if the copy that came back differs.
+    The folder is put in place in one step. Computed in float32 and rounded once to `dtype`. What
+    was written is read back and compared in float32 with the source, whose weights are rounded
+    alike.
 
     Args:
+        source: Folder or hub name.
+        target: Name of an export target.
+        out: The folder to write.
         tokenizer: As in `checkpoint.save`.
+        dtype: What the weights are written in; None: the checkpoint's own.
+        allow_larger_cache: Whether the export may have a larger KV cache than the checkpoint.
+        overwrite: Whether an earlier export at `out` may be replaced.
+        check: Called with the folder, not yet in place, and the model that was read back; what it
+            returns goes into the report, and if it raises, nothing is written.
+
+    Raises:
+        OutputError: As `attention.io.replacing.check_folder`; before weights are read, as the next
+            two.
+        TargetError: If the target cannot represent the plan.
+        LargerCacheError: If the cache would be larger, unless that is allowed.
+        ValueError: If the target or its dtype is unknown, or if the copy that was read back
+            differs.
     """
     chosen = targets.target(target)
     check_folder(out, overwrite=overwrite, reads=[source])
@@ -247,4 +259,5 @@ def probe(model: PreTrainedModel, tokens: int = 48, seed: int = 0) -> Tensor:
 
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest absolute difference between two tensors."""
     return (one - other).abs().max().item()

@@ -11,8 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[Path]:
-    """An empty file beside `path` for the body to write, which takes the place of `path` when the body
-    has ended.
+    """Yield an empty file beside `path` that takes the place of `path` when the body has ended.
 
     A reader, a kill in the middle or a full disk never leaves half of it: what a kill leaves is
     `.NAME.PID.new`.
@@ -64,9 +63,7 @@ def sha256(path: str | Path) -> str:
 
 
 def honour_umask(path: str | Path) -> None:
-    """Give a file, or a folder and all in it, the permissions that a plain `open` and `mkdir` would
-    have given.
-    """
+    """Give a file, or a folder and all in it, the permissions of a plain `open` and `mkdir`."""
     path = Path(path)
     mask = _umask()
     for one in (path, *(path.rglob("*") if path.is_dir() else ())):

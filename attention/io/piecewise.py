@@ -26,11 +26,17 @@ SHARD = 2**29  # bytes of one file, and so of what its writer holds at a time
 
 
 def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, LazyWeights]:
-    """Return the model of a checkpoint (local folder or hub name) in evaluation mode, its parameters
-    on the meta device, its buffers whole; and the weights, from which a parameter is read when it
-    is wanted.
+    """Return the model of a checkpoint with parameters on the meta device, and its weights.
 
-    Raises what `attention.io.checkpoint.load` does.
+    The model is in evaluation mode, its buffers are whole; a parameter is read from the weights
+    when it is used.
+
+    Args:
+        source: Local folder or hub name.
+        dtype: What the parameters are read in.
+
+    Raises:
+        CheckpointError: As `attention.io.checkpoint.load`.
     """
     config = checkpoint.load_config(source)
     weights = LazyWeights(_folder_of(source), config)

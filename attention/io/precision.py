@@ -47,9 +47,7 @@ def own_dtype(config: Any, source: str | Path) -> torch.dtype:
 
 
 def _most_stored(folder: Path) -> str | None:
-    """Return the floating-point dtype of most numbers in a folder's safetensors; None if there are
-    none.
-    """
+    """Return the floating-point dtype of most numbers in a folder's safetensors, or None."""
     counts: Counter[str] = Counter()
     for path in sorted(folder.glob("*.safetensors")):
         with suppress(WeightsError):  # a file that cannot be read is told of when it is loaded

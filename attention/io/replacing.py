@@ -229,8 +229,7 @@ def entries(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def remove(folder: Path) -> None:
-    """Remove the files that the list of a folder names, the list last, and the folders that they leave
-    empty.
+    """Remove the files that a folder's list names, the list last, and the folders left empty.
 
     What else is there stays, and with it the folders that it lies in.
     """

@@ -58,7 +58,11 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """A safetensors file. Raises WeightsError that says what is wrong with it."""
+    """Open a safetensors file while the body runs.
+
+    Raises:
+        WeightsError: Saying what is wrong with the file.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -151,9 +155,7 @@ def _nothing_in(folder: Path) -> str:
 
 
 def _diagnosis(path: Path, error: Exception) -> str:
-    """Return what a file that safetensors does not read is, as far as its first bytes and its size
-    tell, and what to do.
-    """
+    """Return what is wrong with a file that safetensors does not read, and what to do."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

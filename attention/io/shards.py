@@ -82,14 +82,21 @@ def complete_checkpoint(
     dtype: torch.dtype,
     record: dict[str, Any] | None = None,
 ) -> dict[str, int]:
-    """Make a checkpoint of a folder that has the pieces of all layers.
+    """Complete a checkpoint in a folder that has the pieces of all layers.
 
-    Add what lies outside of them, index, config.
+    What lies outside of the layers, the index and the config are added.
 
-    `config` and `weights` are the original checkpoint's, whose tokenizer files are copied.
+    Args:
+        folder: The folder.
+        weights: Those of the original checkpoint, whose tokenizer files are copied.
+        config: That of the original checkpoint.
+        plan: The plan of the pieces.
+        plain: Whether to write the plain form, which stock transformers loads.
+        dtype: What the weights are written in.
+        record: What to note beside the weights.
 
     Returns:
-        What `write_index` does.
+        What `write_index` returns.
 
     Raises:
         ValueError: If the pieces are not those of the plan, or if there is no plain form and
@@ -120,9 +127,7 @@ def complete_checkpoint(
 
 
 def _check_names(folder: Path, config: PretrainedConfig) -> None:
-    """Complete the config by what only its model knows, and compare its tensors with those of the
-    index.
-    """
+    """Complete the config by what its model knows, and compare its tensors with the index."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     listed = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])

@@ -48,8 +48,7 @@ def _folder_of(source: str | Path) -> Path:
 
 
 def copy_files(source: str | Path, folder: Path) -> None:
-    """Copy the tokenizer, its chat templates and the generation config of `source` (folder or hub
-    name), as they are.
+    """Copy the tokenizer, chat templates and generation config of `source` (folder or hub name).
 
     What `folder` has of them goes first, so that two sets never mix; a source without a tokenizer
     copies none.
@@ -67,9 +66,9 @@ def copy_files(source: str | Path, folder: Path) -> None:
 
 
 def put_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """The tokenizer beside a checkpoint.
+    """Put a tokenizer beside a checkpoint.
 
-    Copied from a folder or hub name, or an object of transformers saved.
+    It is copied from a folder or hub name, or, as an object of transformers, saved.
     """
     if isinstance(tokenizer, (str, Path)):
         copy_files(tokenizer, folder)
@@ -87,9 +86,7 @@ def put_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def write_both_forms(folder: Path) -> None:
-    """Complete config.json by what transformers 4 and other tools read in the place of transformers
-    5's fields.
-    """
+    """Add to config.json what transformers 4 and other tools read in place of transformers 5's fields."""
     file = folder / "config.json"
     fields = json.loads(file.read_text(encoding="utf-8"))
     _write(file, fields | older_form(fields))

@@ -257,7 +257,7 @@ def _check_dtypes(
 
 
 def _check_tie(folder: Path, first: Stored, second: Stored, rows: int = 4096) -> None:
-    """The one case in which numbers are compared: both of two tied matrices are stored."""
+    """Compare the numbers of two tied matrices that are both stored, the one case where numbers are."""
     with (
         open_safetensors(folder / first.file) as one,
         open_safetensors(folder / second.file) as other,

@@ -4,11 +4,12 @@ neither.
 Legend: B batch, H query heads, G^K / G^V kept key / value heads, m query heads of a group, S cached
 tokens, d head dim.
 
-Three ways, all equal to `expand` followed by SDPA, which stays as the reference: - `decode_padded`:
-groups gathered and padded to the widest, one batched product for keys and one for values; -
-`decode_by_group`: one product a group, no padding; faster where a product is large enough to be
-worth a call; - `attention.modeling.kernels`: one fused kernel, on CUDA devices where Triton is
-there.
+Three ways, all equal to `expand` followed by SDPA, which stays as the reference:
+- `decode_padded`: groups gathered and padded to the widest, one batched product for keys and one
+  for values;
+- `decode_by_group`: one product a group, no padding; faster where a product is large enough to be
+  worth a call;
+- `attention.modeling.kernels`: one fused kernel, on CUDA devices where Triton is there.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ LARGE = 1 << 16
 
 @dataclass(frozen=True)
 class HeadSlots:
-    """Where the query heads of each kept head lie when gathered by group and padded to the widest
-    group.
+    """The order of the query heads when gathered by kept head and padded to the widest group.
 
-    `heads [G·m]`: the query head in each slot; a group narrower than m repeats its first member.
-    `place [H]`: the slot of each query head.
+    Attributes:
+        groups: Number of kept heads.
+        width: Members of the widest group, m.
+        heads: `[G·m]`, the query head in each slot; a group narrower than m repeats its first
+            member.
+        place: `[H]`, the slot of each query head.
     """
 
     groups: int
@@ -171,9 +175,7 @@ def decode_by_group(
 
 
 def _products(rows: Tensor, head_rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Rows `[B, H, n]`, sorted into groups of these sizes, times each group's own `[n, p]` of `[B, G,
-    n, p]`.
-    """
+    """Multiply rows `[B, H, n]`, sorted into groups of these sizes, by their group's `[n, p]`."""
     result = rows.new_empty((*rows.shape[:2], head_rows.shape[-1]))
     for b, sequence in enumerate(head_rows):
         grouped = zip(rows[b].split(sizes), sequence, result[b].split(sizes), strict=True)
@@ -189,8 +191,15 @@ def decode_scores(query: Tensor, key: Tensor, maps: HeadMaps, scaling: float | N
 
 
 def decode_mix(weights: Tensor, value: Tensor, maps: HeadMaps) -> Tensor:
-    """Values under the weights of one new token, `[B, H, 1, S]` and `[B, G^V, S, d]` -> `[B, H, 1,
-    d]`.
+    """Return values under the weights of one new token.
+
+    Args:
+        weights: `[B, H, 1, S]`.
+        value: `[B, G^V, S, d]`.
+        maps: Those of the layer.
+
+    Returns:
+        `[B, H, 1, d]`.
     """
     return maps.value_slots.scatter(maps.value_slots.gather(weights.squeeze(2)) @ value).unsqueeze(
         2
@@ -204,9 +213,7 @@ def _factor(query: Tensor, scaling: float | None) -> float:
 def _softmax(
     scores: Tensor, mask: Tensor | None, order: Tensor | None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Weights `[B, H, S]` of scores whose heads lie in `order`, under a mask as `decode` takes it,
-    beside sinks.
-    """
+    """Return weights `[B, H, S]` of scores whose heads lie in `order`, with mask and sinks."""
     if mask is not None:
         mask = mask.squeeze(2)
         if order is not None and mask.shape[1] > 1:

@@ -51,13 +51,19 @@ def grouped_attention(
     composed_layer: ComposedLayer | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the transformers' attention function. query `[B, H, T, d]` -> output `[B, T, H, d]` and
-    no weights. `s_aux [H]`: logits of sinks.
+    """Compute grouped attention as an attention function of transformers.
 
-    Prefill and training expand and call SDPA, or hold all scores where these are capped or share
+    Prefill and training expand and call SDPA, or compute all scores where these are capped or share
     their softmax with sinks; a single new token without gradient takes `decode`. A window is in the
     mask. A module with composition passes its input `[B, T, D]` and its cache layer (see
     `attention.modeling.composition`).
+
+    Args:
+        query: `[B, H, T, d]`.
+        s_aux: `[H]`, logits of sinks.
+
+    Returns:
+        `[B, T, H, d]`, and None for the weights.
     """
     maps: HeadMaps = module.head_maps  # type: ignore[assignment]
     if composed_input is not None:
@@ -163,8 +169,9 @@ def attach(module: nn.Module, plan: LayerPlan) -> None:
 
 
 class UnevenStaticLayer(StaticLayer):
-    """A static cache layer whose key and value head counts may differ (the stock one takes both from
-    the keys).
+    """A static cache layer whose key and value head counts may differ.
+
+    The stock one takes both from the keys.
     """
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -190,8 +197,7 @@ def make_uneven(cache: Cache) -> Cache:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes that the keys and values of a cache occupy, and the key-side weights of composition beside
-    them.
+    """Return the bytes of the keys, values and key-side composition weights of a cache.
 
     The room that a growing layer keeps beyond its tokens (`attention.modeling.growing_cache.ROOM`)
     is not counted.

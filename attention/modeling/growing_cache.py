@@ -23,11 +23,10 @@ ROOM = 64
 
 
 class GrowingLayer(DynamicLayer):
-    """A `DynamicLayer` whose `keys` `[B, G^K, S, d]` and `values` `[B, G^V, S, d]` are views of longer
-    tensors.
+    """A `DynamicLayer` whose keys and values are views of longer tensors.
 
-    What was prefilled is held exactly; the room comes with the next token. Where gradients are
-    recorded it concatenates as the stock layer does.
+    They are `[B, G^K, S, d]` and `[B, G^V, S, d]`. What was prefilled is held exactly; the room
+    comes with the next token. Where gradients are recorded it concatenates as the stock layer does.
     """
 
     _room: tuple[Tensor, Tensor] | None = None
@@ -97,9 +96,7 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
 
 
 def next_output(model: Any, tokens: Tensor, output: Any) -> Any:
-    """Return what a model makes of the `tokens` `[B, T]` that follow those of `output`, in the same
-    cache.
-    """
+    """Run a model on the `tokens` `[B, T]` that follow those of `output`, in the same cache."""
     return model(tokens, **cache_argument(model, cache_of(output)), use_cache=True)
 
 
@@ -121,7 +118,7 @@ def cache_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:
 
 
 def grow_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook of attention modules: their layer of a fresh dynamic cache grows in place."""
+    """Make the layer of a fresh dynamic cache grow in place: a forward pre-hook of attention modules."""
     cache = cache_in(kwargs)
     if isinstance(cache, Cache):
         cache_layer(cache, module.layer_idx, GrowingLayer)

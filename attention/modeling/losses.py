@@ -44,6 +44,7 @@ def divergence(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def wide(logits: Tensor) -> Tensor:
+    """Return logits in float32 at least."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

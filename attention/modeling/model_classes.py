@@ -76,10 +76,7 @@ class HeadfoldMixin:
             module.reset_parameters()
 
     def initialize_weights(self) -> None:
-        """Called by transformers once the weights are read.
-
-        Composition that the checkpoint lacks starts afresh.
-        """
+        """Initialise composition that the checkpoint lacks, after transformers has read the weights."""
         super().initialize_weights()  # type: ignore[misc]
         reset_missing(self)  # type: ignore[arg-type]
 

@@ -31,8 +31,9 @@ _Head = Callable[[Tensor], Tensor]
 
 
 class Final(NamedTuple):
-    """The hidden states `[B, T, D]` that enter an output head, and the head, which makes logits `[P,
-    vocabulary]` of `[P, D]`.
+    """The hidden states that enter an output head `[B, T, D]`, and the head.
+
+    The head makes logits `[P, vocabulary]` of states `[P, D]`.
     """
 
     states: Tensor
@@ -63,12 +64,15 @@ def final(model: Any, ids: Tensor, **more: Any) -> Final:
 def mean_cost(
     model: Any, ids: Tensor, cost: _Cost, reference: Final | None = None, rows: int | None = None
 ) -> Tensor:
-    """Mean of `cost` over the next-token predictions of the first `rows` (default: all) sequences of
-    `ids [B, T]`.
+    """Return the mean of `cost` over the next-token predictions of the first `rows` sequences.
 
     `model` may be a DeepSpeed engine: this is one forward pass of it. With ZeRO 3 the weights of
     the head are whole only while the head is called, and while the backward pass is at that call:
     so all is computed within it.
+
+    Args:
+        ids: `[B, T]`.
+        rows: By default all sequences.
     """
     head = model.get_output_embeddings()
     finish = _finishing(model)
@@ -88,11 +92,13 @@ def in_chunks(
     reference: Final | None = None,
     rows: int | None = None,
 ) -> Tensor:
-    """Mean of `cost` over the predictions of the first `rows` sequences of `ids [B, T]`, which went
-    into both finals.
+    """Return the mean of `cost` over the predictions of the first `rows` sequences.
 
     No gradients flow into the reference. The heads are called as often whatever `rows` is, since
     workers that hold a split head must call it together; of no rows the mean is 0.
+
+    Args:
+        ids: `[B, T]`, which went into both finals.
     """
     labels = ids[:, 1:].flatten()
     counted = (len(ids) if rows is None else rows) * (ids.shape[1] - 1)
@@ -152,9 +158,7 @@ def _config(model: Any) -> Any:
 def _at_the_head(
     model: Any, ids: Tensor, instead: Callable[[Tensor], Tensor], **more: Any
 ) -> Tensor:
-    """Return a forward pass in which the output head returns what `instead` makes of its input, and
-    nothing comes after.
-    """
+    """Run a forward pass in which the output head returns `instead` of its input, and nothing follows."""
     head = model.get_output_embeddings()
 
     def once(states: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from attention.geometry import RotaryLayout
 
 @torch.no_grad()
 def rotary_tables(model: PreTrainedModel, length: int, layer: int = 0) -> tuple[Tensor, Tensor]:
-    """cos and sin `[T, r]` float32 of positions 0..length-1 as `layer` has them, from the model's own
-    embedding (scaling included).
+    """Return cos and sin of the positions from 0 to length - 1, `[T, r]` float32, for `layer`.
+
+    They come from the model's own embedding, scaling included.
 
     Raises:
         ValueError: If the decoder has no `rotary_emb`.

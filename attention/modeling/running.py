@@ -73,8 +73,9 @@ def batch_of(length: int, batch_size: int = AT_ONCE) -> int:
 
 
 def layer_batch(num_heads: int, length: int) -> int:
-    """Sequences of `length` tokens that run through one layer at once, as few as their attention
-    weights allow.
+    """Return how many sequences of `length` tokens run through one layer at once.
+
+    They are as few as their attention weights allow.
     """
     return min(AT_ONCE, max(1, ATTENTION_BYTES // (4 * num_heads * length**2)))
 
@@ -96,16 +97,17 @@ def layer_of(model: PreTrainedModel, module: nn.Module) -> nn.Module:
 
 
 class Streams:
-    """The hidden states `[B, T, D]` that enter one decoder layer of `model`, for each batch of
-    `sequences [N, T]`.
+    """The hidden states `[B, T, D]` that enter one decoder layer, for each batch of sequences `[N,
+    T]`.
 
-    Layers are best asked for in ascending order: those below run once, and only what enters the
-    present one is kept. Going back to a lower one starts again from the embeddings. `layer`: the
-    present one.
+    Layers are best visited in ascending order: those below run once, and only what enters the
+    present one, `layer`, is kept. Going back to a lower one starts again from the embeddings.
 
     Args:
+        model: The model.
         modules: The attention module of each layer.
-        batch_size: Sequences at once, at most (`batch_of`).
+        sequences: `[N, T]` token ids.
+        batch_size: Most sequences at once (`batch_of`).
     """
 
     def __init__(
@@ -195,7 +197,7 @@ def _giving(*output: Any) -> Callable[..., Any]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients, and the mode that was there before afterwards."""
+    """Put the model into evaluation mode without gradients, and restore its mode afterwards."""
     training = model.training
     model.eval()
     try:

@@ -1,5 +1,4 @@
-"""Heads and MLP blocks of later layers that use the weights of earlier ones (Cao 2024, head-wise
-sharing).
+"""Heads and MLP blocks of later layers that use the weights of earlier ones (Cao 2024).
 
 A shared head takes over query, key and value rows with their biases, and its columns of the output
 projection if the plan shares them; norms and position embedding stay the layer's own. A shared MLP
@@ -26,8 +25,9 @@ _PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 
 def by_layer(shares: Iterable[HeadShare]) -> dict[int, dict[int, tuple[int, int]]]:
-    """Layer -> shared head -> (source layer, source head), layers ascending, so that lenders come
-    before borrowers.
+    """Return layer -> shared head -> (source layer, source head).
+
+    Layers are ascending, so that lenders come before borrowers.
     """
     layers: dict[int, dict[int, tuple[int, int]]] = {}
     for share in sorted(shares):
@@ -63,8 +63,7 @@ class SharedSite:
 
 
 def shared_sites(model: PreTrainedModel, plan: AttentionPlan) -> list[SharedSite]:
-    """Return the projections of a model, whether shared yet or not, that the shares of `plan` are
-    about.
+    """Return the projections of a model that the shares of `plan` are about, shared yet or not.
 
     Raises:
         ValueError: For output projections or MLPs that are no linear layers (GPT-2).

@@ -114,8 +114,8 @@ class SharedProjection(nn.Module):
         return self.block_size * (block - sum(other < block for other in self._borrowed))
 
     def _weights(self) -> list[tuple[Tensor, ...]]:
-        """Return the weight of each lender in parts, and last (so that OWN is its index) the owned
-        one.
+        """Return the weight of each lender in parts, and the owned one last, so that `_OWN` is its
+        index.
         """
         parts = [
             _weight(m).split(s, self.dim) for m, s in zip(self._lenders, self._splits, strict=True)

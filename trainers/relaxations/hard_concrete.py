@@ -1,19 +1,20 @@
-"""Align.
-
-Each head fades from its own key and value to its group's new ones, by an L0 mask under one
+"""Align: each head fades from its own key and value to its group's new ones, by an L0 mask under one
 constraint.
 
 Jin 2024, section 3.5, Eq. 25 to 29; the masks are hard concrete (Louizos 2017, Eq. 10 to 13).
 Legend: L layers with masks, H query heads, G groups, d head dim, D model dim; z mask, T target.
 
-Where the paper is **silent**: - the mean mask of Eq. 29 is the probability that a mask is not 0
-(Louizos 2017, Eq. 12): a clamped sample at 1 has no gradient, so masks that start at 1 would stay
-there; - Eq. 29 is negative for a mean mask below T, and still falls down to T - 1/2: masks run
-ahead of the schedule. The formula is kept; T does not fall below 0; - the location log α starts at
-4: then the mask is exactly 1 without noise, and fewer than one in ten below 1 with it; - the
-paper's constraint and rate close the masks in thousands of steps. With fewer, both are scaled up
-(`relaxation_knobs`): with the rate alone, masks that the loss needs in the first steps stay open
-for good; - a sample of the masks holds for a step, in all passes and on all workers.
+Where the paper is **silent**:
+- the mean mask of Eq. 29 is the probability that a mask is not 0 (Louizos 2017, Eq. 12): a clamped
+  sample at 1 has no gradient, so masks that start at 1 would stay there;
+- Eq. 29 is negative for a mean mask below T, and still falls down to T - 1/2: masks run ahead of
+  the schedule. The formula is kept; T does not fall below 0;
+- the location log α starts at 4: then the mask is exactly 1 without noise, and fewer than one in
+  ten below 1 with it;
+- the paper's constraint and rate close the masks in thousands of steps. With fewer, both are scaled
+  up (`relaxation_knobs`): with the rate alone, masks that the loss needs in the first steps stay
+  open for good;
+- a sample of the masks holds for a step, in all passes and on all workers.
 """
 
 from __future__ import annotations

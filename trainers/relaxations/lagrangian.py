@@ -1,17 +1,18 @@
-"""DHA: every head becomes a learned mix of its group's heads.
-
-A Lagrangian draws the mixes of a group together.
+"""DHA: every head becomes a learned mix of its group's heads; a Lagrangian draws the mixes of a group
+together.
 
 Chen 2024 (DHA), sections 4.2 and 4.3, App. B.2. Legend: L layers, S heads that a projection holds,
 g heads of a group, d head dim, P = sum of g² over a layer's groups.
 
-Where the paper is **silent** or at odds with itself: - the fusion loss is divided by the number of
-pairs and of layers, as Alg. 3 does and Eq. 7 does not; layers in which nothing is fused do not
-count; - the multiplier starts at `multiplier_start` (from 0 it needs many hundred steps to weigh
-against the loss); its gradient is never negative, so it never falls; - the margin's warm-up k is a
-share of the steps; the default is Alg. 3's 200 of the 1,000 of section 5; - per-dimension
-coefficients scale rotary dims apart, as the paper has it: what is mixed are weights before RoPE, so
-each mix is a projection like any other, and nothing needs to commute.
+Where the paper is **silent** or at odds with itself:
+- the fusion loss is divided by the number of pairs and of layers, as Alg. 3 does and Eq. 7 does
+  not; layers in which nothing is fused do not count;
+- the multiplier starts at `multiplier_start` (from 0 it needs many hundred steps to weigh against
+  the loss); its gradient is never negative, so it never falls;
+- the margin's warm-up k is a share of the steps; the default is Alg. 3's 200 of the 1,000 of
+  section 5;
+- per-dimension coefficients scale rotary dims apart, as the paper has it: what is mixed are weights
+  before RoPE, so each mix is a projection like any other, and nothing needs to commute.
 """
 
 from __future__ import annotations

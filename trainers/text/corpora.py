@@ -1,15 +1,16 @@
-"""Where text comes from, as documents.
+"""Where text comes from, as documents: this interpreter's standard library, local files, a hub data
+set, or tasks.
 
-This interpreter's standard library, local files, a hub data set, or tasks.
-
-A *source* is one of - `builtin`: prose and code of this interpreter, half and half: the help topics
-of `pydoc` and files of `stdlib`; - `stdlib`: the Python standard library's source, one document a
-file, without its tests; - a local file, folder or glob of .txt, .jsonl, .json or .parquet; - a hub
-data set, `name`, `name@subset`; - `synthetic:NAME`: the tasks of Xiao 2024, see
-`trainers.text.synthetic_corpus`; and files and data sets may end in `:split`. Text that belongs to
-no split, or to `train`, is divided by the md5 rule below, of small files with a larger held-out
-side where that is asked for (`Division`); text of any other split (`validation`, `test`) is held
-out as a whole.
+A *source* is one of
+- `builtin`: prose and code of this interpreter, half and half: the help topics of `pydoc` and files
+  of `stdlib`;
+- `stdlib`: the Python standard library's source, one document a file, without its tests;
+- a local file, folder or glob of .txt, .jsonl, .json or .parquet;
+- a hub data set, `name`, `name@subset`;
+- `synthetic:NAME`: the tasks of Xiao 2024, see `trainers.text.synthetic_corpus`; and files and data
+  sets may end in `:split`. Text that belongs to no split, or to `train`, is divided by the md5 rule
+  below, of small files with a larger held-out side where that is asked for (`Division`); text of
+  any other split (`validation`, `test`) is held out as a whole.
 
 A record of a file or data set has its text in one field, or a conversation in `messages` (role,
 content) or `conversations` (from, value): a `Conversation`, which becomes text by the tokenizer's

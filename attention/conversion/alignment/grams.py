@@ -1,5 +1,4 @@
-"""Gram matrices of a layer's heads under either criterion, and the similarity of every pair after
-alignment.
+"""Gram matrices of a layer's heads under either criterion, and the similarity of aligned pairs.
 
 Legend: H heads, d head dim. A Gram is `[H, H, d, d]` float64: mean over tokens of k_i k_j^T.
 """

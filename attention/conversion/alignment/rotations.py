@@ -61,11 +61,18 @@ def procrustes(x: Tensor, y: Tensor) -> Tensor:
 
 
 def rotary_procrustes(x: Tensor, y: Tensor, layout: RotaryLayout) -> Tensor:
-    """Return the P `[d, d]` (float64) that minimises ||P x - y|| among those that commute with RoPE,
-    for x and y `[d, N]`.
+    """Return the P `[d, d]` that minimises ||P x - y|| among those that commute with RoPE.
 
     Jin 2024, eq. 14 to 17: one 2-D rotation for each rotary pair. Dims that partial rotary leaves
     free take a general orthogonal map, which the paper does not treat.
+
+    Args:
+        x: `[d, N]`.
+        y: `[d, N]`.
+        layout: Which dims RoPE rotates together.
+
+    Returns:
+        `[d, d]` float64.
 
     Raises:
         ValueError: If the shapes differ or are not the layout's.

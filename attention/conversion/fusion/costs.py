@@ -1,5 +1,4 @@
-"""What fusing a group by least squares costs, for any group of heads of a layer, without building the
-heads.
+"""The cost of fusing any group of heads of a layer by least squares, without building the heads.
 
 Legend: H heads, g members, d head dim, f free dims. Costs are additive over the groups of a
 partition, zero for a group of one, and of one unit within a layer and side, as exact grouping
@@ -175,8 +174,7 @@ class KeyCost(Cost):
 
 
 class ValueCost(Cost):
-    """Mean squared change of the attention output, head by head, summed over the members and output
-    dims.
+    """Mean squared change of the attention output, summed over the members and output dims.
 
     Each head counts under the covariance of what its own attention weights let through. Exact for
     what `least_squares_fuse` builds without sweeps, a bound from above with them. Errors of
@@ -238,9 +236,7 @@ class ValueCost(Cost):
         return (energy - read.sum(1)).clamp_min(0).sum()
 
     def _units(self, group: Tensor) -> tuple[list[int], Tensor]:
-        """Return the different value heads of a group by their numbers in `first`, and which of them
-        each member has.
-        """
+        """Return the different value heads of a group as numbers in `first`, and that of each member."""
         units, which = self.which[group].unique(return_inverse=True)
         return units.tolist(), which.to(self.metrics.device)
 
@@ -284,8 +280,8 @@ class ValueCost(Cost):
         )
 
     def different(self, group: Tensor) -> list[int]:
-        """Return the different value heads among the members of a group, each by the first that has
-        it, ascending.
+        """Return the different value heads among the members, ascending, each by the first that has
+        it.
         """
         return [self.first[unit] for unit in self._units(group)[0]]
 
@@ -301,9 +297,7 @@ class ValueCost(Cost):
 
 
 def under_norm(heads: LayerHeads) -> LayerHeads:
-    """Return the heads with the weights of the norms that follow folded in, and no norm weights of
-    their own.
-    """
+    """Return the heads with the weights of the norms that follow folded in, without norm weights."""
     rows = {"q": heads.q_norm, "k": heads.k_norm, "q_bias": heads.q_norm, "k_bias": heads.k_norm}
     for name, weight in rows.items():
         if weight is not None:
@@ -341,13 +335,11 @@ def mixed_gram(
     under: Sequence[int],
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """`[n, g d, g d]`.
+    """Return mixed value Grams of `members` under the weights of `under`, `[n, g d, g d]`.
 
-    Mixed value Grams of `members` under the weights of `under` (see
-    `LayerStatistics.mixed_value_gram`), centred if the layer has an output bias to take up the
-    means.
-
-    With sinks a head's mean is no constant of its output, so that none is taken up.
+    They are those of `LayerStatistics.mixed_value_gram`, centred if the layer has an output bias to
+    take up the means. With sinks a head's mean is no constant of its output, so that none is taken
+    up.
     """
     grams = statistics.mixed_value_gram(heads, members, under, dtype)
     if heads.o_bias is None or not statistics.sums_to_one:

@@ -72,8 +72,10 @@ class PooledValueCost(Cost):
         return (self.energy[group].sum() - captured).clamp_min(0)
 
     def leading(self, group: Tensor) -> tuple[Tensor, Tensor]:
-        """Gram of the members' outputs `[n, n]`, and an orthonormal basis `[n, d]` of nearly its
-        leading directions.
+        """Return the Gram of the members' outputs and an orthonormal basis of its leading directions.
+
+        Returns:
+            The Gram `[n, n]`, and nearly its leading directions `[n, d]`.
         """
         size = len(group) * self.dim
         blocks = self.gram.view(self.num_heads, self.dim, self.num_heads, self.dim)
@@ -91,20 +93,17 @@ class PooledValueCost(Cost):
         return (group[:, None] * self.dim + torch.arange(self.dim, device=group.device)).flatten()
 
     def start(self, members: int, count: int) -> Tensor:
-        """Return the first `count` of the members' dims, one of each member in turn: where most energy
-        is.
-        """
+        """Return the first `count` of the members' dims, one of each in turn: where most energy is."""
         order = torch.arange(count, device=self.gram.device)
         return order % members * self.dim + order // members
 
 
 class LeadingValueCost(Cost):
-    """`ValueCost` with each head's own moment of the layer's K leading combinations of outputs, and
-    the pooled moment of what those do not predict.
+    """`ValueCost` estimated with each head's own moment of the layer's K leading outputs.
 
-    All heads' outputs are y = A z + rest, z the leading combinations; own Grams are A cov_h(z) A^T
-    + the pooled Gram of the rest. With K = H d it is exact but for rounding, and for a basis of few
-    steps.
+    What those do not predict has the pooled moment. All heads' outputs are y = A z + rest, z the
+    leading combinations; own Grams are A cov_h(z) A^T + the pooled Gram of the rest. With K = H d
+    it is exact but for rounding, and for a basis of few steps.
     """
 
     def __init__(
@@ -170,8 +169,15 @@ class LeadingValueCost(Cost):
 
 
 def subspace(gram: Tensor, start: Tensor, steps: int) -> Tensor:
-    """Orthonormal `[n, k]`, nearly the leading directions of a Gram `[n, n]`, from its own columns
-    `start` `[k]`.
+    """Return nearly the leading directions of a Gram by subspace iteration.
+
+    Args:
+        gram: `[n, n]`.
+        start: `[k]`, the columns of the Gram to start from.
+        steps: Number of iterations.
+
+    Returns:
+        `[n, k]`, orthonormal.
     """
     basis = gram[:, start]
     for _ in range(steps - 1):

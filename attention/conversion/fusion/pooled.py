@@ -85,8 +85,7 @@ def norm_restored_fuse(
     statistics: LayerStatistics | None,
     geometry: HeadGeometry | None = None,
 ) -> LayerHeads:
-    """Return the mean, rescaled so that its activations have the root-mean-square norm of the group's
-    activations.
+    """Return the mean, rescaled to the root-mean-square norm of the activations of the group.
 
     Norms are taken over the calibration tokens, biases included, and biases scale along. With a
     norm on keys after the projection the scale of a key head has no effect, so keys are the plain

@@ -117,11 +117,10 @@ def _leading_basis(gram: Tensor, roots: Tensor) -> Tensor:
 def _read_back(
     grams: Tensor, metrics: Tensor, which: Tensor, basis: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """L `[g, f, f]`, the least-squares map from the shared head to each member under its own
-    covariance, and errors.
+    """Return the least-squares map from the shared head to each member, `[g, f, f]`, and errors.
 
-    grams `[g, u f, u f]`, basis `[u f, f]`. L is the best in every metric at once, so the metric
-    enters errors alone.
+    Each is under the member's own covariance: grams `[g, u f, u f]`, basis `[u f, f]`. The map is
+    the best in every metric at once, so the metric enters errors alone.
     """
     members, dim = metrics.shape[:2]
     seen = grams @ basis
@@ -184,9 +183,7 @@ def _pseudo_inverse(matrix: Tensor, ridge: float) -> Tensor:
 
 
 def _size_factor(grams: Tensor, which: Tensor, basis: Tensor) -> Tensor:
-    """Return what the shared head must be multiplied by to have the members' root-mean-square norm,
-    `[]`.
-    """
+    """Return the factor `[]` that gives the shared head the members' root-mean-square norm."""
     pooled = grams.mean(0)
     shared = ((pooled @ basis) * basis).sum()
     members = pooled.diagonal().view(-1, basis.shape[1]).sum(1)[which].mean()

@@ -25,8 +25,12 @@ from attention.heads import LayerHeads
 
 
 def unit_gram(rows: Tensor, moment: Tensor, layout: RotaryLayout) -> Tensor:
-    """Inner products of heads in each unit, `[U, H, H]`, of the outputs of rows `[H, d, e]` whose
-    inputs have this moment `[e, e]`.
+    """Return the inner products of heads in each unit, `[U, H, H]`.
+
+    Args:
+        rows: `[H, d, e]`.
+        moment: `[e, e]`, that of the inputs of the rows.
+        layout: Which dims are rotary pairs.
     """
     singles = rows[:, list(layout.free)]
     among_singles = (singles @ moment.to(rows)).transpose(0, 1) @ singles.permute(1, 2, 0)

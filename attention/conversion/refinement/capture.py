@@ -80,8 +80,12 @@ def _recording_mixed(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def recorded(streams: Streams, layer: int) -> Iterator[Record]:
-    """Run each batch of `streams` up to and including the attention of `layer`, one `Record` a batch.
+    """Run the batches of `streams` up to and including the attention of `layer`.
+
     Nothing above runs, and what lies below only as far as `streams` has not run it yet.
+
+    Yields:
+        One `Record` per batch.
     """
     entered: list[Tensor] = []
 

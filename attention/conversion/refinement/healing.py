@@ -134,9 +134,20 @@ def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
 def heal_layer(
     fit: SideBySide, check: SideBySide, layer: int, number: int, ridge: float, carry: float
 ) -> LayerFit:
-    """Refit one layer's output projection of the converted model in place, if that helps on the
-    sequences of `check`; both are then at the next layer. `number`: of the layer in its checkpoint.
-    Raises ValueError for shared output projections.
+    """Refit one layer's output projection of the converted model in place, if that helps on `check`.
+
+    Both models are at the next layer afterwards.
+
+    Args:
+        fit: The models on the sequences to fit on.
+        check: The models on the sequences to judge by.
+        layer: Number of the layer in the models.
+        number: Number of the layer in its checkpoint.
+        ridge: Weight of the distance to the former projection.
+        carry: Share of the stream difference that the target takes over.
+
+    Raises:
+        ValueError: For shared output projections.
     """
     converted = fit.converted.model
     module = fit.converted.modules[layer]

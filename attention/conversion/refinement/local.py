@@ -376,10 +376,21 @@ def fit_layer(
     rate: float,
     report: Report,
 ) -> LayerFit:
-    """Train one attention layer of `converted`, in float32, towards the original's on `texts`, and put
-    it in place if that helps on held-out sequences. `number`: of the layer in its checkpoint, by
-    which it is seeded; `report` is called after each step. Raises ValueError for a model with
-    shared heads, whose weights serve other layers as well.
+    """Train one attention layer of `converted` towards the original's, in float32.
+
+    It is put in place if that helps on held-out sequences.
+
+    Args:
+        converted: The model that is changed.
+        texts: What the original does on the sequences to fit on and to judge by.
+        layer: Number of the layer in `converted`.
+        number: Number of the layer in its checkpoint, by which it is seeded.
+        steps: Adam steps.
+        rate: Peak learning rate.
+        report: Called after each step.
+
+    Raises:
+        ValueError: For a model with shared heads, whose weights serve other layers as well.
     """
     plan = plan_of(converted)
     converted_plan = plan_of(texts.fit.original.model)
@@ -427,8 +438,10 @@ def fit_heal(
     fit_tokens: int = FIT_TOKENS,
     **knobs: Any,
 ) -> tuple[LayerFit, ...]:
-    """Local fit of every layer, small ones side by side, then heal from the first layer to the last.
-    `layer_steps`: of each layer, in the place of `fit_steps`.
+    """Fit every layer locally, small ones side by side, then heal from the first layer to the last.
+
+    Args:
+        layer_steps: Steps of each layer, in place of `fit_steps`.
     """
     texts = FitTexts.of(
         original, sequences[: max(2, fit_tokens // sequences.shape[1])], step_tokens

@@ -1,9 +1,8 @@
-"""The original model, and what it does at each layer on the texts that others are fitted to and judged
-by.
+"""The original model, and what it does at each layer on the texts of fits and checks.
 
 Estimates of loss increases, local fits and refits look at the same layers on the same sequences. A
 small model runs through them once; of a large one, whose fits take most of the time, each layer is
-run again when it is asked for.
+run again when it is used.
 
 Legend: L layers, N sequences, T tokens, D model dim.
 """

@@ -17,9 +17,11 @@ from attention.conversion.refinement.original import Original
 class FitWork:
     """What it took to optimise single layers.
 
-    Adam steps, tokens that went through a layer in them (each time that one did), and
-    floating-point operations: 6 a parameter of the layer's attention and token, as they are counted
-    for a training; the products of attention itself are left out.
+    Attributes:
+        optimizer_steps: Adam steps.
+        tokens: Tokens that went through a layer in them, each time that one did.
+        flops: Floating-point operations: 6 per parameter of the layer's attention and token, as
+            they are counted for a training; the products of attention itself are left out.
     """
 
     optimizer_steps: int = 0
@@ -36,8 +38,14 @@ class FitWork:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """Held-out error of one layer before and after, relative to the target's power, whether the change
-    was kept, and the work that it took; none for a fit in closed form.
+    """Held-out error of one layer before and after a step of a refinement.
+
+    Attributes:
+        step: Name of the step.
+        layer: Number of the layer in its checkpoint.
+        before: Error relative to the target's power.
+        after: The same after the step.
+        work: What the step took; nothing for a fit in closed form.
     """
 
     step: str

@@ -76,8 +76,19 @@ def cache_name(module: nn.Module) -> str | None:
 
 
 def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end: int) -> Tensor:
-    """Return the module's output `[B, end - first, D]` at the positions from `first` to `end` of
-    `inputs` `[B, T, D]`, called as in `record`: what it makes of whole sequences, there.
+    """Return the module's output at some positions, called as in `record`.
+
+    It equals the output for whole sequences, there.
+
+    Args:
+        module: The attention module.
+        record: A call of it on whole sequences.
+        inputs: `[B, T, D]`.
+        first: First position.
+        end: Position after the last.
+
+    Returns:
+        `[B, end - first, D]`.
     """
     length = inputs.shape[1]
     whole = record.args, uncached(record)

@@ -85,8 +85,9 @@ def write_metrics(
 
 
 def _above(head: OutputHead, streams: Tensor) -> Tensor:
-    """Gradients `[N, T, D]` in float32 of the loss of drawn next tokens, by the streams that leave the
-    last layer.
+    """Return the gradients of the loss of drawn next tokens by the last layer's outputs.
+
+    They are `[N, T, D]` in float32.
     """
     generator = torch.Generator(head.device).manual_seed(0)
     gradients = torch.empty(streams.shape)
@@ -99,8 +100,9 @@ def _above(head: OutputHead, streams: Tensor) -> Tensor:
 
 
 def _back(window: PreTrainedModel, gradients: Tensor) -> Tensor:
-    """Sum of g g^T over all tokens at the attention of a window, whose layer's outputs have these
-    gradients; they become those of what enters the layer, in place.
+    """Return the sum of g g^T over all tokens at the attention of a window.
+
+    `gradients` are those of the layer's outputs, and become those of its inputs, in place.
     """
     attention = family_of(window.config).attention_modules(window)[0]
     layer = the_layer(window)

@@ -150,9 +150,7 @@ def check_windows(config: PretrainedConfig) -> None:
 
 
 def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> PretrainedConfig:
-    """Return the config of a model that is layer `layer` of `config`'s alone, with `vocabulary` token
-    ids.
-    """
+    """Return the config of a model of layer `layer` alone, with `vocabulary` token ids."""
     one = copy.deepcopy(config)
     for name in PER_LAYER:
         if entries := getattr(config, name, None):
@@ -354,8 +352,8 @@ class OutputHead:
         self.device = device
 
     def final(self, stream: Tensor) -> Final:
-        """Return what the hidden states `[B, T, D]` that leave the last layer come to before the
-        output matrix, and that.
+        """Return the inputs of the output matrix for the last layer's outputs `[B, T, D]`, and that
+        matrix.
         """
         stream = stream.to(self.model.device, self.model.dtype)
         # The layer, whose weights were never read, hands on the stream instead of what it is given.

@@ -129,9 +129,7 @@ class GGUFFile:
         return config
 
     def _rope(self, architecture: str) -> dict[str, Any]:
-        """Return the scaling of rotary embedding that the file states, and that transformers' reader
-        leaves out.
-        """
+        """Return the scaling of rotary embedding in the file, which transformers' reader leaves out."""
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         base = float(self.field(f"{architecture}.rope.freq_base", 10_000.0))
         if (factors := self._tensors().get(_ROPE_FREQUENCIES)) is not None:
@@ -178,9 +176,7 @@ class GGUFFile:
         return {tensor.name: tensor for tensor in self.reader.tensors}
 
     def check(self, config: PretrainedConfig) -> None:
-        """Raise WeightsError, from headers alone, for a tensor that the config's model has and the
-        file has not.
-        """
+        """Raise WeightsError, from headers alone, if a tensor of the config's model is missing."""
         if (form := form_of(config, str(self.field("general.architecture")))) is None:
             return
         from attention.io.targets._gguf.tensors import outside_attention
@@ -220,9 +216,7 @@ class GGUFFile:
             ) from None
 
     def _whole(self, config: PretrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """By transformers, whose newer versions would leave weights in their blocks unless told
-        otherwise.
-        """
+        """Read the file by transformers, whose newer versions would leave weights in their blocks."""
         more: dict[str, Any] = {}
         try:
             from transformers import GgufConfig  # pyright: ignore[reportAttributeAccessIssue]

@@ -152,9 +152,7 @@ class PlainTensors:
 def _fp8(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
 ) -> tuple[str, _PlainTensor] | None:
-    """Return a weight of eight bits with `NAME_scale_inv` (a factor of each block) or `NAME_scale` (of
-    all, or of a row).
-    """
+    """Return a weight of eight bits with factors, `NAME_scale_inv` (of blocks) or `NAME_scale`."""
     tensor = stored[name]
     if tensor.dtype not in ("F8_E4M3", "F8_E5M2"):
         return None
@@ -261,8 +259,9 @@ def _weights_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def _compressed(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
 ) -> tuple[str, _PlainTensor] | None:
-    """Return a weight of eight bits beside its scales, or packed integers (`weight_packed`,
-    `weight_shape`).
+    """Return a weight of eight bits beside its scales, or packed integers.
+
+    The latter are `weight_packed` and `weight_shape`.
     """
     tensor = stored[name]
     weights = _weights_of(name, settings)
@@ -293,8 +292,9 @@ def _beside(stored: Mapping[str, Stored], name: str, of: str) -> Stored:
 
 
 def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any]) -> _PlainTensor:
-    """Integers of `num_bits` packed into 32, lowest first, with an offset of half their range and a
-    scale a group.
+    """Return integers of `num_bits` that are packed into 32 bits, lowest first.
+
+    They have an offset of half their range and a scale per group.
     """
     packed = stored[f"{stem}.weight_packed"]
     bits = int(weights.get("num_bits") or 4)
@@ -365,8 +365,14 @@ def _mxfp4(
 
 
 def four_bits(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Numbers `[N, 32 G]` of bytes `[N, G, 16]`, the lower half of each byte first, times 2 to the
-    power of `scales - 127` `[N, G]`; in bfloat16, which holds them all.
+    """Decode numbers of four bits, two per byte, the lower half first, in bfloat16.
+
+    Args:
+        blocks: `[N, G, 16]` bytes.
+        scales: `[N, G]`; numbers are multiplied by 2 to the power of `scales - 127`.
+
+    Returns:
+        `[N, 32 G]`.
     """
     values = torch.tensor(FP4, dtype=torch.bfloat16)
     pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1).flatten(

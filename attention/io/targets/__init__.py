@@ -146,7 +146,15 @@ _LIBRARY = ("hf", "huggingface", "hugging-face", "safetensors", "pytorch")
 
 
 def target(name: str, more: Sequence[str] = ()) -> Target:
-    """Raise ValueError naming the targets, and `more` that the caller knows, for one that is unknown."""
+    """Return the target of that name.
+
+    Args:
+        name: Name of the target.
+        more: Other names that the caller knows, for the message.
+
+    Raises:
+        ValueError: Naming the targets, for one that is unknown.
+    """
     if name not in targets():
         raise ValueError(_unknown(name, sorted([*targets(), *more])))
     return targets()[name]
@@ -169,8 +177,16 @@ def _unknown(name: str, names: Sequence[str]) -> str:
 
 
 def kv_bytes_in(name: str, config: Any, plan: AttentionPlan, dtype: torch.dtype | str) -> int:
-    """Bytes of the KV cache a token in an engine that loads target `name`, the cache being kept in
-    `dtype`. Raises TargetError for a plan that the target cannot hold.
+    """Return the KV-cache bytes per token in an engine that loads target `name`.
+
+    Args:
+        name: Name of the target.
+        config: That of the checkpoint.
+        plan: That of the checkpoint.
+        dtype: What the engine stores the cache in.
+
+    Raises:
+        TargetError: If the target cannot represent the plan.
     """
     return target(name).held(config, plan).bytes_per_token(dtype)
 
@@ -178,8 +194,12 @@ def kv_bytes_in(name: str, config: Any, plan: AttentionPlan, dtype: torch.dtype 
 def best_target(
     config: Any, plan: AttentionPlan, dtype: torch.dtype | str
 ) -> tuple[str, dict[str, str]]:
-    """Return the target that takes the fewest bytes of cache a token, among equals the one that more
-    engines read; and of every other target, why not. Raises TargetError if none holds the plan.
+    """Return the target with the smallest cache per token, and why not any other.
+
+    Among equals it is the one that more engines read.
+
+    Raises:
+        TargetError: If no target can represent the plan.
     """
     held = {}
     others = {}

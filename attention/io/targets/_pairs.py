@@ -25,9 +25,7 @@ Pairs = dict[tuple[int, int], list[int]]
 
 
 def pairs_of(layer: LayerPlan) -> Pairs:
-    """Query heads by the distinct (key head, value head) pair that they read, in order of first
-    appearance.
-    """
+    """Return query heads by the (key head, value head) pair that they read, in order of appearance."""
     pairs: Pairs = {}
     for head, pair in enumerate(zip(layer.key_map, layer.value_map, strict=True)):
         pairs.setdefault(pair, []).append(head)
@@ -45,8 +43,9 @@ def widths_of(plan: AttentionPlan) -> tuple[int, ...]:
 
 
 def query_heads_for_all(plan: AttentionPlan) -> int:
-    """Return the fewest query heads that are a multiple of every layer's KV heads and give each pair
-    enough of them.
+    """Return the fewest query heads that suit the KV heads and pairs of every layer.
+
+    They are a multiple of every layer's KV heads and give each pair enough of them.
     """
     counts = kv_heads_of(plan)
     step = lcm(*counts)
@@ -94,9 +93,7 @@ def _take(x: Tensor, index: Sequence[int | None]) -> Tensor:
 
 
 def pad(heads: LayerHeads, layer: LayerPlan, kv_heads: int, width: int) -> LayerHeads:
-    """Heads of one layer with `kv_heads` KV heads and `width` query heads to each, zeros where there
-    is none.
-    """
+    """Pad the heads of one layer to `kv_heads` KV heads with `width` query heads each, by zeros."""
     keys: list[int | None] = []
     values: list[int | None] = []
     queries: list[int | None] = []

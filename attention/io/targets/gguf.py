@@ -31,9 +31,13 @@ FILE = "model.gguf"
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """Return a count of its own in each layer where llama.cpp has that for the family, else one for
-    all as target gqa. Raises TargetError for composition, for what llama.cpp has not, and for a
-    family without groups.
+    """Return the KV heads of each layer in the file.
+
+    Each layer has a count of its own where llama.cpp supports that for the family, else all have
+    one as in target gqa.
+
+    Raises:
+        TargetError: For composition, for what llama.cpp lacks, and for a family without groups.
     """
     check_no_composition(plan, "gguf")
     if phi.is_needed(config, plan):

@@ -37,8 +37,10 @@ FOLDED_NORMS_NOTE = "layer norms' scales and shifts folded into the projections 
 
 
 def phi_config(config: Any) -> PhiConfig:
-    """Return the Phi config of a GPT-NeoX config. Raises TargetError for another family or a serial
-    residual.
+    """Return the Phi config of a GPT-NeoX config.
+
+    Raises:
+        TargetError: For another family or a serial residual.
     """
     _check(config)
     fields = {name: getattr(config, name) for name in _SAME}
@@ -77,9 +79,7 @@ def _check(config: Any) -> None:
 
 
 def _fold(weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """Weight `[..., rows, D]` and bias `[..., rows]` that read the normalised input instead of the
-    norm's output.
-    """
+    """Fold a norm into a weight `[..., rows, D]` and a bias `[..., rows]` that read its output."""
     shift = weight.double() @ norm.bias.double()
     return weight * norm.weight, (shift if bias is None else shift + bias.double()).to(weight.dtype)
 

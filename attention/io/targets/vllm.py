@@ -52,9 +52,14 @@ _MOST_QUERY_HEADS = 8
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """Return a count of its own in each layer for Llama-like families, else one for all as target gqa,
-    or phi for a grouped GPT-NeoX. Raises TargetError for composition, for families without groups,
-    and for counts with no small common multiple.
+    """Return the KV heads of each layer in the export.
+
+    Each layer has a count of its own in Llama-like families; else all have one as in target gqa, or
+    in phi for a grouped GPT-NeoX.
+
+    Raises:
+        TargetError: For composition, for families without groups, and for counts with no small
+            common multiple.
     """
     check_no_composition(plan, "vllm")
     _check_computed(config)
@@ -74,9 +79,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
 
 
 def _check_computed(config: Any) -> None:
-    """Raise TargetError for a variant of a family that vLLM's class of it does not compute (read in
-    vLLM 0.32).
-    """
+    """Raise TargetError for a variant of a family that vLLM 0.32 does not compute."""
     family = family_of(config).name
     if family == "stablelm" and config.qk_layernorm:
         raise TargetError(

@@ -29,9 +29,13 @@ def compositions(model: nn.Module) -> list[HeadComposition]:
 
 
 def reset(model: nn.Module, *, identity: bool, generator: torch.Generator | None = None) -> None:
-    """New composition parameters in every layer.
+    """Initialise the composition parameters of every layer.
 
-    The paper's initialisation, or an exact identity for retrofits.
+    Args:
+        model: The model.
+        identity: Whether composition starts as an exact identity, for retrofits, and not as in the
+            paper.
+        generator: For the random numbers.
     """
 
     def afresh(module: nn.Module) -> None:
@@ -42,8 +46,9 @@ def reset(model: nn.Module, *, identity: bool, generator: torch.Generator | None
 
 
 def reset_missing(model: nn.Module) -> None:
-    """The paper's initialisation for what transformers did not find in a checkpoint (it would stay
-    garbage).
+    """Initialise, as in the paper, composition that transformers did not find in a checkpoint.
+
+    It would stay uninitialised memory.
     """
     for module in (part for composition in compositions(model) for part in composition.modules()):
         parameters = list(module.parameters(recurse=False))
@@ -65,8 +70,7 @@ def attach_composition(module: nn.Module, composition: HeadComposition) -> None:
 def _pass_input(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Hand the attention input and the cache layer on through the keywords that every family passes to
-    its function.
+    """Pass the attention input and the cache layer on through keywords of the attention function.
 
     Nothing is stored on the module, so recomputing a layer (gradient checkpointing) runs as the
     first time did.

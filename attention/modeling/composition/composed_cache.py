@@ -1,7 +1,7 @@
-"""A cache layer that keeps the key-side weights of composition beside keys and values (Xiao 2024, sec.
-4.4).
+"""A cache layer with the key-side weights of composition beside keys and values.
 
-Legend: B batch, S cached tokens, C values a token (`Composition.cached_values`).
+Xiao 2024, sec. 4.4. Legend: B batch, S cached tokens, C values per token
+(`Composition.cached_values`).
 """
 
 from __future__ import annotations

@@ -64,12 +64,19 @@ def compose(
     groups: int = 1,
     rank: int = 2,
 ) -> Tensor:
-    """Return a + low rank and gate of the query side + low rank and gate of the key side (Xiao 2024,
-    Eq. 7).
+    """Return scores composed across heads by static, query-side and key-side weights.
 
-    scores `[B, H, T, S]`; query_weights `[B, T, H(2R+1)]` and key_weights `[B, S, H(2R+1)]`,
-    packed, or None without that side, narrower without projection or gate (see `_unpack`); base
-    `[n, h, h]` replaces the skip. Linear in the scores, position by position: a zero stays a zero.
+    This is a + low rank and gate of the query side + low rank and gate of the key side (Xiao 2024,
+    Eq. 7). It is linear in the scores, position by position: a zero stays a zero.
+
+    Args:
+        scores: `[B, H, T, S]`.
+        query_weights: `[B, T, H(2R+1)]`, packed, or None without that side; narrower without
+            projection or gate (see `_unpack`).
+        key_weights: `[B, S, H(2R+1)]`, as `query_weights`.
+        base: `[n, h, h]`, replaces the skip.
+        groups: Heads are composed within so many groups.
+        rank: R.
     """
     grouped = scores.unflatten(1, (groups, -1))
     out = grouped if base is None else torch.einsum("bnhts,nhk->bnkts", grouped, base)
@@ -123,15 +130,16 @@ class DynamicWeights(nn.Module):
 
     @torch.no_grad()
     def reset(self, *, identity: bool = False, generator: torch.Generator | None = None) -> None:
-        """The paper's initialisation (sec. 4), with h for H where heads are composed in groups
-        (**silent**).
+        """Initialise as in the paper (sec. 4), with h for H where heads are composed in groups
+        (silent).
 
-        The half that makes the way down is not: with all of W_2 zero both factors of the low-rank
-        product would be zero, and so would the gradients of both, for ever.
+        With all of W_2 zero both factors of the low-rank product would be zero, and so would the
+        gradients of both, for ever: for an identity only one half of it is.
 
         Args:
             identity: The gates and the half of W_2 that makes the way up are zero, so that compose
                 changes nothing.
+            generator: For the random numbers.
         """
         h = self.group_heads
         rank = self.rank
@@ -191,7 +199,9 @@ class Compose(nn.Module):
 
     @torch.no_grad()
     def reset(self, *, identity: bool = False, generator: torch.Generator | None = None) -> None:
-        """The static base alone: Xavier normal as the rest (Xiao 2024, sec. 4), or the unit matrix."""
+        """Initialise the static base: Xavier normal as the rest (Xiao 2024, sec. 4), or the unit
+        matrix.
+        """
         if self.base is not None:
             if identity:
                 self.base.copy_(
@@ -208,8 +218,12 @@ class Compose(nn.Module):
         return None if self.key is None else self.key(x)
 
     def forward(self, scores: Tensor, x_query: Tensor, key_weights: Tensor | None = None) -> Tensor:
-        """scores `[B, H, T, S]`, x_query `[B, T, D]`, key_weights `[B, S, H(2R+1)]` from `key_weights`
-        -> as scores.
+        """Return the composed scores.
+
+        Args:
+            scores: `[B, H, T, S]`.
+            x_query: `[B, T, D]`.
+            key_weights: `[B, S, H(2R+1)]` from `key_weights`.
         """
         query_weights = None if self.query is None else self.query(x_query)
         return compose(
@@ -232,8 +246,9 @@ class QueryKeyNorm(nn.Module):
         self.scale.fill_(1.0)
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the queries `[B, H, T, d]` and keys `[B, G^K, S, d]` with a root mean square of the
-        scale and of 1.
+        """Normalise queries `[B, H, T, d]` and keys `[B, G^K, S, d]`.
+
+        Their root mean squares become the scale, and 1.
         """
         return head_norm(query) * self.scale[:, None, None], head_norm(key)
 
@@ -257,8 +272,10 @@ class HeadComposition(nn.Module):
         return [module for module in (self.before, self.after) if module is not None]
 
     def key_weights(self, x: Tensor) -> Tensor | None:
-        """Key-side weights of new tokens for all places, `[B, T, places H(2R+1)]`, as they are cached;
-        None without.
+        """Return the key-side weights of new tokens as they are cached, or None if there are none.
+
+        Returns:
+            `[B, T, places H(2R+1)]`.
         """
         weights = [w for module in self.places if (w := module.key_weights(x)) is not None]
         return torch.cat(weights, dim=-1) if weights else None

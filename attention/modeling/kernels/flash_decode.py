@@ -48,8 +48,9 @@ def _attend_split(
     WIDTH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One split of one unit of one sequence -> out `[B, H, n, d]` not yet divided, maxima and sums
-    `[B, H, n]`.
+    """Attend to one split of one unit of one sequence.
+
+    Writes out `[B, H, n, d]`, not yet divided, and maxima and sums `[B, H, n]`.
     """
     unit = tl.program_id(0) % units
     batch = (tl.program_id(0) // units).to(tl.int64)  # offsets of long caches pass 2^31
@@ -154,11 +155,21 @@ def flash_decode(
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor:
-    """query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask `[B or 1, 1, 1, S]` ->
-    `[B, H, 1, d]`.
+    """Run attention of one new token over the cache in one kernel.
 
     Scores, softmax and sums run in float32. A row that sees nothing comes out as not a number, as
     from a softmax.
+
+    Args:
+        query: `[B, H, 1, d]`.
+        key: `[B, G^K, S, d]`.
+        value: `[B, G^V, S, d]`.
+        tables: Those of the layer's maps.
+        mask: `[B or 1, 1, 1, S]`, or None.
+        scaling: Factor of the scores.
+
+    Returns:
+        `[B, H, 1, d]`.
     """
     batch, heads, _, width = query.shape
     tokens = key.shape[2]

@@ -68,9 +68,7 @@ class Tables:
         return self._copies[device]
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the copies on devices are not pickled with a model: they may not exist where it is
-        read.
-        """
+        """Leave out the copies on devices, which may not exist where a pickled model is read."""
         return {**self.__dict__, "_copies": {}}
 
 

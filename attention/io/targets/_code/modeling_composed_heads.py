@@ -32,7 +32,9 @@ class ComposedHeadsConfig(HeadMapsConfig):
 
 
 def remembered(cache: Any, layer: int, layers: int, weights: Tensor) -> Tensor:
-    """Key-side weights of new tokens `[batch, tokens, n]` put into the cache -> those of all tokens.
+    """Put key-side weights of new tokens `[batch, tokens, n]` into the cache; return those of all
+    tokens.
+
     They have a cache layer of their own, without values, so that whatever is done to a cache is
     done to them.
     """

@@ -168,8 +168,10 @@ def encoded(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, gguf.GGM
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, stored: dict[str, Tensor], form: Architecture) -> None:
-    """Put the tensors of a file into an empty model of the same config. Raises ValueError for one that
-    is missing, or whose padding is not what was written.
+    """Put the tensors of a file into an empty model of the same config.
+
+    Raises:
+        ValueError: If a tensor is missing, or if its padding is not what was written.
     """
     family = family_of(model.config)
     geometry = geometry_of(model.config)

@@ -27,9 +27,15 @@ _SPLITS = {
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Any, size: int) -> None:
-    """Put a tokenizer (as in `attention.io.checkpoint.save`; None for none) into a file for a model
-    that embeds `size` tokens. Raises TargetError for one that is not the model's or that llama.cpp
-    does not have.
+    """Put a tokenizer into a file for a model that embeds `size` tokens.
+
+    Args:
+        writer: The file.
+        tokenizer: As in `attention.io.checkpoint.save`; None for none.
+        size: Rows of the embedding.
+
+    Raises:
+        TargetError: For a tokenizer that is not the model's or that llama.cpp does not have.
     """
     if tokenizer is None:
         writer.add_tokenizer_model("none")
