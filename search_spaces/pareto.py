@@ -83,8 +83,9 @@ def crowding(values: Sequence[Sequence[float]]) -> list[float]:
 
 
 def epsilon_net(values: Sequence[Sequence[float]], count: int) -> list[int]:
-    """`count` of the points, each the farthest from those before it (Euclidean, in shares of the
-    ranges).
+    """Return `count` of the points, each the farthest from those before it.
+
+    Distances are Euclidean, in shares of the ranges.
     """
     if len(values) <= FEW:
         return _net_of_few(values, count)
@@ -150,10 +151,9 @@ def select_best(values: Sequence[Sequence[float]], count: int, ties: str = "crow
 
 
 def hypervolume(values: Sequence[Sequence[float]], reference: Sequence[float]) -> float:
-    """Return the area that two-objective points dominate, up to `reference`; points beyond it add
-    nothing.
+    """Return the area that two-objective points dominate, up to `reference`.
 
-    Zitzler 1999: the larger, the better the front.
+    Points beyond it add nothing. Zitzler 1999: the larger, the better the front.
 
     Raises:
         ValueError: For other than two objectives.

@@ -42,11 +42,11 @@ def group_sizes(num_heads: int, groups: int) -> list[int]:
 
 
 def full_sizes(num_heads: int, groups: int) -> list[int]:
-    """As many full groups as fit and the rest in one smaller group (AsymGQA, Alg. 1: `P[i : i + m]`;
-    Table 1).
+    """Return sizes of as many full groups as fit, and of one smaller group for the rest.
 
-    32 heads in 6 groups are [6, 6, 6, 6, 6, 2], in 11 groups ten of 3 and one of 2. Where no size m
-    gives so many groups (8 heads in 5), sizes differ by at most one, as in `group_sizes`.
+    AsymGQA, Alg. 1: `P[i : i + m]`, and Table 1. 32 heads in 6 groups are [6, 6, 6, 6, 6, 2], in 11
+    groups ten of 3 and one of 2. Where no size m gives so many groups (8 heads in 5), sizes differ
+    by at most one, as in `group_sizes`.
     """
     check_groups(num_heads, groups)
     size = -(-num_heads // groups)
@@ -72,7 +72,5 @@ def random_partition(
 
 
 def expand_units(partition: Partition, units: Sequence[Sequence[int]]) -> Partition:
-    """Return a partition of units (stored KV heads) as the partition of the query heads that read
-    them.
-    """
+    """Return a partition of units (stored KV heads) as the partition of their query heads."""
     return canonical([h for unit in group for h in units[unit]] for group in partition)

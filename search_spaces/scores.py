@@ -35,15 +35,20 @@ Norm = Callable[[Tensor], Tensor]
 
 @dataclass
 class LayerOutputScore:
-    """Minus the relative squared error of one layer's attention output on cached inputs, when heads
-    are mean-pooled: 0 is the original layer, -1 an error as large as the output.
+    """Minus the relative squared error of one layer's attention output when heads are mean-pooled.
 
-    `heads` are lifted, `inputs` `[S, T, D]` float32, `rotary` the tables (cos, sin) `[T, r]`,
-    `query_norm` and `key_norm` act on `[..., d]` after the projection, `module` is the stock
-    attention: it knows the scale of the scores, a soft cap and a window. Partitions are over
-    `units` (tuples of query heads); `sides` says what is pooled: keys, values or both. The memory
-    held is `inputs`, four times `[H, S, T, d]` and at most `cache_bytes` of remembered groups
-    (never fewer than those of one partition).
+    0 is the original layer, -1 an error as large as the output. Partitions are over `units` (tuples
+    of query heads). The memory held is `inputs`, four times `[H, S, T, d]` and at most
+    `cache_bytes` of remembered groups (never fewer than those of one partition).
+
+    Args:
+        heads: Lifted heads of the layer.
+        inputs: `[S, T, D]` float32.
+        rotary: The tables (cos, sin), `[T, r]`.
+        query_norm: Acts on `[..., d]` after the projection.
+        key_norm: Acts on `[..., d]` after the projection.
+        module: The stock attention, which knows the scale of the scores, a soft cap and a window.
+        sides: What is pooled: keys, values or both.
     """
 
     heads: LayerHeads
@@ -70,8 +75,12 @@ class LayerOutputScore:
 
     @classmethod
     def from_site(cls, site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputScore:
-        """Return the score of a site on at most `tokens` calibration tokens, from the first `length`
-        of each sequence.
+        """Return the score of a site on at most `tokens` calibration tokens.
+
+        Args:
+            site: The site.
+            tokens: Most tokens.
+            length: The first so many tokens of each sequence are used.
 
         Raises:
             ValueError: Without stored inputs, without the model where rotary tables or norms are
@@ -159,9 +168,7 @@ class LayerOutputScore:
         )
 
     def _make_known(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Have the effects of all these groups, and forget the oldest of the others as far as they
-        take their place.
-        """
+        """Compute the effects of these groups, forgetting the oldest others to make room."""
         missing = []
         count = len(self._effects)
         for group in groups:
@@ -180,9 +187,7 @@ class LayerOutputScore:
                 self._effects.update(zip(batch, self._effects_of(batch), strict=True))
 
     def _effects_of(self, groups: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Return what pooling each of these groups of one size adds to the layer's output, `[S, T, D]`
-        each.
-        """
+        """Return what pooling each of these groups of one size adds to the output, `[S, T, D]`."""
         members = [[h for unit in group for h in self.units[unit]] for group in groups]
         size = len(members[0])
         flat = [h for group_members in members for h in group_members]
@@ -200,8 +205,9 @@ class LayerOutputScore:
         ]
 
     def _mixed(self, members: list[int], k_gSTd: Tensor, v_gSTd: Tensor) -> Tensor:
-        """Return what the query heads `members` read from these (rotated) keys and values, `[g, S, T,
-        d]`.
+        """Return what the query heads `members` read from these keys and values, `[g, S, T, d]`.
+
+        The keys are rotated.
         """
         q_gSTd = self._q[members]
         sinks = self.heads.sinks
@@ -223,8 +229,9 @@ class LayerOutputScore:
         ).transpose(0, 1)
 
     def _output(self, members: list[int], mixed_gSTd: Tensor) -> Tensor:
-        """Their part in the layer's output, `[S, T, D]` (without the output bias, which no grouping
-        changes).
+        """Return the part of `members` in the layer's output, `[S, T, D]`, without the output bias.
+
+        No grouping changes that bias.
         """
         columns_DN = self.heads.o[members].float().permute(1, 0, 2).flatten(1)
         return mixed_gSTd.permute(1, 2, 0, 3).flatten(2) @ columns_DN.T

@@ -50,8 +50,10 @@ def config_of(settings: TrainSettings) -> dict[str, Any]:
 
 
 def layout_of(settings: TrainSettings) -> dict[str, Any]:
-    """Return what the files of a training checkpoint depend on beside the number of workers, for which
-    they can be changed (`trainers.resharding`): only one of the same layout can be gone on with.
+    """Return what the files of a training checkpoint depend on, but for the number of workers.
+
+    That can be changed (`trainers.resharding`): only a checkpoint of the same layout can be resumed
+    from.
     """
     layout: dict[str, Any] = {"zero_stage": settings.zero_stage, "dtype": settings.dtype}
     lora = {"tuning": "lora", "lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha}
@@ -82,7 +84,7 @@ def _offloads(settings: TrainSettings) -> bool:
 
 
 def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with what is `overrides` in its place, section by section."""
+    """Return `base` with `overrides` in its place, section by section."""
     result = dict(base)
     for key, value in overrides.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)

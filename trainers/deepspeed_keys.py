@@ -55,9 +55,7 @@ _KEYS: KeyTree = {
 
 
 def check_keys(keys: Mapping[str, Any], known_keys: KeyTree | None = _KEYS, path: str = "") -> None:
-    """Raise ValueError for a key that Headfold decides, that there is not, or whose value is of
-    another type.
-    """
+    """Raise ValueError for a key that Headfold sets, that is unknown, or of another type."""
     for key, value in keys.items():
         name = f"{path}{key}"
         if name in DECIDED:

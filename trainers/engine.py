@@ -139,10 +139,10 @@ class TrainEngine:
         return mean.item()
 
     def save(self, folder: str | Path, client_state: dict[str, Any] | None = None) -> None:
-        """Trained weights, optimiser state, position and `client_state` (plain values), each worker
-        its own share.
+        """Save weights, optimiser state, position and `client_state`, each worker its own share.
 
-        What `settings.tuning` freezes is left out: `load` is for an engine of the same model.
+        `client_state` is plain values. What `settings.tuning` freezes is left out: `load` is for an
+        engine of the same model.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -25,10 +25,16 @@ from trainers.shortage import give_back, is_shortage
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out `loss` and `kl` = KL(teacher ‖ model), mean nats a predicted token (`kl` None without a
-    teacher); `tokens`: how many predictions they are means of; `seconds`: wall-clock time; `notes`:
-    of memory that it lacked; `sequence_losses`: mean loss of each sequence, `[N]` float64, None
-    where workers share the sequences.
+    """Losses of a model on held-out text.
+
+    Attributes:
+        loss: Mean nats per predicted token.
+        kl: KL(teacher ‖ model), mean nats per predicted token; None without a teacher.
+        tokens: The number of predictions that these are means of.
+        seconds: Wall-clock time.
+        notes: On memory that it lacked.
+        sequence_losses: Mean loss of each sequence, `[N]` float64; None where workers share the
+            sequences.
     """
 
     loss: float
@@ -44,8 +50,9 @@ class Evaluation:
         return {"notes": list(self.notes)} if self.notes else {}
 
     def compared(self, original: Evaluation) -> dict[str, Any]:
-        """Fields of a record that say what this model's loss is beside that of the original on the
-        same sequences.
+        """Return the fields of a record that compare this loss with that of the original.
+
+        Both are on the same sequences.
         """
         return comparison(self.loss, original.loss, self.sequence_losses, original.sequence_losses)
 
@@ -80,9 +87,7 @@ def comparison(
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second of reading a prompt (`prefill`) and of generating with the cache (`decode`), one
-    sequence.
-    """
+    """Tokens per second of reading a prompt (`prefill`) and of generating (`decode`), one sequence."""
 
     prefill: float
     decode: float
@@ -173,9 +178,7 @@ class CachedTeacher:
 
 
 def measure_cache(model: Any, tokens: int) -> int:
-    """Bytes that the cache really holds after a prefill of `tokens` tokens, batch 1 (see
-    `cache_bytes`).
-    """
+    """Return the bytes of the cache after a prefill of `tokens` tokens, batch 1 (see `cache_bytes`)."""
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=next(model.parameters()).device)
     with evaluating(model):
         return cache_bytes(cache_of(model(ids, use_cache=True)))
@@ -218,9 +221,7 @@ def _now(like: Tensor) -> float:
 def _totals(
     model: Any, teacher: Any, sequences: Tensor, share: Iterable[tuple[list[int], int]]
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of `_score` over batches of row numbers, and the mean loss of each row that
-    counts.
-    """
+    """Return the sums of `_score` over batches of rows, and the mean loss of each row that counts."""
     module = model.model if isinstance(model, CachedTeacher) else model
     device = next(module.parameters()).device
     totals = torch.zeros(3, dtype=torch.float64, device=device)
@@ -236,10 +237,9 @@ def _totals(
 
 
 def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> tuple[Tensor, Tensor]:
-    """Return the sums over the first `counted` rows of the batch: loss, KL, predictions, `[3]`
-    float64.
+    """Return the sums over the first `counted` rows of the batch, and the mean loss of each row.
 
-    Mean loss of each row.
+    The sums are loss, KL and predictions, `[3]` float64.
     """
     reference = None
     if teacher is not None:

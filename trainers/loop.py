@@ -1,6 +1,4 @@
-"""The one training loop, of brief fine-tuning and of full pre-training, and what it needs of an
-engine.
-"""
+"""The one training loop, of fine-tuning and of full training, and what it needs of an engine."""
 
 from __future__ import annotations
 
@@ -32,10 +30,10 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters with their own peak learning rate (None: the model's), which warms up and falls as
-    all others do.
+    """Parameters with their own peak learning rate, which warms up and falls as all others do.
 
     Attributes:
+        learning_rate: Peak; None: the model's.
         shrink: The share of a parameter that each step takes away at the peak, beside what Adam's
             step does and whatever the learning rate (decoupled weight decay, Loshchilov 2019, of
             shrink / learning rate).
@@ -56,9 +54,7 @@ class ParameterGroup:
             raise ValueError(f"shrink of a parameter group must lie in [0, 1], got {self.shrink}")
 
     def options(self, learning_rate: float) -> tuple[float, float]:
-        """Return the group's learning rate over the model's, and the weight decay that AdamW is to be
-        given.
-        """
+        """Return the group's learning rate over the model's, and its weight decay for AdamW."""
         rate = learning_rate if self.learning_rate is None else self.learning_rate
         return rate / learning_rate, self.shrink / rate
 

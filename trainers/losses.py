@@ -20,16 +20,18 @@ DISTILLATIONS = ("none", "kl", "kl_bild")
 
 
 def bild(student: Tensor, teacher: Tensor, k: int = 16) -> Tensor:
-    """Bi-directional logit-difference loss (Li 2024, named by Jin 2024, appendix on distillation),
-    mean over tokens.
+    """Return the bi-directional logit-difference loss (Li 2024), mean over tokens.
 
-    Take the k largest logits of one side and the other side's logits at the same places; the
-    differences of all pairs i < j, `[..., n]` on each side, pass a softmax; KL(teacher ‖ student)
-    of the two. Once with the teacher choosing the places and once with the student; the sum of
-    both. Logits `[..., V]`.
+    Jin 2024 only names it, in the appendix on distillation. Take the k largest logits of one side
+    and the other side's logits at the same indices; the differences of all pairs i < j, `[..., n]`
+    on each side, pass a softmax; KL(teacher ‖ student) of the two. Once with the teacher choosing
+    the indices and once with the student; the sum of both. Decided here: no temperature, and the
+    choice of indices is not differentiated.
 
-    Jin 2024 only names the loss. Decided here: no temperature, and the choice of places is not
-    differentiated.
+    Args:
+        student: `[..., V]` logits.
+        teacher: `[..., V]` logits.
+        k: Number of logits.
 
     Raises:
         ValueError: For a k below 3: two logits have one difference, whose softmax is 1 on both

@@ -72,7 +72,7 @@ def check_deepspeed(settings: TrainSettings) -> None:
 
 
 def group_of_one() -> None:
-    """A process group of this process alone, unless there is one."""
+    """Make a process group of this process alone, unless there is one."""
     if not dist.is_initialized():
         accelerator: Any = get_accelerator()
         backend = "nccl" if accelerator.device_name() == "cuda" else "gloo"

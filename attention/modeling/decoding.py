@@ -1,10 +1,11 @@
-"""Attention of one new token over a long cache, reading every kept key and value once and expanding
-neither.
+"""Attention of one new token over a long cache, which reads each kept key and value once.
+
+Neither is expanded.
 
 Legend: B batch, H query heads, G^K / G^V kept key / value heads, m query heads of a group, S cached
 tokens, d head dim.
 
-Three ways, all equal to `expand` followed by SDPA, which stays as the reference:
+Three ways, all equal to `expand_heads` followed by SDPA, which stays as the reference:
 - `decode_padded`: groups gathered and padded to the widest, one batched product for keys and one
   for values;
 - `decode_by_group`: one product a group, no padding; faster where a product is large enough to be

@@ -126,8 +126,9 @@ def dha(
 
 
 def _step(problem: AllocationProblem, total: int) -> int:
-    """Return the largest step up to an eighth of the heads that divides heads and total and that every
-    layer can have.
+    """Return the largest step, at most an eighth of the heads, that every layer can take.
+
+    It divides heads and total.
     """
     steps = range(1, max(1, problem.stored // 8) + 1)
     return max(

@@ -26,11 +26,15 @@ POWERS = range(-12, 7)  # of 2: weights of evenness, relative to the mean error
 def knapsack(
     curves: Sequence[Mapping[int, float]], budget: int, *, exact: bool = False
 ) -> tuple[int, ...]:
-    """One head count per site, of least total error, with at most `budget` heads in all (exactly so
-    many if `exact`).
+    """Return one head count per site, of least total error, with at most `budget` heads in all.
 
-    `curves[s]`: error for each admissible head count of site s. Exact, by dynamic programming over
-    sites and heads: O(sites x counts x budget). Ties go to fewer heads, later sites first.
+    Exact, by dynamic programming over sites and heads: O(sites x counts x budget). Ties go to fewer
+    heads, later sites first.
+
+    Args:
+        curves: `curves[s]` is the error for each admissible head count of site s.
+        budget: Heads of all sites together.
+        exact: Whether all of the budget must be used.
 
     Raises:
         ValueError: If no choice meets the budget or an error is not finite.
@@ -69,13 +73,16 @@ def knapsack(
 def towards_even(
     curves: Sequence[Mapping[int, float]], budget: int, at_most: int
 ) -> list[tuple[int, ...]]:
-    """Plans of exactly `budget` heads from the one of least summed error to the most even one, each
-    once.
+    """Return plans of exactly `budget` heads, from least summed error to the most even one, each once.
 
     Errors of single sites add up only roughly: where many come down to one head the model loses
     more than their sum. Each plan minimises the sum of the errors plus w x log(G / even)^2 over the
-    sites, even = budget / sites, for a weight w that grows from 0; `at_most` of them stay, first
-    and last included.
+    sites, even = budget / sites, for a weight w that grows from 0.
+
+    Args:
+        curves: As in `knapsack`.
+        budget: Heads of all sites together.
+        at_most: So many plans stay, first and last included.
 
     Raises:
         ValueError: As `knapsack`.
@@ -222,9 +229,7 @@ def best_measured(
     passes_to=best_measured,
 )
 def knapsack_part(problem: AllocationProblem, **knobs: Any) -> Counts:
-    """Least measured loss among plans of little summed increase, over keys and values of all layers
-    together.
-    """
+    """Return the plan of least measured loss among plans of little summed increase, over all sites."""
     return best_measured(problem, ("key", "value"), **knobs)
 
 

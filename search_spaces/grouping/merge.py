@@ -54,8 +54,9 @@ def _union(a: Members, b: Members) -> Members:
 
 
 def improved(cost: GroupCost, groups: _Groups, may_move: bool, max_passes: int) -> _Groups:
-    """Return `groups` after the best swap (or move) between two groups, until none lowers the cost,
-    changed in place.
+    """Make the best swap (or move) between two groups until none lowers the cost; return `groups`.
+
+    They are changed in place.
     """
     for _ in range(max_passes):
         changes = list(changes_of(cost, groups, may_move))

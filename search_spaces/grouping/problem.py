@@ -21,8 +21,12 @@ place of missing ones are then as few as can be."""
 
 
 class Grouping(NamedTuple):
-    """The best partition found, its score (higher is better; None if nothing was scored), and how it
-    was found.
+    """The best partition found.
+
+    Attributes:
+        partition: The groups of heads.
+        score: Higher is better; None if nothing was scored.
+        trace: How it was found.
     """
 
     partition: Partition
@@ -58,8 +62,10 @@ class GroupingProblem:
         return self.objective
 
     def need_cost(self) -> GroupCost:
-        """Return the objective as an additive cost. Raises ValueError if it scores whole partitions
-        only.
+        """Return the objective as an additive cost.
+
+        Raises:
+            ValueError: If it scores whole partitions only.
         """
         objective = self.need_objective()
         if not isinstance(objective, GroupCost):

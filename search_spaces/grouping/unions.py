@@ -30,12 +30,11 @@ def regrouped(
     prices: int,
     work: int = WORK,
 ) -> _Groups:
-    """Return `groups` after exact re-partitions of pairs and triples of groups, until none helps or
-    means are spent.
+    """Return `groups` after exact re-partitions of pairs and triples of groups.
 
-    The number of groups stays, and their sizes with `equal_sizes`. A union of m heads is work of
-    `2^m` subsets, and may be as many groups to price, at most `prices` in all. The smallest unions
-    come first, in random order.
+    It ends when none helps or the work is spent. The number of groups stays, and their sizes with
+    `equal_sizes`. A union of m heads is work of `2^m` subsets, and may be as many groups to price,
+    at most `prices` in all. The smallest unions come first, in random order.
     """
     limit = cost.priced + prices
     # Sets of groups that are the best partition of their union.

@@ -30,13 +30,16 @@ def asym_walk(
     generator: np.random.Generator,
     symmetric: bool = False,
 ) -> Grouping:
-    """Search a partition of high score (AsymGQA, App. A, Alg. 1 and 2, with the defects named in
-    `propose` mended).
+    """Search a partition of high score by a random walk (AsymGQA, App. A, Alg. 1 and 2).
 
-    `similarity` `[n, n]`, higher is closer; `score(partition)`, higher is better, any sign. The
-    walk starts, and restarts with probability `reset` before an iteration, at random groups of
-    `full_sizes`, also when asymmetric. It moves to what it tried if that beats the best, or with
-    probability `accept`. Its trace are `WalkStep`s.
+    The defects that are named in `propose` are mended. The walk starts, and restarts with
+    probability `reset` before an iteration, at random groups of `full_sizes`, also when asymmetric.
+    It moves to what it tried if that beats the best, or with probability `accept`. Its trace are
+    `WalkStep`s.
+
+    Args:
+        similarity: `[n, n]`, higher is closer.
+        score: Of a partition; higher is better, any sign.
 
     Raises:
         ValueError: For an impossible number of groups or a score that is not a number.

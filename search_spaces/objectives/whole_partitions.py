@@ -18,8 +18,9 @@ from search_spaces.site import Site
     needs=("statistics", "inputs", "model", "whole_partition"),
 )
 def layer(site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputScore:
-    """Minus the relative squared error of the layer's attention output when the site's heads are
-    mean-pooled.
+    """Score by the relative squared error of the layer's attention output when heads are mean-pooled.
+
+    The score is minus that error.
     """
     return LayerOutputScore.from_site(site, tokens=tokens, length=length)
 
@@ -28,8 +29,9 @@ def layer(site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputSc
     "model", source="Chen 2024 (AsymGQA), sec. 2.1", needs=("model", "measure", "whole_partition")
 )
 def model(site: Site) -> ModelScore:
-    """Minus the loss of the model converted with the partition here and what was found at the sites
-    before.
+    """Score by the loss of the model converted with this partition and those of the sites before.
+
+    The score is minus that loss.
     """
     if site.plan_with is None or site.measure is None:
         raise ValueError("objective=model needs a model and token sequences to measure the loss on")

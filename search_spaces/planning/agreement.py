@@ -1,7 +1,6 @@
-"""How well the layer-output score ranks moves as the loss of the whole model does (docs/methods.md,
-section 7).
+"""How well the layer-output score ranks moves as the loss of the whole model does.
 
-Legend: U stored KV heads per layer (units), G groups.
+See docs/methods.md, section 7. Legend: U stored KV heads per layer (units), G groups.
 """
 
 from __future__ import annotations
@@ -110,9 +109,7 @@ def agreement(
 def random_swaps(
     count: int, groups: int, moves: int, generator: np.random.Generator
 ) -> list[Partition]:
-    """Different partitions, each one exchange of two heads away from neighbour groups, in random
-    order.
-    """
+    """Return different partitions in random order, each one exchange away from neighbour groups."""
     start = neighbour_partition(count, groups)
     swaps = {
         canonical(

@@ -72,12 +72,14 @@ def problem_of(
 def check_budget(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, dtype: Any = None
 ) -> None:
-    """Raise ValueError if the budget cannot be met exactly, as far as can be told without weights,
-    naming the nearest that can.
+    """Raise ValueError naming the nearest budget if this one cannot be met exactly.
 
-    Cheap: for config checks.
+    Only what can be known without weights is checked. Cheap: for config checks.
 
     Args:
+        recipe: The recipe.
+        kv_ratio: Share of the checkpoint's own cache.
+        geometry: That of the checkpoint.
         dtype: Of the cache, where it is known, for the message.
     """
     if reason := _refused(recipe, kv_ratio, geometry):
@@ -202,8 +204,7 @@ class BelowLeast(ValueError):
 
 
 def nearest_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> Fraction:
-    """Return the largest share of the checkpoint's KV heads, at most `kv_ratio`, that the recipe can
-    keep.
+    """Return the largest share of the KV heads, at most `kv_ratio`, that the recipe can keep.
 
     Raises:
         ValueError: If there is none: below the least, or where nothing can be shared.

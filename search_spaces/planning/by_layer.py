@@ -33,8 +33,7 @@ def plan_layer(
     context: PlanningContext,
     generators: list[np.random.Generator],
 ) -> LayerPlan:
-    """Return the plan of the single layer that `context` holds, keeping `counts` (key heads, value
-    heads).
+    """Return the plan of the single layer in `context`, keeping `counts` (key heads, value heads).
 
     With its two `generators` of `site_generators` for the whole checkpoint the plan is the layer's
     in `make_plan`.
@@ -47,8 +46,10 @@ def plan_layer(
 def requested_counts(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry
 ) -> dict[tuple[int, str], _Counts]:
-    """Head counts of each (layer, "key", "value" or "both") of which the recipe's allocation wants
-    loss increases.
+    """Return the head counts of which the recipe's allocation needs loss increases.
+
+    Returns:
+        The counts of each (layer, "key", "value" or "both").
 
     Raises:
         ValueError: If the budget cannot be met.
@@ -73,8 +74,7 @@ def measure_curves(
     generator: np.random.Generator,
     layers: Sequence[int],
 ) -> int:
-    """Measure what `make_plan` with the same generator would measure in `layers`, into the context's
-    curves.
+    """Measure, into the context's curves, what `make_plan` would measure in `layers`.
 
     Returns:
         The number of points that these layers have.
@@ -95,9 +95,13 @@ def curves_of_layer(
     context: PlanningContext,
     generators: list[np.random.Generator],
 ) -> dict[str, CurvePoint]:
-    """Return the points of the single layer that `context` holds, for the `counts` of each side
-    (`requested_counts`). With the layer's two curve generators of `site_generators` they are those
-    of `make_plan` for the whole checkpoint.
+    """Return the points of the single layer in `context`, for the `counts` of each side.
+
+    With the layer's two curve generators of `site_generators` they are those of `make_plan` for the
+    whole checkpoint.
+
+    Args:
+        counts: As `requested_counts` returns them.
     """
     planner = Planner(recipe, 1, context, [], generators)
     for side, requested in counts.items():
@@ -112,8 +116,12 @@ def plan_from_curves(
     geometry: HeadGeometry,
     points: Mapping[str, CurvePoint],
 ) -> tuple[AttentionPlan, list[float]]:
-    """Return the plan that the recipe's allocation makes of known curves, with the partitions that
-    they were measured for, and the loss increase that they expect of each layer.
+    """Return the plan that the recipe's allocation makes of known curves.
+
+    It has the partitions that they were measured for.
+
+    Returns:
+        The plan, and the loss increase that the curves expect of each layer.
 
     Raises:
         ValueError: If the budget cannot be met exactly.

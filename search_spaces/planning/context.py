@@ -101,9 +101,15 @@ class PlanningContext:
     def loss_of(
         self, recipe: Recipe, plan: AttentionPlan, refinement: Mapping[str, Any] | None = None
     ) -> float:
-        """Loss in nats per token of the model converted with the recipe's alignment and fusion, and
-        with its refinement if that is given settings (`refinement`). Raises ValueError without a
-        model or sequences.
+        """Return the loss of the model converted by the recipe with this plan, in nats per token.
+
+        Args:
+            recipe: Its alignment and fusion are used.
+            plan: The plan.
+            refinement: Settings of the recipe's refinement; None leaves it out.
+
+        Raises:
+            ValueError: Without a model or sequences.
         """
         if self.model is None or self.sequences is None:
             raise ValueError(
@@ -147,10 +153,17 @@ class PlanningContext:
         report: StepReport = lambda: None,
         **knobs: Any,
     ) -> list[float]:
-        """Loss increase in nats per token if only `layer` follows `plan`, of each (`layer`, `plan`),
-        with the recipe's alignment and fusion, on about `tokens` tokens. Layers are best given in
-        ascending order. `report` is called after each; `knobs`: steps and ways of `LayerIncreases`.
-        Raises ValueError without model or sequences.
+        """Return the loss increase, in nats per token, if only one layer follows a plan.
+
+        Args:
+            recipe: Its alignment and fusion are used.
+            plans: Each (`layer`, `plan`); best in ascending order of layers.
+            tokens: About how many tokens to measure on.
+            report: Called after each.
+            **knobs: Steps and ways of `LayerIncreases`.
+
+        Raises:
+            ValueError: Without model or sequences.
         """
         single = LayerIncreases(
             recipe,
@@ -202,9 +215,7 @@ class PlanningContext:
         return [read_mlp(site) for site in mlp_sites(self.model)]
 
     def similarity(self, recipe: Recipe, layer: int, side: str) -> np.ndarray:
-        """Return the recipe's similarity of the units of one side, `[U, U]`, kept for the next recipe
-        that asks.
-        """
+        """Return the recipe's similarity of the units of one side, `[U, U]`, cached for other recipes."""
         key = (recipe.similarity, tuple(sorted(recipe.knobs("similarity").items())), layer, side)
         if key not in self._similarities:
             statistics = self.calibration.layers[layer] if self.calibration else None

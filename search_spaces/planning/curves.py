@@ -47,13 +47,16 @@ class CurveSite(NamedTuple):
 
 
 class Curves:
-    """Curves of one recipe on one context, over places of `units` heads.
-
-    `group(place, count)` is the recipe's partition of a place's units; `measure(partitions, told)`
-    the increase of the loss with each of these alone, and calls `told` after each. `prepare` is
-    called before the first that is missing. `known` holds the points so far and is added to.
+    """Curves of one recipe on one context, over sites of `units` heads.
 
     Args:
+        group: `group(site, count)` is the recipe's partition of a site's units.
+        measure: `measure(partitions, report)` is the increase of the loss with each of these alone;
+            it calls `report` after each.
+        points: The points so far; it is added to.
+        file: Where points are stored, or None.
+        prepare: Called before the first point that is missing.
+        units: Units per site.
         at_once: Layers whose increases are measured together.
     """
 
@@ -82,10 +85,12 @@ class Curves:
     def of(
         self, sites: Sequence[CurveSite], counts: Sequence[int], *, shown: bool = True
     ) -> list[dict[int, float]]:
-        """Rise in nats per token for each count, of each place; all units kept is 0.
+        """Return the loss increase in nats per token of each site for each count; 0 if all units stay.
 
         Args:
-            shown: How many are done yet.
+            sites: The sites.
+            counts: Head counts.
+            shown: Whether to show progress.
         """
         missing = [
             (p, c)
@@ -188,14 +193,16 @@ def _windowed(context: PlanningContext) -> dict[str, int]:
 
 
 def point_key(layer: int, sides: tuple[str, ...], count: int) -> str:
+    """Return the key of a point in files and dictionaries."""
     return f"{layer}/{'+'.join(sides)}/{count}"
 
 
 def expected_increases(
     recipe: Recipe, counts: Sequence[tuple[int, int]], units: int, points: Mapping[str, CurvePoint]
 ) -> list[float]:
-    """Return the loss increase that `points` expect of each layer, where it keeps `counts` (key heads,
-    value heads).
+    """Return the loss increase that `points` expect of each layer with its `counts`.
+
+    They are (key heads, value heads) of each layer.
     """
 
     def of(layer: int, sides: tuple[str, ...], count: int) -> float:

@@ -98,9 +98,7 @@ class Planner:
             )
 
     def counts(self) -> Counts:
-        """(key heads, value heads) of each layer, from the allocation part, checked against the
-        budget.
-        """
+        """Return (key heads, value heads) of each layer, by the allocation, within the budget."""
         recipe = self.recipe
         measures: dict[str, Any] = {"loss": self._loss_of_one_group, "curves": self.curves_of}
         if recipe.knobs("allocation").get("increases") == MEASURED_INCREASE:
@@ -198,8 +196,12 @@ class Planner:
     def curves_of(
         self, sites: Sequence[tuple[int, str]], counts: Sequence[int], *, shown: bool = True
     ) -> list[dict[int, float]]:
-        """Increase of the loss if only that site is grouped, for each count, of each site (layer,
-        side). `side` may be "both". `shown`: as in `Curves.of`.
+        """Return the loss increases if only one site is grouped, for each site and count.
+
+        Args:
+            sites: (layer, side); `side` may be "both".
+            counts: Head counts.
+            shown: As in `Curves.of`.
         """
         both = (SIDES,) if self.recipe.together else tuple((side,) for side in SIDES)
         curve_sites = [
@@ -238,9 +240,7 @@ class Planner:
 
     @cached_property
     def curves(self) -> Curves:
-        """Measured curves of this recipe, shared by all budgets through the context and its cache
-        folder.
-        """
+        """The measured curves of this recipe, shared by all budgets through the context."""
         allocation_knobs = self.recipe.knobs("allocation")
         # What no refinement will fit is measured as it is.
         fitted = self.recipe.knobs("refinement").get("fit_steps", 0)

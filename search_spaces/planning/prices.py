@@ -22,8 +22,9 @@ from search_spaces.site import Site
 
 
 class StoredPrices:
-    """The prices of one objective at one site by size of group, all of a size in the order of
-    `itertools.combinations`, in a file that several processes add to.
+    """The prices of one objective at one site by size of group, in a file that processes add to.
+
+    All prices of a size are in the order of `itertools.combinations`.
     """
 
     def __init__(self, file: Path) -> None:

@@ -1,5 +1,4 @@
-"""What an engine holds exactly of a checkpoint's family, without a larger cache, and what that leaves
-of a recipe.
+"""What an engine represents exactly of a family without a larger cache, and what recipes that leaves.
 
 Nothing here knows an engine: the export target is asked about a few plans
 (`attention.io.targets.Target.held`).
@@ -53,9 +52,7 @@ class EngineForm:
             values: Sequence[Sequence[int]] | None = None,
             **more: Any,
         ) -> bool:
-            """Whether it holds layers whose stored head `u` goes to group `keys[l][u]`, and
-            `values[l][u]`.
-            """
+            """Whether stored head `u` of each layer may go to `keys[l][u]` and `values[l][u]`."""
             both = zip(keys, values or keys, strict=True)
             maps = [
                 LayerPlan(*(tuple(g[u] for u in geometry.kv_map) for g in pair)) for pair in both
@@ -90,9 +87,14 @@ class EngineForm:
         )
 
     def refusals(self, record: Mapping[str, Any], *, equal_groups: bool) -> list[str]:
-        """Why the choices of `record` (fields of a recipe, not all of them) make plans that it does
-        not hold so; empty if they make none. `equal_groups`: whether the grouping, if it is there,
-        makes groups of one size.
+        """Return why the choices of `record` make plans that the engine does not represent.
+
+        Args:
+            record: Fields of a recipe, not all of them.
+            equal_groups: Whether the grouping, if it is there, makes groups of one size.
+
+        Returns:
+            The reasons; empty if there are none.
         """
         name = f"target {self.target}"
         reasons = []
@@ -129,9 +131,7 @@ class EngineForm:
         return reasons
 
     def limited(self, geometry: HeadGeometry) -> HeadGeometry:
-        """Return the geometry without query heads of zeros where the target holds no groups that need
-        them.
-        """
+        """Return the geometry without padded query heads where the target needs none for its groups."""
         return geometry if self.unequal else replace(geometry, pads_queries=False)
 
     def settings(self) -> dict[str, Any]:

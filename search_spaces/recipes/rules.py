@@ -89,7 +89,7 @@ def _split_counts(together: bool, allocation: str) -> str | None:
 
 
 def _only_with(axis: str, parts: tuple[str, ...], why: str, choice: str, plain: str) -> Rule:
-    """Return these parts of an axis go only with `choice` = `plain`.
+    """Return the rule that these parts of an axis need `choice` = `plain`.
 
     Args:
         why: What the message says of such a part.

@@ -1,4 +1,4 @@
-"""Which weights train after the conversion, and what every such training may change of its settings."""
+"""Which weights train after the conversion, and which settings of a training that may change."""
 
 from __future__ import annotations
 

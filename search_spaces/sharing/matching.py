@@ -46,11 +46,9 @@ def similarities(layers: Sequence[Sequence[Tensor]]) -> np.ndarray:
 
 
 def best_matches(cosines: np.ndarray, num_heads: int) -> list[HeadShare]:
-    """For every head of every layer but the first its best match among all earlier layers, best pairs
-    first.
+    """Return for every head but those of the first layer its best match in an earlier layer.
 
-    `cosines` as from `similarities`. Ties go to the lowest (layer, head), among matches and in the
-    order of pairs.
+    The best pairs come first.
     """
     rounded = np.round(cosines, DECIMALS)
     matches = []
@@ -83,9 +81,7 @@ def share_count(alpha: float | Fraction, num_layers: int, num_heads: int) -> int
 def match_parts(
     layers: Sequence[Sequence[Tensor]], alpha: float | Fraction
 ) -> tuple[HeadShare, ...]:
-    """Return the best N shares of heads with these weights (see `similarities`), chains resolved to
-    their roots.
-    """
+    """Return the best N shares of heads with these weights, chains resolved to their roots."""
     heads = layers[0][0].shape[0]
     count = share_count(alpha, len(layers), heads)
     if not count:
@@ -96,14 +92,15 @@ def match_parts(
 def match_heads(
     heads: Sequence[LayerHeads], alpha: float | Fraction, sides: str = "qk"
 ) -> tuple[HeadShare, ...]:
-    """Return the α·L·H heads that resemble an earlier head most by their query and key weights, and
-    those heads (Alg. 1).
+    """Return the α·L·H heads that resemble an earlier head most, and those heads (Cao 2024, Alg. 1).
 
-    Q, K and V all follow the one match; biases play no part in it (**silent**).
+    They are compared by query and key weights. Q, K and V all follow the one match; biases play no
+    part in it (**silent**).
 
     Args:
         heads: Multi-head layers, one entry per layer (lift others).
-        sides: Whose weights are compared, of "q", "k", "v"; those of Eq. 3 unless asked otherwise.
+        alpha: Share of the heads.
+        sides: Whose weights are compared, of "q", "k", "v"; those of Eq. 3 by default.
 
     Raises:
         ValueError: For grouped heads and for an impossible `alpha`.

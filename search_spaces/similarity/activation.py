@@ -19,11 +19,14 @@ from search_spaces.similarity.projections import activations
 
 
 def activation_similarity(a: Tensor, b: Tensor) -> float:
-    """Similarity of two heads' activations a, b `[n, d]`, one row a token (AsymGQA, section 2.2, Eq.
-    1).
+    """Return the similarity of two heads' activations (AsymGQA, section 2.2, Eq. 1).
 
     Half the sum, over the rows of a, of the largest cosine with any row of b, plus half the same
     from b to a. At most n; n for a head with itself. A zero row has cosine 0 with everything.
+
+    Args:
+        a: `[n, d]`, one row per token.
+        b: `[n, d]`.
 
     Raises:
         ValueError: On unequal widths.

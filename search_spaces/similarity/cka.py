@@ -43,8 +43,9 @@ def cka(a: Tensor, b: Tensor, *, center: bool = False) -> float:
 def cka_similarity(
     heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str
 ) -> Tensor:
-    """Linear CKA of the heads' weights, rows being the model's dims, so that a rotation inside a head
-    changes nothing. `[H, H]` float64.
+    """Return the linear CKA of the heads' weights, `[H, H]` float64.
+
+    Rows are the model's dims, so that a rotation inside a head changes nothing.
     """
     weight_HdD = projection(heads, side)[0].double()
     count, width, _ = weight_HdD.shape

@@ -44,12 +44,14 @@ def pair_cosines(
     side: str,
     tokens: int = _TOKENS,
 ) -> PairCosines:
-    """Cosines of the pairs of lifted heads of a layer, on the first sampled sequences that hold
-    `tokens` tokens.
+    """Return the cosines of the pairs of lifted heads of a layer, before and after alignment.
 
     Each pair has a map of its own, so `aligned` is what Jin 2024, eq. 18 and 19 score pairs by; one
-    map a head for a group of three or more reaches less. With a norm on the keys theirs is only
+    map per head for a group of three or more reaches less. With a norm on the keys theirs is only
     what a rotation could do.
+
+    Args:
+        tokens: The first sampled sequences that have so many tokens are used.
 
     Raises:
         ValueError: Without sampled inputs, or for a side that is neither "key" nor "value".
@@ -86,13 +88,17 @@ def similarity_pairs(
 def sharing_similarity(
     pairs: Sequence[dict[str, PairCosines]], plan: AttentionPlan, kv_map: Sequence[int]
 ) -> dict[str, Any]:
-    """Cosine of the heads that a plan puts into one group, before and after alignment, as plain JSON
-    values.
+    """Return the cosines of heads that a plan groups, before and after alignment, as JSON values.
 
-    `{"key": {"raw", "aligned", "pairs"}, "value": ..., "means": {"key_raw", ...}}`: lists with one
-    entry per layer, each the mean over all pairs of distinct stored heads (`kv_map`: the stored
-    head of each query head) that share a group, None where there is no such pair; `means` weigh the
-    layers by their pairs and leave out a side without any.
+    They are `{"key": {"raw", "aligned", "pairs"}, "value": ..., "means": {"key_raw", ...}}`: lists
+    with one entry per layer, each the mean over all pairs of distinct stored heads that share a
+    group, None where there is no such pair; `means` weigh the layers by their pairs and leave out a
+    side without any.
+
+    Args:
+        pairs: `pair_cosines` of each layer and side.
+        plan: The plan.
+        kv_map: The stored head of each query head.
     """
     means: dict[str, Any] = {"means": {}}
     for side in SIDES:
@@ -113,9 +119,7 @@ def sharing_similarity(
 
 
 def _pairs(groups: Iterable[Sequence[int]], kv_map: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of query heads that share a group, one query head for each stored head (its copies are
-    equal).
-    """
+    """Return the pairs of query heads that share a group, one query head per stored head."""
     pairs = []
     for group in groups:
         stored = {kv_map[head]: head for head in reversed(group)}

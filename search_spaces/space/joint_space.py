@@ -121,9 +121,7 @@ class JointSpace:
     # ---- deciding ---------------------------------------------------------------------------------------------
 
     def next(self, point: Mapping[str, Any]) -> Domain | None:
-        """Return the next decision after those in `point` (by name or field), or None when the point
-        is complete.
-        """
+        """Return the next decision after those in `point` (by name or field), or None at the end."""
         full, pending = self._forced(by_field(point))
         if pending is not None:
             return self._domain(pending, self._allowed(full, pending))
@@ -137,8 +135,7 @@ class JointSpace:
         return point
 
     def to_recipe(self, point: Mapping[str, Any]) -> tuple[Recipe, float]:
-        """Return the recipe and the KV ratio of a complete point (knobs may be left at their
-        defaults).
+        """Return the recipe and the KV ratio of a complete point; knobs may be left at their defaults.
 
         Raises:
             RecipeError: If a decision is missing or not allowed after those before it.
@@ -332,9 +329,7 @@ def _twice_the_same(full: SpacePoint) -> list[str]:
 
 
 def _too_dear(full: SpacePoint) -> list[str]:
-    """Measuring whole models for every move of a search, and that again for every point of every error
-    curve.
-    """
+    """Refuse whole-model measurements for every move of a search and every point of every curve."""
     objective = full.get("objective")
     allocation = full.get("allocation")
     if objective is None or allocation is None:

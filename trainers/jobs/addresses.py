@@ -1,6 +1,4 @@
-"""Addresses of storage (`s3://bucket/path`, `gs://...`, what fsspec knows) and of folders, opened as
-file systems.
-"""
+"""Storage addresses (`s3://bucket/path`, what fsspec knows) and folders, opened as file systems."""
 
 from __future__ import annotations
 

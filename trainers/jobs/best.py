@@ -22,6 +22,7 @@ BEST_KEYS = ("best_step", "best_loss", "best_kl", "best_dir")
 
 
 def best_folder(out_dir: str, step: int) -> str:
+    """Return the folder of the weights of `step`, while they are the best so far."""
     return f"{out_dir}.best/step-{step:06d}"
 
 

@@ -114,7 +114,7 @@ class CheckpointStore:
         return cls(job.storage_path, job.run_name, rank, world_size, job.checkpoint_address)
 
     def of_run(self, run_name: str) -> CheckpointStore:
-        """Return the that of another run beside this one."""
+        """Return the store of another run beside this one."""
         return CheckpointStore(
             str(self.named.parent), run_name, self.rank, self.world_size, self._address
         )
@@ -136,11 +136,16 @@ class CheckpointStore:
     def save(
         self, step: int, write: Callable[[Path], None], report: dict[str, Any] | None = None
     ) -> None:
-        """Keep what `write(folder)` of every worker writes as the checkpoint of `step`, and with it
-        the `report` of rank 0, `checkpoint_path` added; None between two milestones.
+        """Save what `write(folder)` of every worker writes as the checkpoint of `step`.
 
         It is there when this returns, but for one without a report that is on its way to an
         address: see `settle`.
+
+        Args:
+            step: The step.
+            write: Writes one worker's share.
+            report: That of rank 0, to which `checkpoint_path` is added; None between two
+                milestones.
         """
         self.settle()
         name = f"checkpoint_{step:06d}"
@@ -204,7 +209,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[Path]:
-        """A checkpoint of this run, by the path in a report, as a folder.
+        """Open a checkpoint of this run, by the path in a report, as a folder.
 
         Raises:
             OSError: For one at an address that is not there, or not as it was written.
@@ -253,9 +258,7 @@ class CheckpointStore:
     # ---- reading ----------------------------------------------------------------------------------------------
 
     def newest_whole(self) -> tuple[SavedCheckpoint | None, list[dict[str, Any]], list[str]]:
-        """Return the newest checkpoint that is as it was written, the reports up to it, and what is
-        wrong with newer ones.
-        """
+        """Return the newest undamaged checkpoint, the reports up to it, and the damage of newer ones."""
         checkpoints, reports = gather_objects(
             self.read() if self.rank == 0 else None, self.world_size
         )[0]
@@ -292,7 +295,7 @@ class CheckpointStore:
         return (self._scratch if self.remote else self.root) / checkpoint.name
 
     def release(self) -> None:
-        """What was fetched has been read."""
+        """Remove what was fetched, after it has been read."""
         gather_objects(None, self.world_size)
         if self.remote:
             shutil.rmtree(self._scratch, ignore_errors=True)

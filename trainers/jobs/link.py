@@ -24,5 +24,5 @@ class Link(Protocol):
         ...
 
     def show(self, job: TrainJob, line: dict[str, Any]) -> None:
-        """A line of a job's curve (`trainers.jobs.curve`). Called by rank 0 alone."""
+        """Show a line of a job's curve (`trainers.jobs.curve`). Called by rank 0 alone."""
         ...

@@ -59,9 +59,7 @@ def lower_micro_batch(job: TrainJob, cause: str, already: bool) -> None:
 
 
 def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
-    """Return the job with the micro-batch that earlier starts have found out, and what a report should
-    say of it.
-    """
+    """Return the job with the micro-batch that earlier starts found, and notes for its report."""
     file = _note(job)
     if not file.exists():
         return job, []

@@ -70,7 +70,7 @@ class RayLink:
 
     @contextlib.contextmanager
     def _pointer(self, metrics: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """What `ray.train.report` is given of a checkpoint, by rank 0 alone.
+        """Yield what `ray.train.report` is given of a checkpoint, by rank 0 alone.
 
         A small file that says where it lies. Ray keeps the newest; checkpoints themselves are kept
         and removed by their own index (`trainers.jobs.checkpoints`), which also knows those between

@@ -72,7 +72,7 @@ class WorkerShare:
 
 @contextmanager
 def teacher_of(job: TrainJob, settings: TrainSettings, device: torch.device) -> Iterator[Any]:
-    """The job's teacher, without gradients, while the body runs; None where nothing is distilled.
+    """Open the job's teacher, without gradients; None if nothing is distilled.
 
     With ZeRO 3 it is split over the workers as the model is, and read for this job alone.
     """
@@ -89,7 +89,7 @@ def teacher_of(job: TrainJob, settings: TrainSettings, device: torch.device) -> 
 def frozen_model(
     folder: str | Path, settings: TrainSettings, device: torch.device
 ) -> Iterator[Any]:
-    """A checkpoint to run while the body does.
+    """Open a checkpoint to run, without gradients, while the body runs.
 
     With ZeRO 3 it is split over the workers, who run it together.
     """

@@ -71,8 +71,14 @@ class WorkerTraining(WorkerShare):
         self.curve = Curve(store.named, engine, self.world_size, show) if self.rank == 0 else None
 
     def run(self, newest: SavedCheckpoint | None, reports: list[dict[str, Any]]) -> dict[str, Any]:
-        """Train from the checkpoint `newest` of this run, or from where the job starts, to the last
-        milestone. `reports`: of the milestones before. Returns what `run_job` does.
+        """Train to the last milestone, from a checkpoint of this run or from where the job starts.
+
+        Args:
+            newest: The checkpoint, or None.
+            reports: Of the milestones before.
+
+        Returns:
+            What `run_job` does.
         """
         job = self.job
         last = self.job.milestones[-1]
@@ -233,9 +239,7 @@ class WorkerTraining(WorkerShare):
         self.steps = 0
 
     def finish(self, metrics: dict[str, Any]) -> None:
-        """Write the finished weights as a checkpoint of their own, before the report says that they
-        are there.
-        """
+        """Write the finished weights as a checkpoint before the report names them."""
         self._write(self.job.out_dir)
         if self.link.rank == 0:
             metrics["out_dir"] = self.job.out_dir
@@ -257,7 +261,7 @@ class WorkerTraining(WorkerShare):
         metrics |= best_so_far
 
     def _write(self, folder: str) -> None:
-        """The weights as they are now, by rank 0, a file at a time; all workers take part."""
+        """Write the weights as they are now, by rank 0, a file at a time; all workers take part."""
         source = self.job.model_dir
         tensors = self.engine.tensors()
         if self.link.rank == 0:

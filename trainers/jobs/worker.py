@@ -171,7 +171,7 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve(config: dict[str, Any]) -> None:
-    """What every worker of a pool's group does."""
+    """Serve trainings as one worker of a pool's group."""
     _prepare_worker(config["device"])
     import trainers.engine
     import trainers.relaxing  # noqa: F401 - loaded before the first job and not within it

@@ -75,8 +75,9 @@ class HeadProjection(nn.Linear):
         return self.source()
 
     def collapsed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One head a group in the place of the heads held, `weight` and `bias` as `source` gives them,
-        in float32.
+        """Return one head per group in place of the present heads, in float32.
+
+        `weight` and `bias` are as `source` gives them.
         """
         raise NotImplementedError
 
@@ -126,7 +127,7 @@ class Relaxation(nn.Module, ABC):
         return self._model[0]
 
     def begin(self, step: int) -> None:
-        """Called before each forward pass of step `step` (0 is the first) on every worker."""
+        """Prepare the forward passes of step `step` (0 is the first). Called on every worker."""
 
     @abstractmethod
     def penalty(self, step: int) -> Tensor:
@@ -218,9 +219,7 @@ def is_coarser(old: AttentionPlan, new: AttentionPlan) -> bool:
 
 
 def lifted(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy with one key and one value head per query head: the same function, logits
-    unchanged.
-    """
+    """Return a copy with one key and one value head per query head; logits are unchanged."""
     plan = plan_of(model)
     mha = replace(plan, layers=(LayerPlan.identity(plan.num_heads),) * plan.num_layers)
     return assemble(model, mha, lift(model))
@@ -229,9 +228,12 @@ def lifted(model: PreTrainedModel) -> PreTrainedModel:
 def open_projections(
     model: PreTrainedModel, plan: AttentionPlan
 ) -> tuple[PreTrainedModel, AttentionPlan]:
-    """Return a copy of the model, the same function, whose q, k and v projections are separate
-    `HeadProjection`s in every layer, and its plan. Raises PlanError if `plan` does not fit the
-    model.
+    """Return a copy of the model with separate q, k and v `HeadProjection`s, and its plan.
+
+    It is the same function.
+
+    Raises:
+        PlanError: If `plan` does not fit the model.
     """
     check_fits(plan, geometry_of(model.config))
     model = unshare(model)
@@ -269,9 +271,19 @@ def replace_projections(
     new: AttentionPlan,
     make: Callable[[HeadProjection, HeadGroups], StandIn],
 ) -> list[dict[str, StandIn]]:
-    """Put `make(projection, groups)` in the place of every k and v projection of an opened model whose
-    heads `new` fuses. Returns them by side, for each layer. Raises PlanError if `new` fuses
-    nothing, or splits a head of `old`.
+    """Replace every k and v projection whose heads `new` fuses by `make(projection, groups)`.
+
+    Args:
+        model: One that `open_projections` returned.
+        old: The model's plan.
+        new: The plan to reach.
+        make: Makes a replacement.
+
+    Returns:
+        The replacements by side, for each layer.
+
+    Raises:
+        PlanError: If `new` fuses nothing, or splits a head of `old`.
     """
     replaced: list[dict[str, StandIn]] = []
     for index, module in enumerate(family_of(model.config).attention_modules(model)):

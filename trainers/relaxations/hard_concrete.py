@@ -1,5 +1,4 @@
-"""Align: each head fades from its own key and value to its group's new ones, by an L0 mask under one
-constraint.
+"""Align: each head fades from its own key and value to its group's new ones, by an L0 mask.
 
 Jin 2024, section 3.5, Eq. 25 to 29; the masks are hard concrete (Louizos 2017, Eq. 10 to 13).
 Legend: L layers with masks, H query heads, G groups, d head dim, D model dim; z mask, T target.

@@ -1,5 +1,4 @@
-"""DHA: every head becomes a learned mix of its group's heads; a Lagrangian draws the mixes of a group
-together.
+"""DHA: every head becomes a learned mix of its group's heads, which a Lagrangian draws together.
 
 Chen 2024 (DHA), sections 4.2 and 4.3, App. B.2. Legend: L layers, S heads that a projection holds,
 g heads of a group, d head dim, P = sum of g² over a layer's groups.
@@ -213,9 +212,7 @@ class Lagrangian(Relaxation):
         self._latest: Tensor | None = None
 
     def layer_losses(self) -> list[Tensor]:
-        """Mean L_head over the pairs of each layer in which something is fused, keys and values
-        together.
-        """
+        """Return the mean L_head over the pairs of each layer that fuses heads, of both sides."""
         return [
             torch.stack([p.fusion_loss() for p in layer.values()]).sum()
             / sum(p.pairs for p in layer.values())
@@ -239,8 +236,9 @@ class Lagrangian(Relaxation):
 
     @torch.no_grad()
     def remaining(self) -> float:
-        """L_fusion over that of heads that are all themselves, of which two in a group of g are 2 / g
-        apart.
+        """Return L_fusion over that of heads that are all themselves.
+
+        Two of these in a group of g are 2 / g apart.
         """
         start = [
             sum(len(group) - 1 for p in layer.values() for group in p.groups)
@@ -252,8 +250,9 @@ class Lagrangian(Relaxation):
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """fusion_loss, multiplier, own_share (mean ω of a head for itself: 1 at the start, about 1/g
-        at the end).
+        """Return fusion_loss, multiplier and own_share.
+
+        The latter is the mean ω of a head for itself: 1 at the start, about 1/g at the end.
         """
         shares = [
             block.float().mean(-1).diagonal()

@@ -68,11 +68,10 @@ class Star(Learned):
 
 
 class Beside:
-    """Adds to the output of one shared or lending projection what its blocks have beside the shared
-    weights.
+    """Adds to the output of one projection what its blocks have beside the shared weights.
 
     Args:
-        parts: For each block its star and its place there (0: the earlier block).
+        parts: For each block its star and its index there (0: the earlier block).
     """
 
     def __init__(
@@ -99,9 +98,7 @@ class Beside:
 
 
 def _lines(projection: Any, columns: bool) -> Tensor:
-    """Return a projection's weight, the features of its blocks first, with the biases of rows as last
-    column.
-    """
+    """Return a projection's weight, the features of its blocks first, biases as last column."""
     if columns:
         return projection.weight.detach().T
     bias = projection.bias
@@ -124,9 +121,7 @@ def _centre(projection: Any, block: int, size: int, mean: Tensor, columns: bool)
 
 
 def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
-    """Move the lent blocks of one projection to the means of their stars and put the differences
-    beside them.
-    """
+    """Move the lent blocks of a projection to the means of their stars, and store the differences."""
     columns = site.kind is SharedColumns
     size = site.size
     borrowers: dict[_Block, list[_Block]] = {}
@@ -205,9 +200,7 @@ class PullTogether(Relaxation):
         return torch.zeros((), device=self.model.device)
 
     def finished(self) -> bool:
-        """Return the pairs, as of the last `metrics`, are as near to each other as the tolerance asks
-        for.
-        """
+        """Return whether the pairs, as of the last `metrics`, are within the tolerance."""
         return self._left is not None and self._left <= self.tolerance
 
     def remaining(self) -> float:

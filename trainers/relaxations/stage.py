@@ -102,8 +102,13 @@ class RelaxationSpec:
     def install(
         self, model: PreTrainedModel, stage: int, seed: int, plan: AttentionPlan | None = None
     ) -> Relaxation:
-        """Return the relaxation of one stage, towards its plan or `plan`, on a copy of `model`, lifted
-        where need be.
+        """Return the relaxation of one stage on a copy of `model`, lifted where need be.
+
+        Args:
+            model: The model.
+            stage: Number of the stage.
+            seed: For random choices.
+            plan: The plan to reach, in place of the stage's.
         """
         plan = plan or AttentionPlan.from_json(self.plans[stage])
         if not is_coarser(plan_of(model), plan):

@@ -1,5 +1,4 @@
-"""Where text comes from, as documents: this interpreter's standard library, local files, a hub data
-set, or tasks.
+"""Sources of text: the standard library, local files, a hub data set, or tasks, as documents.
 
 A *source* is one of
 - `builtin`: prose and code of this interpreter, half and half: the help topics of `pydoc` and files
@@ -7,10 +6,11 @@ A *source* is one of
 - `stdlib`: the Python standard library's source, one document a file, without its tests;
 - a local file, folder or glob of .txt, .jsonl, .json or .parquet;
 - a hub data set, `name`, `name@subset`;
-- `synthetic:NAME`: the tasks of Xiao 2024, see `trainers.text.synthetic_corpus`; and files and data
-  sets may end in `:split`. Text that belongs to no split, or to `train`, is divided by the md5 rule
-  below, of small files with a larger held-out side where that is asked for (`Division`); text of
-  any other split (`validation`, `test`) is held out as a whole.
+- `synthetic:NAME`: the tasks of Xiao 2024, see `trainers.text.synthetic_corpus`;
+
+and files and data sets may end in `:split`. Text that belongs to no split, or to `train`, is
+divided by the md5 rule below, of small files with a larger held-out side where that is asked for
+(`Division`); text of any other split (`validation`, `test`) is held out as a whole.
 
 A record of a file or data set has its text in one field, or a conversation in `messages` (role,
 content) or `conversations` (from, value): a `Conversation`, which becomes text by the tokenizer's
@@ -129,9 +129,11 @@ class Conversation(str):
 
 
 def is_held_out(identity: str, one_in: int = HOLD_OUT) -> bool:
-    """Return the true for about one document in `one_in`, by the md5 digest of what identifies it.
+    """Return whether a document is held out, by the md5 digest of what identifies it.
 
-    The same in every process.
+    Args:
+        identity: What identifies the document.
+        one_in: About one document in so many is held out.
     """
     return _md5(identity) % one_in == 0
 
@@ -388,8 +390,9 @@ def resolve(source: str) -> Corpus:
 
 
 def library_files() -> Iterable[Path]:
-    """Every .py file of this interpreter's standard library but tests and installed packages, by
-    relative path.
+    """Return the .py files of this interpreter's standard library, by relative path.
+
+    Tests and installed packages are left out.
     """
     files: list[Path] = []
     for folder, below, names in os.walk(LIBRARY):

@@ -128,8 +128,9 @@ class TextCut:
         return resolve(self.source)
 
     def check(self) -> None:
-        """Raise DataError for a source that is not there, and for one whose files are too small for a
-        text that takes long to read; of a SMALL one reading tells how many tokens there are.
+        """Raise DataError for a source that is missing or too small, before it is read.
+
+        A text up to `SMALL_TEXT` tokens is checked when it is read.
         """
         most = self.corpus.most_tokens
         if most is not None and self.tokens > max(most, SMALL_TEXT):
@@ -185,8 +186,10 @@ class TextCut:
                 left_out.append(text)
 
     def _others(self) -> set[bytes]:
-        """Digests of the documents of `apart_from`, of its first COMPARED characters in the order that
-        a calibration reads them in.
+        """Return digests of the documents of `apart_from`.
+
+        They are those of its first `_COMPARED` characters in the order in which a calibration reads
+        them.
         """
         digests: set[bytes] = set()
         characters = 0
@@ -345,8 +348,8 @@ def default_length(positions: int, *tokens: int) -> int:
 
 
 class LoadedTexts(NamedTuple):
-    """Calibration and held-out token sequences `[N, T]` int64, and `facts` of where they are from, for
-    a record.
+    """Calibration and held-out token sequences `[N, T]` int64, and `facts` of their source for a
+    record.
     """
 
     calibration: Tensor

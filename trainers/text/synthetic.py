@@ -1,10 +1,9 @@
-"""Synthetic tasks that need the right source token and the right change of it (Xiao 2024, sec. 4.3 and
-App. F).
+"""Synthetic tasks that need the right source token and the right change of it.
 
-A task is an attention pattern (whom to look up) with a transformation (what to make of what is
-found there): heads with one fixed QK and one fixed OV circuit need one head for every pair,
-composed heads only one for each. The paper has 74 tasks with 888 examples and prints a few; these
-sentences, words and tasks are our own, drawn without end.
+Xiao 2024, sec. 4.3 and App. F. A task is an attention pattern (whom to look up) with a
+transformation (what to make of what is found there): heads with one fixed QK and one fixed OV
+circuit need one head for every pair, composed heads only one for each. The paper has 74 tasks with
+888 examples and prints a few; these sentences, words and tasks are our own, drawn without end.
 
 Every choice comes from the given `numpy.random.Generator`. An example has one right answer, and
 none of the other items in its context leads to it, copied or transformed.
@@ -234,8 +233,9 @@ def examples(
     generator: np.random.Generator,
     shots: Sequence[int] = SHOTS,
 ) -> list[Example]:
-    """`per_task` examples of each task (the paper has 12), each with one of `shots` numbers of shots,
-    drawn evenly.
+    """Return `per_task` examples of each task (the paper has 12).
+
+    Each has one of `shots` numbers of shots, drawn evenly.
     """
     return [
         episode(task, int(generator.choice(shots)), generator)

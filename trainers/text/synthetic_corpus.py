@@ -39,11 +39,12 @@ _TRAINING, HOLDING, ASKING = range(3)  # streams of random numbers
 
 
 def names() -> list[str]:
+    """Return the names of the sources."""
     return ["all", "new-pairs", *(pattern.replace(" ", "-") for pattern in PATTERNS)]
 
 
 def fingerprint() -> str:
-    """Return the changes with the words and the tasks."""
+    """Return a digest that changes with the words and the tasks."""
     return hashlib.sha256(repr((DOMAINS, PEOPLE, all_tasks(), _SHOTS)).encode()).hexdigest()
 
 

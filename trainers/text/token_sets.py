@@ -117,8 +117,10 @@ class TokenSequences:
         return self.shape[0]
 
     def __getitem__(self, rows: slice | Sequence[int]) -> Tensor:
-        """Return some sequences, `[rows, T]` int64. Raises DataError if a shard has gone or is
-        damaged.
+        """Return some sequences, `[rows, T]` int64.
+
+        Raises:
+            DataError: If a shard is missing or damaged.
         """
         numbers = range(len(self))[rows] if isinstance(rows, slice) else rows
         result = np.empty((len(numbers), self.shape[1]), dtype=np.int64)
@@ -248,6 +250,7 @@ def is_complete(folder: str | Path) -> bool:
 
 
 def shard_file(folder: Path, number: int) -> Path:
+    """Return the path of a shard."""
     return folder / f"{number:05d}.safetensors"
 
 

@@ -1,10 +1,9 @@
-"""Documents to token ids, block by block, so that several processes can work on one text and the
-result is the same.
+"""Documents to token ids, block by block, so that several processes can work on one text.
 
-A text is the concatenation of its documents, each followed by the end token, and begun as the
-tokenizer begins a text (`beginning`). It is tokenised in blocks of documents (`tokenise`, which a
-process of any machine can do for any block) and cut at any token (`TokenReader`): which block was
-tokenised where, and how many at a time, changes no token.
+The result is the same. A text is the concatenation of its documents, each followed by the end
+token, and begun as the tokenizer begins a text (`beginning`). It is tokenised in blocks of
+documents (`tokenise`, which a process of any machine can do for any block) and cut at any token
+(`TokenReader`): which block was tokenised where, and how many at a time, changes no token.
 """
 
 from __future__ import annotations
@@ -28,8 +27,11 @@ BLOCK_CHARACTERS = 1_000_000  # a block ends with the document that reaches it
 
 
 class TokenBlock(NamedTuple):
-    """Token ids `[n]` int32 of some documents, each with beginning and end, and where each of them
-    ends in `ids`.
+    """Token ids of some documents, each with beginning and end.
+
+    Attributes:
+        ids: `[n]` int32.
+        ends: Where each document ends in `ids`.
     """
 
     ids: np.ndarray
@@ -189,8 +191,9 @@ class TokenReader:
 
 
 def pool(tokens: Iterator[TokenBlock], limit: int) -> tuple[np.ndarray, int]:
-    """All tokens of the first documents that have `limit` together, of a multiple of
-    DOCUMENTS_AT_ONCE; and how many documents that are.
+    """Return all tokens of the first documents that have `limit` tokens together, and their number.
+
+    The number is a multiple of `DOCUMENTS_AT_ONCE`.
     """
     ids = [np.empty(0, np.int32)]
     documents = 0
@@ -218,6 +221,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def largest_id(tokenizer: Any) -> int:
+    """Return the largest token id of a tokenizer."""
     return max(tokenizer.get_vocab().values())
 
 

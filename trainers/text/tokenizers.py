@@ -53,9 +53,7 @@ def read_tokenizer(source: str | Path) -> Any:
 
 
 def _read(source: str, cached: bool) -> Any:
-    """As transformers reads it, by the config in the folder, or by what Headfold makes of a config
-    that it refuses.
-    """
+    """Read a tokenizer by the config in the folder, or by one made of a config that is refused."""
     from transformers import AutoTokenizer
 
     try:

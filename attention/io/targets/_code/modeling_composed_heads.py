@@ -69,7 +69,7 @@ def attend(
     composed_cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the transformers' attention function, with scores and weights composed."""
+    """Compute attention with scores and weights composed, as an attention function of transformers."""
     composition = module.composition
     weights = module.composition.key_weights(composed_input)
     if composed_cache is not None and weights is not None:

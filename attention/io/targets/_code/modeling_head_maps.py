@@ -41,10 +41,7 @@ def attend(
     attention_mask: Tensor | None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the transformers' attention function.
-
-    Scaled dot products after each query head has got its key and value head.
-    """
+    """Compute attention with head maps, as an attention function of transformers."""
     key = spread(key, module.key_map)
     value = spread(value, module.value_map)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
