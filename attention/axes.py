@@ -124,7 +124,8 @@ class Part:
         unknown = sorted(set(values) - set(knobs))
         if unknown:
             raise ValueError(
-                f"{self.axis}={self.name} has no setting {unknown[0]!r}{near(unknown[0], knobs)}; it has "
+                f"{self.axis}={self.name} has no setting {unknown[0]!r}{near(unknown[0], knobs)}; "
+                f"it has "
                 f"{sorted(knobs) or 'none'}"
             )
         try:

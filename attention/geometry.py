@@ -34,7 +34,8 @@ class RotaryLayout:
             or (self.style == "none") != (self.dims == 0)
         ):
             raise ValueError(
-                f"rotary dims must be even and in [0, {self.head_dim}], got {self.dims} ({self.style})"
+                f"rotary dims must be even and in [0, {self.head_dim}], got {self.dims} "
+                f"({self.style})"
             )
 
     @classmethod
@@ -115,11 +116,15 @@ class HeadGeometry:
                 )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_key_value_heads must divide num_attention_heads, got {self.num_kv_heads} and {self.num_heads}"
+                f"num_key_value_heads must divide num_attention_heads, got {self.num_kv_heads} and "
+                f"{self.num_heads}"
             )
 
     def layer(self, index: int) -> HeadGeometry:
-        """Return the geometry of layer `index`: without rotary embedding where that layer has none."""
+        """Return the geometry of layer `index`.
+
+        Without rotary embedding where that layer has none.
+        """
         if self.rotary_layers is None or self.rotary_layers[index]:
             return self
         return replace(self, rotary=RotaryLayout.none(self.head_dim))

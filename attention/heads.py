@@ -73,7 +73,10 @@ class LayerHeads:
         )
 
     def mapped(self, **maps: Tensor) -> LayerHeads:
-        """Multiply the heads of the named projections (q, k, v) by maps `[heads, d, d]`, in float64."""
+        """Multiply the heads of the named projections (q, k, v) by maps `[heads, d, d]`.
+
+        In float64.
+        """
         changes: dict[str, Tensor | None] = {}
         for name, head_map in maps.items():
             rows = getattr(self, name)

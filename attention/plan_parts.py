@@ -71,11 +71,13 @@ class LayerPlan:
                 raise PlanError(f"{name} must name a kept head for at least one query head, got ()")
             if ids != dense(ids):
                 raise PlanError(
-                    f"{name} must be dense from 0 in order of first appearance, got {shortened(ids)}; use dense()"
+                    f"{name} must be dense from 0 in order of first appearance, got "
+                    f"{shortened(ids)}; use dense()"
                 )
         if len(self.key_map) != len(self.value_map):
             raise PlanError(
-                f"key_map and value_map must have one entry a query head, got {len(self.key_map)} and "
+                f"key_map and value_map must have one entry a query head, got {len(self.key_map)} "
+                f"and "
                 f"{len(self.value_map)}"
             )
 
@@ -143,7 +145,8 @@ class HeadShare:
     def __post_init__(self) -> None:
         if not 0 <= self.source_layer < self.layer:
             raise PlanError(
-                f"share of layer {self.layer} head {self.head}: the source must lie in an earlier layer, "
+                f"share of layer {self.layer} head {self.head}: the source must lie in an earlier "
+                f"layer, "
                 f"got layer {self.source_layer}"
             )
 
@@ -223,7 +226,8 @@ class Composition:
             )
         if self.groups < 1 or self.window < 0 or self.window_pattern < 1:
             raise PlanError(
-                f"composition: groups and window_pattern must be at least 1 and window at least 0, got "
+                f"composition: groups and window_pattern must be at least 1 and window at least 0, "
+                f"got "
                 f"{self.groups}, {self.window_pattern}, {self.window}"
             )
 

@@ -148,7 +148,10 @@ def own_cache(geometry: HeadGeometry, dtype: Any = None) -> str:
     """
     heads = geometry.num_kv_heads
     shared = "" if heads == geometry.num_heads else f" for {geometry.num_heads} query heads"
-    words = f"the checkpoint has {heads} KV head{'s' * (heads > 1)} a layer{shared}, {geometry.num_layers} layers"
+    words = (
+        f"the checkpoint has {heads} KV head{'s' * (heads > 1)} a layer{shared}, "
+        f"{geometry.num_layers} layers"
+    )
     name = str(dtype).removeprefix("torch.")
     if name in BYTES:
         words += f", {own_bytes(geometry, name):,} KV bytes per token in {name}"

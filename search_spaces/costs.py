@@ -132,7 +132,7 @@ class GroupCost:
         return [-sum(costs[group] for group in partition) for partition in partitions]
 
     def swap_change(self, first: Members, second: Members, a: int, b: int) -> float:
-        """By how much the total cost increases if `a` of `first` and `b` of `second` change places."""
+        """Return the increase of the total cost if `a` of `first` and `b` of `second` swap."""
         new = (exchanged(first, a, b), exchanged(second, b, a))
         return sum(self.cost(group) for group in new) - self.cost(first) - self.cost(second)
 

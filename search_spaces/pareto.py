@@ -40,8 +40,9 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
         if previous is not None and tuple(values[i]) == tuple(values[previous]):
             levels[i] = levels[previous]
             continue
-        # Points come by a rising first objective, so that the last objective alone decides which ranks dominate this
-        # one: those whose lowest point so far is not above it. Lowest points increase with the rank.
+        # Points come by a rising first objective, so that the last objective alone decides which
+        # ranks dominate this one: those whose lowest point so far is not above it. Lowest points
+        # increase with the rank.
         last = values[i][-1]
         rank = bisect.bisect_right(lowest, last)
         lowest[rank : rank + 1] = [last]
@@ -51,7 +52,10 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
 
 
 def _ranks_by_pairs(points: np.ndarray) -> list[int]:
-    """`ranks` of points `[n, m]`, each compared with all that come before it in lexicographic order."""
+    """`ranks` of points `[n, m]`.
+
+    Each compared with all that come before it in lexicographic order.
+    """
     order = np.lexsort(points.T[::-1])
     points, levels = points[order], np.zeros(len(points), dtype=int)
     for i, point in enumerate(points):

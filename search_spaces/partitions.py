@@ -67,7 +67,10 @@ def cut_into(order: Sequence[int], sizes: Sequence[int]) -> Partition:
 def random_partition(
     num_heads: int, groups: int, generator: np.random.Generator, sizes: Sizes = group_sizes
 ) -> Partition:
-    """Return a uniformly drawn partition into groups of (nearly) equal size, or of what `sizes` says."""
+    """Return a uniformly drawn partition into groups of (nearly) equal size.
+
+    Or of what `sizes` says.
+    """
     return cut_into([int(h) for h in generator.permutation(num_heads)], sizes(num_heads, groups))
 
 

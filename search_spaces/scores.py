@@ -66,7 +66,8 @@ class LayerOutputScore:
     @torch.no_grad()
     def __post_init__(self) -> None:
         self._q = self._rotated(self._project(self.heads.q, self.heads.q_bias), self.query_norm)
-        # Keys are kept before norm and rotation: the mean of weights is the mean of these, not of what follows.
+        # Keys are kept before norm and rotation: the mean of weights is the mean of these, not of
+        # what follows.
         self._k = self._project(self.heads.k, self.heads.k_bias)
         self._v = self._project(self.heads.v, self.heads.v_bias)
         everything = list(range(self.heads.num_heads))
@@ -96,11 +97,13 @@ class LayerOutputScore:
         geometry = site.geometry
         if site.model is None and (geometry.rotary.dims or geometry.qk_norm):
             raise ValueError(
-                "objective=layer needs the model for its rotary tables and norms; pass it in the context"
+                "objective=layer needs the model for its rotary tables and norms; pass it in the "
+                "context"
             )
         if site.heads.k_norm is not None:
             raise ValueError(
-                f"objective=layer has no form for {geometry.family}, whose norm of queries and keys has weights of "
+                f"objective=layer has no form for {geometry.family}, whose norm of queries and "
+                f"keys has weights of "
                 "each head's own; use another objective, such as least_squares or model"
             )
         rotary = norms = module = None
@@ -276,5 +279,8 @@ class ModelScore:
         return self._known[partition]
 
     def scores(self, partitions: Sequence[Partition]) -> list[float]:
-        """One whole model after the other: they have nothing in common that could be computed once."""
+        """One whole model after the other.
+
+        They have nothing in common that could be computed once.
+        """
         return [self.score(partition) for partition in partitions]

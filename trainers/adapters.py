@@ -57,11 +57,13 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Module]:
             projections[name] = module
         elif isinstance(module, nn.Linear | Conv1D | SharedProjection | nn.MultiheadAttention):
             raise ValueError(
-                f"tuning lora: {name} is a {type(module).__name__}, whose adapter could not be merged; use tuning=full"
+                f"tuning lora: {name} is a {type(module).__name__}, whose adapter could not be "
+                f"merged; use tuning=full"
             )
     if not projections:
         raise ValueError(
-            "tuning lora: every projection of this model shares its weights with another layer, none is left to "
+            "tuning lora: every projection of this model shares its weights with another layer, "
+            "none is left to "
             "adapt; use tuning=full"
         )
     return projections

@@ -14,8 +14,8 @@ from trainers.settings import TrainSettings
 
 WRITTEN = {
     "zero_optimization": (
-        "sub_group_size", "round_robin_gradients", "parameter_alignment", "legacy_stage1", "offload_optimizer",
-        "offload_param", "zero_quantized_nontrainable_weights",
+        "sub_group_size", "round_robin_gradients", "parameter_alignment", "legacy_stage1",
+        "offload_optimizer", "offload_param", "zero_quantized_nontrainable_weights",
     ),
     "bf16": (),
     "optimizer": (),
@@ -43,7 +43,8 @@ def config_of(settings: TrainSettings) -> dict[str, Any]:
         "zero_optimization": {"stage": settings.zero_stage},
         "bf16": {"enabled": settings.dtype == "bfloat16"},
         "optimizer": {"type": "AdamW", "params": optimizer},
-        "zero_force_ds_cpu_optimizer": False,  # else torch's Adam is refused where the optimiser lies in CPU memory
+        # Else torch's Adam is refused where the optimiser lies in CPU memory.
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
     return _merged(config, settings.deepspeed)

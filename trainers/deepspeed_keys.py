@@ -33,8 +33,8 @@ DECIDED = {
 
 KeyTree = Mapping[str, Any]
 OF_ADAM = {
-    "torch_adam": bool, "fused": bool, "foreach": bool, "amsgrad": bool, "bias_correction": bool, "eps": float,
-    "fp32_optimizer_states": bool,
+    "torch_adam": bool, "fused": bool, "foreach": bool, "amsgrad": bool, "bias_correction": bool,
+    "eps": float, "fp32_optimizer_states": bool,
 }  # fmt: skip
 _KEYS: KeyTree = {
     "zero_optimization": None,
@@ -62,7 +62,8 @@ def check_keys(keys: Mapping[str, Any], known_keys: KeyTree | None = _KEYS, path
             raise ValueError(f"{name} is decided by Headfold; {DECIDED[name]}")
         if known_keys is not None and key not in known_keys:
             raise ValueError(
-                f"{name}: unknown key{near(key, known_keys)}; allowed here: {', '.join(sorted(known_keys))}"
+                f"{name}: unknown key{near(key, known_keys)}; allowed here: "
+                f"{', '.join(sorted(known_keys))}"
             )
         kind = known_keys[key] if known_keys is not None else Any
         if kind is None or isinstance(kind, Mapping):

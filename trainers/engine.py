@@ -52,7 +52,8 @@ class TrainEngine:
         zero.group_of_one()
         if dist.get_world_size() != settings.num_workers:
             raise ValueError(
-                f"settings say num_workers {settings.num_workers}, the group has {dist.get_world_size()}"
+                f"settings say num_workers {settings.num_workers}, the group has "
+                f"{dist.get_world_size()}"
             )
         self.settings = settings
         self.total_steps = total_steps
@@ -174,7 +175,8 @@ class TrainEngine:
         workers = written.pop("num_workers")
         if written != layout:
             raise ValueError(
-                f"training checkpoint {folder} was written with {written}, these settings are {layout}; use the same, "
+                f"training checkpoint {folder} was written with {written}, these settings are "
+                f"{layout}; use the same, "
                 "or start from the finished weights instead (model_dir) with a fresh optimiser"
             )
         anew = self.settings.zero_stage > 0 and workers != dist.get_world_size()
@@ -191,7 +193,8 @@ class TrainEngine:
                 str(readable), tag=TAG, load_module_strict=whole
             )
         for group, options in zip(self._engine.optimizer.param_groups, group_options, strict=True):
-            group |= options  # as the settings say; with ZeRO 3 split anew all groups have the first one's [0.19]
+            # As the settings say; with ZeRO 3 split anew all groups have the first one's [0.19].
+            group |= options
         if anew:
             zero.count_apart(self._engine.basic_optimizer)
         if path is None:
@@ -234,12 +237,16 @@ class TrainEngine:
 def _parameter_groups(
     model: nn.Module, settings: TrainSettings, groups: Sequence[ParameterGroup]
 ) -> list[dict[str, Any]]:
-    """Return the optimiser's groups: those given, after one of all other parameters that are trained."""
+    """Return the optimiser's groups.
+
+    Those given, after one of all other parameters that are trained.
+    """
     special = {id(p) for group in groups for p in group.parameters}
     trained = [p for p in model.parameters() if p.requires_grad]
     if missing := special - {id(p) for p in trained}:
         raise ValueError(
-            f"{len(missing)} parameters of the groups are not parameters of the model that are trained"
+            f"{len(missing)} parameters of the groups are not parameters of the model that are "
+            f"trained"
         )
     rest = [p for p in trained if id(p) not in special]
     result = [{"params": rest, "weight_decay": settings.weight_decay, SCALE: 1.0}] if rest else []

@@ -87,7 +87,10 @@ def comparison(
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of reading a prompt (`prefill`) and of generating (`decode`), one sequence."""
+    """Tokens per second of reading a prompt (`prefill`) and of generating (`decode`).
+
+    One sequence.
+    """
 
     prefill: float
     decode: float
@@ -178,7 +181,7 @@ class CachedTeacher:
 
 
 def measure_cache(model: Any, tokens: int) -> int:
-    """Return the bytes of the cache after a prefill of `tokens` tokens, batch 1 (see `cache_bytes`)."""
+    """Return the bytes of the cache (`cache_bytes`) after a prefill of `tokens` tokens, batch 1."""
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=next(model.parameters()).device)
     with evaluating(model):
         return cache_bytes(cache_of(model(ids, use_cache=True)))
@@ -221,7 +224,10 @@ def _now(like: Tensor) -> float:
 def _totals(
     model: Any, teacher: Any, sequences: Tensor, share: Iterable[tuple[list[int], int]]
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of `_score` over batches of rows, and the mean loss of each row that counts."""
+    """Return the sums of `_score` over batches of rows.
+
+    And the mean loss of each row that counts.
+    """
     module = model.model if isinstance(model, CachedTeacher) else model
     device = next(module.parameters()).device
     totals = torch.zeros(3, dtype=torch.float64, device=device)
@@ -274,7 +280,7 @@ class PredictionCosts:
         return torch.stack([loss, divergence, torch.ones_like(loss)])
 
     def of_rows(self, rows: int) -> Tensor:
-        """Mean loss of each of the `rows` sequences that have been seen, `[rows]` float64 on the CPU."""
+        """Return the mean loss of each of the `rows` sequences, `[rows]` float64 on the CPU."""
         return torch.cat(self._losses).view(rows, -1).mean(1)
 
 

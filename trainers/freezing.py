@@ -13,7 +13,7 @@ from attention.modeling.composition import compositions
 from attention.modeling.shared_weights import SharedProjection
 
 _PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
-"""What makes keys and values in the families, together with the queries where a family fuses them."""
+"""What makes keys and values in the families, with the queries where a family fuses them."""
 
 
 def freeze_all_but_keys_and_values(model: PreTrainedModel) -> None:
@@ -34,7 +34,8 @@ def freeze_all_but_keys_and_values(model: PreTrainedModel) -> None:
     trained = {id(p) for part in (*makers, *compositions(model)) for p in part.parameters()}
     if not makers:
         raise ValueError(
-            f"tuning kv: no attention of this model has any of {', '.join(_PROJECTIONS)}; use tuning=full"
+            f"tuning kv: no attention of this model has any of {', '.join(_PROJECTIONS)}; use "
+            f"tuning=full"
         )
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)

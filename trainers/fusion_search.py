@@ -108,7 +108,7 @@ def _distances(
         return {name: relaxation.distances(side) for name, side in (("key", "k"), ("value", "v"))}
 
 
-# ---- which heads of a group are fused first -----------------------------------------------------------------------
+# ---- which heads of a group are fused first ---------------------------------------------------
 
 
 def next_stage(

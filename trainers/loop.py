@@ -90,7 +90,8 @@ def train(
         loss = engine.step(stream.next(), loss_fn)
         if not math.isfinite(loss):
             raise TrainingDiverged(
-                f"training loss at step {step} of {steps} is {loss}; lower learning_rate or max_grad_norm, "
+                f"training loss at step {step} of {steps} is {loss}; lower learning_rate or "
+                f"max_grad_norm, "
                 "or lengthen warmup_fraction"
             )
         losses.append(loss)

@@ -113,7 +113,8 @@ class _Stage(WorkerShare):
         self.plan = self._regrouped()
         relaxation = self._install()
         groups = relaxation.parameter_groups()
-        # One schedule over all stages and the recovery; what an earlier stage did not use of it stays unused.
+        # One schedule over all stages and the recovery; what an earlier stage did not use of it
+        # stays unused.
         offset = self.index * self.spec.steps
         total = self.job.schedule_steps
         if self.spec.own_schedule:

@@ -10,7 +10,10 @@ SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def is_shortage(error: RuntimeError) -> bool:
-    """Whether torch, CUDA or its libraries ran out of memory; they do not all say so by the type."""
+    """Whether torch, CUDA or its libraries ran out of memory.
+
+    They do not all say so by the type.
+    """
     return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
 
 

@@ -144,7 +144,10 @@ def gathered_parameters(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def write_universal(source: Path, target: Path) -> None:
-    """Write a training checkpoint of ZeRO 1 to 3 in DeepSpeed's universal form, a file per parameter."""
+    """Write a training checkpoint of ZeRO 1 to 3 in DeepSpeed's universal form.
+
+    It has a file per parameter.
+    """
     from deepspeed.checkpoint import ds_to_universal
 
     shutil.rmtree(target.parent, ignore_errors=True)
@@ -170,7 +173,10 @@ def count_apart(optimizer: torch.optim.Optimizer) -> None:
 
 
 class SplitModel:
-    """A model of which every worker holds its part and that is not trained: a teacher with ZeRO 3."""
+    """A model of which every worker holds its part and that is not trained.
+
+    A teacher with ZeRO 3.
+    """
 
     def __init__(self, folder: str | Path, settings: TrainSettings) -> None:
         model = load_trainable(folder, settings).requires_grad_(False)

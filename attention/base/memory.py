@@ -17,14 +17,14 @@ from pathlib import Path
 
 _USUAL = gc.get_threshold()
 SELDOM = 50_000
-"""New objects between two collections while libraries are imported: with Python's 700 these collections take a tenth of
-the time of all imports."""
+"""New objects between two collections while libraries are imported: with Python's 700 these
+collections take a tenth of the time of all imports."""
 
 _settled = False
 
 
 def collect_seldom() -> None:
-    """Raise the threshold of garbage collection while libraries are imported, until `freeze_garbage`."""
+    """Raise the threshold of garbage collection during imports, until `freeze_garbage`."""
     gc.set_threshold(SELDOM, *_USUAL[1:])
 
 

@@ -15,7 +15,7 @@ _LONGEST = 800
 
 
 def near(word: Any, allowed: Iterable[Any]) -> str:
-    """Return ` (did you mean gqa?)` if `word` is a likely misspelling of an allowed name, else ""."""
+    """Return ` (did you mean gqa?)` if `word` is nearly an allowed name, else nothing."""
     names = {str(name).lower(): str(name) for name in allowed}
     close = get_close_matches(word.lower(), names, n=1) if isinstance(word, str) else []
     return f" (did you mean {names[close[0]]}?)" if close else ""

@@ -26,13 +26,15 @@ from attention.modeling.scores import capped, softmax_beside
 
 _NAME = "headfold_calibration"
 SLICE_BYTES = 128 * 2**20
-"""Of the attention weights in float32 that are held at a time: those of one head, of some sequences or some tokens."""
+"""Of the attention weights in float32 that are held at a time: those of one head, of some sequences
+or some tokens."""
 
 QUERY_TOKENS = 512
 """Tokens whose queries of all heads are held at a time."""
 
 BLOCK = 256
-"""Tokens of a long sequence whose attention weights are held at a time, over what comes before their end."""
+"""Tokens of a long sequence whose attention weights are held at a time, over what comes before
+their end."""
 
 _collectors: dict[nn.Module, Collector] = {}
 
@@ -101,9 +103,11 @@ class Collector:
         """
         if self.x_BTe is None:
             raise RuntimeError(
-                "attention ran before its input was seen; this model calls its layers in a way unknown"
+                "attention ran before its input was seen; this model calls its layers in a way "
+                "unknown"
             )
-        # The appended constant becomes the sum of a row of the weights: 1, or less if a sink takes some.
+        # The appended constant becomes the sum of a row of the weights: 1, or less if a sink takes
+        # some.
         mixed = (weights_btS @ self.x_BTe[sequences, : weights_btS.shape[2]]).flatten(0, 1)
         total = self.mixed_sum[head * len(self.mixed_sum) // self.num_heads]
         for begin in range(0, len(total), BAND):  # no more than the lower triangle is kept
@@ -202,11 +206,12 @@ def _to_query_heads(module: nn.Module, states: Tensor, name: str) -> Tensor:
 
 
 AttentionInterface.register(_NAME, calibration_attention)
-# Eager's mask is additive and always there, so causality and sliding windows arrive whatever the family.
+# Eager's mask is additive and always there, so causality and sliding windows arrive whatever the
+# family.
 AttentionMaskInterface.register(_NAME, eager_mask)
 
 
-# ---- the model for the time of the pass -------------------------------------------------------------------------
+# ---- the model for the time of the pass -------------------------------------------------------
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from attention.heads import LayerHeads
 
-SINK = 1e-3  # of the mean square of a head's summed weights: what a sink takes must be more than rounding
+# Of the mean square of a head's summed weights: what a sink takes must be more than rounding.
+SINK = 1e-3
 BAND = 512  # rows of a moment that are unpacked, multiplied or summed at once
 STATISTICS = ("input_moment", "mixed_moments", "query_moment", "inputs")
 
@@ -139,7 +140,10 @@ class LayerStatistics:
         return total / len(self.mixed_moments)
 
     def key_gram(self, heads: LayerHeads) -> Tensor:
-        """Return the mean of k_i k_j^T before RoPE and key norm, with biases, `[G, G, d, d]` float64."""
+        """Return the mean of k_i k_j^T before RoPE and key norm.
+
+        With biases, `[G, G, d, d]` float64.
+        """
         return _gram(augmented(heads.k, heads.k_bias), self.input_moment)
 
     def value_gram(self, heads: LayerHeads) -> Tensor:
@@ -171,7 +175,9 @@ class LayerStatistics:
         under: Sequence[int],
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """Return the mean of u_hi u_hj^T, where u_hi is value head i mixed by the weights of head h.
+        """Return the mean of u_hi u_hj^T.
+
+        Where u_hi is value head i mixed by the weights of head h.
 
         u_hh is what head h hands to the output projection; the others are what it would hand on
         with another's values.

@@ -17,8 +17,9 @@ FREE_SHARE = 0.5
 """Of the disk, or of the memory, that is free: what the statistics of all layers may take of it."""
 Mixed = Literal["float32", "bfloat16", "kv_group", "pooled"]
 MIXED = cast("tuple[Mixed, ...]", get_args(Mixed))
-"""Ways to keep the mixed moments, e (e + 1) / 2 numbers each, from the exact one to the smallest: one a query head in
-float32; the same in bfloat16; in float32 one for the query heads of a KV head, their mean; one for all of a layer."""
+"""Ways to keep the mixed moments, e (e + 1) / 2 numbers each, from the exact one to the smallest:
+one a query head in float32; the same in bfloat16; in float32 one for the query heads of a KV
+head, their mean; one for all of a layer."""
 
 
 def matrices(geometry: HeadGeometry, mixed: Mixed) -> int:

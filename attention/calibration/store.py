@@ -3,7 +3,7 @@
 One safetensors file per layer, mapped into memory when the layer is used and not before.
 
     calibration-DIGEST/layer-0000.safetensors, ...     `LayerStatistics` of a layer
-    calibration-DIGEST/calibration.json                what it is of, and of each file its SHA-256, size and time
+    calibration-DIGEST/calibration.json                what it is of; SHA-256, size, time of files
 
 The SHA-256 of a file is worked out when it is written. A reader compares size and time of
 modification with those in `calibration.json` and hashes only a file that differs (a copy, or a
@@ -34,7 +34,8 @@ META = "calibration.json"
 _FORMAT = 2
 _AGAIN = "delete the folder and calibrate again"
 ABANDONED = 24 * 3600
-"""Seconds without a new layer after which an unfinished calibration is taken for that of a killed process."""
+"""Seconds without a new layer after which an unfinished calibration is taken for that of a killed
+process."""
 
 
 class CalibrationError(ValueError):
@@ -78,7 +79,8 @@ class Calibration:
             meta: dict[str, Any] = json.loads((source / META).read_text())
             if meta.get("format") != _FORMAT:
                 raise CalibrationError(
-                    f"{source}: expected format {_FORMAT}, got {meta.get('format')!r}; calibrate again"
+                    f"{source}: expected format {_FORMAT}, got {meta.get('format')!r}; calibrate "
+                    f"again"
                 )
             entries = [dict(entry) for entry in meta["layers"]]
             fresh = [_verified(source / entry["file"], entry, noted) for entry in entries]
@@ -237,7 +239,8 @@ def _verified(path: Path, entry: dict[str, Any], noted: int) -> bool:
         return False
     if (checksum := sha256(path)) != entry["sha256"]:
         raise CalibrationError(
-            f"{path}: expected SHA-256 {entry['sha256'][:16]}..., got {checksum[:16]}...; the file is damaged: {_AGAIN}"
+            f"{path}: expected SHA-256 {entry['sha256'][:16]}..., got {checksum[:16]}...; the file "
+            f"is damaged: {_AGAIN}"
         )
     entry["stamp"] = stamp
     return True
@@ -256,7 +259,10 @@ def _sweep(target: Path) -> None:
 
 
 def _replace(fresh: Path, target: Path) -> None:
-    """Rename a finished folder; what was there (damaged, or of a former format) steps aside first."""
+    """Rename a finished folder.
+
+    What was there (damaged, or of a former format) steps aside first.
+    """
     with suppress(FileNotFoundError):
         target.rename(aside := unused(target))
         shutil.rmtree(aside, ignore_errors=True)

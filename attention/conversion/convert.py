@@ -75,7 +75,10 @@ class LiftedHeads(Sequence[LayerHeads]):
 def build(
     config: PretrainedConfig, plan: AttentionPlan, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Return a Headfold model of the plan's shapes with fresh weights. `config` is the checkpoint's."""
+    """Return a Headfold model of the plan's shapes with fresh weights.
+
+    `config` is the checkpoint's.
+    """
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(headfold_config(config, plan), dtype=dtype)
@@ -101,7 +104,8 @@ def assemble(
         new = beside_original(model, lambda: build(model.config, plan, model.dtype))
     else:
         new = build(model.config, plan, model.dtype)
-    # Fixed, so that a conversion is reproducible; what the source has of composition is copied over it.
+    # Fixed, so that a conversion is reproducible; what the source has of composition is copied over
+    # it.
     reset(new, identity=True, generator=torch.Generator().manual_seed(0))
     nn.Module.to(new, model.device)
     target = new.state_dict()
@@ -124,7 +128,10 @@ def assemble(
 
 
 def unshare(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the same model with every layer owning its weights; the given one if nothing is shared."""
+    """Return the same model with every layer owning its weights.
+
+    The given one if nothing is shared.
+    """
     plan = plan_of(model)
     return assemble(model, plan.unshared, read_layers(model)) if plan.is_shared else model
 
@@ -133,12 +140,14 @@ def check_composition(old: AttentionPlan, new: AttentionPlan) -> None:
     """Raise PlanError if a conversion would do more to composition than add it as an identity."""
     if old.composition is not None and new.composition != old.composition:
         raise PlanError(
-            f"the model composes its heads ({old.composition}); its plan must keep that composition, got "
+            f"the model composes its heads ({old.composition}); its plan must keep that "
+            f"composition, got "
             f"{new.composition}"
         )
     if old.composition is None and new.composition is not None and new.composition.qk_norm:
         raise PlanError(
-            "composition with qk_norm has no identity to start from: converting a trained model with it would destroy "
+            "composition with qk_norm has no identity to start from: converting a trained model "
+            "with it would destroy "
             "it; set qk_norm=False, or train from scratch with attention.conversion.convert.build"
         )
 
@@ -181,7 +190,8 @@ def convert(
     for part in (align, fuse):
         if "statistics" in part.needs and calibration is None:
             raise ValueError(
-                f"{part.axis}={part.name} needs a calibration; pass calibration=calibrate(model, tokens)"
+                f"{part.axis}={part.name} needs a calibration; pass calibration=calibrate(model, "
+                f"tokens)"
             )
     if calibration is not None and len(calibration.layers) != plan.num_layers:
         raise ValueError(

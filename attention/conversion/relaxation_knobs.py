@@ -18,7 +18,8 @@ from typing import Any
 from attention.axes import AUTO_KNOB, Knob
 
 UNFINISHED = 0.05
-"""Share of its way that a relaxation may have left for its result to count as reached (`Relaxation.remaining`)."""
+"""Share of its way that a relaxation may have left for its result to count as reached
+(`Relaxation.remaining`)."""
 
 LAGRANGIAN_PAPER = 0.01, 1000  # rate and steps: Chen 2024 (DHA), sec. 5.1
 # The rate: Jin 2024; the steps at which it becomes 1 within 20, measured.
@@ -67,7 +68,10 @@ HARD_CONCRETE = (
     Knob(
         "weight",
         "float",
-        "weight of the constraint (Eq. 29) beside the loss; auto: 1 with a rate that is a number, else from the steps",
+        (
+            "weight of the constraint (Eq. 29) beside the loss; auto: 1 with a rate that is "
+            "a number, else from the steps"
+        ),
         1e-3,
         1e6,
         default=AUTO_KNOB,
@@ -111,7 +115,7 @@ PULL_TOGETHER = (
 )
 
 
-# ---- rates and steps ------------------------------------------------------------------------------------------
+# ---- rates and steps --------------------------------------------------------------------------
 
 
 def rate_of(name: str, rate: float | str, steps: int) -> float:
@@ -166,12 +170,17 @@ def too_few_steps(name: str, knobs: Mapping[str, Any], steps: int) -> str | None
             else 1.0
         )
     elif name == "hard_concrete":
-        # From where a mask starts to where it is 0 without noise, which is -log 11 (Louizos 2017, Eq. 13)
+        # From where a mask starts to where it is 0 without noise, which is -log 11 (Louizos 2017,
+        # Eq. 13)
         enough = (knobs["log_alpha_start"] + math.log(11)) / rate
     else:
-        # Mixes of two heads, each itself at the start, whose squared distance is down to UNFINISHED of what it was
+        # Mixes of two heads, each itself at the start, whose squared distance is down to UNFINISHED
+        # of what it was
         enough = 0.5 * (1 - math.sqrt(UNFINISHED)) / rate
     least = math.ceil(enough)
     if steps >= least:
         return None
-    return f"{steps} steps are too few for relaxation {name} at rate {rate:.3g}: it needs {least} at least"
+    return (
+        f"{steps} steps are too few for relaxation {name} at rate {rate:.3g}: it needs "
+        f"{least} at least"
+    )

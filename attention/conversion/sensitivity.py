@@ -68,12 +68,16 @@ def check_predicts(sequences: Tensor) -> None:
     """Raise ValueError if no token of `sequences` `[N, T]` comes after another."""
     if sequences.shape[1] < 2:
         raise ValueError(
-            f"a next token is needed: expected sequences of at least 2 tokens, got {sequences.shape[1]}"
+            f"a next token is needed: expected sequences of at least 2 tokens, got "
+            f"{sequences.shape[1]}"
         )
 
 
 def drawn_cost(predicted: Final, generator: torch.Generator) -> Tensor:
-    """Return the summed loss of next tokens drawn from the predictions, with gradients to the states."""
+    """Return the summed loss of next tokens drawn from the predictions.
+
+    With gradients to the states.
+    """
     labels = _drawn(predicted, generator)
     return in_chunks(predicted, labels, language_modelling) * labels[:, 1:].numel()
 
@@ -101,9 +105,9 @@ def _drawn(predicted: Final, generator: torch.Generator) -> Tensor:
 
 
 class SummedGradients:
-    """Sums of g g^T `[D, D]` in float32 of each attention module, over all tokens of backward passes.
+    """Sums of g g^T `[D, D]` in float32 of each attention module, over all tokens.
 
-    They grow while they are `collected`.
+    They grow in backward passes while they are `collected`.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

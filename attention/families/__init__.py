@@ -91,13 +91,15 @@ def family_of(config: Any) -> Family:
             raise ValueError(_multimodal(model_type, getattr(text, "model_type", None)))
         if getattr(config, "kv_lora_rank", None):
             raise ValueError(
-                f"a {model_type} caches one latent vector per token (multi-head latent attention, MLA) and has no KV "
+                f"a {model_type} caches one latent vector per token (multi-head latent attention, "
+                f"MLA) and has no KV "
                 "heads to share; Headfold converts models with key and value heads"
             )
         # A name that is nearly one of them is another architecture and no misspelling.
         names = sorted(families())
         raise ValueError(
-            f"model type must be one of {names}, got {model_type!r}; see CONTRIBUTING.md for how to add a family"
+            f"model type must be one of {names}, got {model_type!r}; see CONTRIBUTING.md for how "
+            f"to add a family"
         )
     return families()[model_type]
 
@@ -110,8 +112,10 @@ def _multimodal(model_type: str, text_type: Any) -> str:
     name = families()[text_type].model_class.__name__
     return (
         f"{message} is what can be converted. Save it alone in transformers: "
-        f"whole = AutoModelForImageTextToText.from_pretrained(SOURCE); text = {name}(whole.config.text_config); "
-        "text.model, text.lm_head = whole.model.language_model, whole.lm_head; text.save_pretrained(NEW_FOLDER); "
+        f"whole = AutoModelForImageTextToText.from_pretrained(SOURCE); text = "
+        f"{name}(whole.config.text_config); "
+        "text.model, text.lm_head = whole.model.language_model, whole.lm_head; "
+        "text.save_pretrained(NEW_FOLDER); "
         "and copy the tokenizer's files there"
     )
 
@@ -159,7 +163,10 @@ def _check_rope(config: Any) -> None:
 
 
 def ropes_of(config: Any) -> list[dict[str, Any]]:
-    """Return the rotary settings of a config, one for each kind of layer if it has several kinds."""
+    """Return the rotary settings of a config.
+
+    One for each kind of layer if it has several kinds.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [part for part in rope.values() if isinstance(part, dict)]
     return kinds or [rope]

@@ -1,4 +1,7 @@
-"""Families with separate q, k, v, o projections under `decoder.layers[i].self_attn`, as Llama has."""
+"""Families with separate q, k, v, o projections under `decoder.layers[i].self_attn`.
+
+As Llama has.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,10 @@ def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
 
 
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
-    """Fresh key and value projections with the plan's head counts; the query side keeps its shape."""
+    """Fresh key and value projections with the plan's head counts.
+
+    The query side keeps its shape.
+    """
     for name, heads in (("k_proj", plan.key_heads), ("v_proj", plan.value_heads)):
         old = getattr(module, name)
         rows = heads * geometry.head_dim

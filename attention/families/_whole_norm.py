@@ -83,7 +83,8 @@ def geometry(config: Any, family: str) -> HeadGeometry:
     """Raise ValueError for projections that are clipped, which no fusion can follow."""
     if getattr(config, "clip_qkv", None) is not None:
         raise ValueError(
-            f"an {family} with clip_qkv={config.clip_qkv} is not supported: clipped keys and values are no linear "
+            f"an {family} with clip_qkv={config.clip_qkv} is not supported: clipped keys and "
+            f"values are no linear "
             "function of their input; expected clip_qkv=null"
         )
     return replace(_separate.geometry(config, family=family, qk_norm=True), whole_norm=True)

@@ -78,7 +78,8 @@ def stacked(name: str, matrices: Mapping[str, Sequence[Stored]], order: Sequence
             for one, column in zip(order, columns, strict=True)
         )
         raise WeightsError(
-            f"the experts of {name} differ in number, shape or dtype: the files hold {names}; download or save the "
+            f"the experts of {name} differ in number, shape or dtype: the files hold {names}; "
+            f"download or save the "
             "model again"
         )
     return Stacked(tuple(zip(*columns, strict=True)))

@@ -211,9 +211,12 @@ def check_cache(plan: AttentionPlan, support: EngineSupport, name: str, dtype: s
     after = support.bytes_per_token(dtype)
     if after > before:
         raise LargerCacheError(
-            f"target {name} takes {after} KV bytes per token, the plan {before}: {widest_layers(plan)}, of which each "
-            "takes a KV head there, and a format with one count for all layers has as many in every layer. Convert "
-            "with a recipe of one count for all layers (headfold_gqa, align, gqa), let --target auto find a format "
+            f"target {name} takes {after} KV bytes per token, the plan {before}: "
+            f"{widest_layers(plan)}, of which each "
+            "takes a KV head there, and a format with one count for all layers has as many in "
+            "every layer. Convert "
+            "with a recipe of one count for all layers (headfold_gqa, align, gqa), let --target "
+            "auto find a format "
             "that holds this plan, or accept the larger cache: --allow-larger-cache (in Python: "
             "allow_larger_cache=True)"
         )
@@ -243,7 +246,8 @@ def check_equal(one: PreTrainedModel, other: PreTrainedModel) -> None:
     difference = largest_difference(reference, probe(other))
     if difference > tolerance(torch.float32) * max(reference.abs().max().item(), 1.0):
         raise ValueError(
-            f"the lowered model's logits differ from the source by {difference:.3g}; nothing was written"
+            f"the lowered model's logits differ from the source by {difference:.3g}; nothing was "
+            f"written"
         )
 
 

@@ -98,7 +98,8 @@ def save_as(
         written, dtype = write_shards(((n, t) for n, t in tensors if n not in tied), fresh, shard)
         if written != expected:
             raise ValueError(
-                f"expected the tensors of {source}; others are {sorted(written.items() ^ expected.items())}"
+                f"expected the tensors of {source}; others are "
+                f"{sorted(written.items() ^ expected.items())}"
             )
         config.dtype = dtype
         config.architectures = [type(model).__name__]

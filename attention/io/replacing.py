@@ -26,7 +26,10 @@ _LONGEST = 64  # characters of a file's name in a checkpoint
 
 
 class OutputError(ValueError):
-    """A place that nothing may be written to. The message names it, what is there, and what to do."""
+    """A place that nothing may be written to.
+
+    The message names it, what is there, and what to do.
+    """
 
 
 def check_folder(
@@ -36,7 +39,9 @@ def check_folder(
     reads: Iterable[str | Path] = (),
     key: str = "out",
 ) -> Path:
-    """Return the absolute path of a folder that is about to be written. To be called before any work.
+    """Return the absolute path of a folder that is about to be written.
+
+    To be called before any work.
 
     It must be free or empty; with `overwrite` it may be one that we wrote, unchanged since. Never:
     a file, a link, a mount, the current or the home folder or what they lie in, one of `reads` (the
@@ -75,7 +80,10 @@ def cannot_write(path: str | Path, error: Exception, key: str) -> OutputError:
 
 
 def resolved(path: str | Path) -> Path:
-    """Return the absolute path, links in what it lies in followed; a link at its end is left as it is."""
+    """Return the absolute path, links in what it lies in followed.
+
+    A link at its end is left as it is.
+    """
     path = Path(path)
     return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
 
@@ -143,17 +151,20 @@ def _check_content(path: Path, overwrite: bool, key: str) -> None:
         return
     if (other := foreign(path)) is not None:
         raise OutputError(
-            f"{key}: {str(path)!r} is not empty, and Headfold did not write its {other!r}; nothing in it is replaced: "
+            f"{key}: {str(path)!r} is not empty, and Headfold did not write its {other!r}; nothing "
+            f"in it is replaced: "
             "give another folder"
         )
     if not overwrite:
         raise OutputError(
-            f"{key}: {str(path)!r} holds what Headfold wrote earlier; to replace it add --overwrite (in Python: "
+            f"{key}: {str(path)!r} holds what Headfold wrote earlier; to replace it add "
+            f"--overwrite (in Python: "
             "overwrite=True), or give another folder"
         )
     if (other := changed(path)) is not None:
         raise OutputError(
-            f"{key}: {str(path / other)!r} was changed after Headfold wrote it, and is not replaced: give another "
+            f"{key}: {str(path / other)!r} was changed after Headfold wrote it, and is not "
+            f"replaced: give another "
             "folder"
         )
     spare = spare_of(path)
@@ -201,7 +212,10 @@ def foreign(folder: Path) -> str | None:
 
 
 def changed(folder: Path) -> str | None:
-    """Return the first file of a folder whose bytes are not those that the list names. Reads them all."""
+    """Return the first file of a folder whose bytes are not those that the list names.
+
+    Reads them all.
+    """
     ours = digests(folder)
     return next(
         (
@@ -263,7 +277,10 @@ def recover(folder: Path) -> None:
 
 
 def _left_by_us(spare: Path) -> bool:
-    """Whether a spare folder is what a killed swap has left, and not somebody's folder of that name."""
+    """Whether a spare folder is what a killed swap has left.
+
+    And not somebody's folder of that name.
+    """
     return stranger(spare) is None and bool(digests(spare))
 
 
@@ -281,7 +298,8 @@ def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
         _check_kind(folder, "out")
         if any(folder.iterdir()) and (not overwrite or foreign(folder) is not None):
             raise OutputError(
-                f"out: {str(folder)!r} is not empty any more; nothing was written: give another folder"
+                f"out: {str(folder)!r} is not empty any more; nothing was written: give another "
+                f"folder"
             )
     spare = spare_of(folder)
     try:

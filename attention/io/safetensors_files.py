@@ -81,7 +81,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """
     if (folder / "adapter_config.json").is_file():
         raise WeightsError(
-            f"{folder} holds an adapter (adapter_config.json); merge it first: peft's `merge_and_unload()`, then "
+            f"{folder} holds an adapter (adapter_config.json); merge it first: peft's "
+            f"`merge_and_unload()`, then "
             "`save_pretrained` into a folder of its own"
         )
     if (folder / SINGLE).is_file():
@@ -93,7 +94,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     absent = [file for file in files if not (folder / file).is_file()]
     if absent:
         raise WeightsError(
-            f"{folder} lacks {len(absent)} of the {len(files)} files that {INDEX} names: {listed(absent)}; "
+            f"{folder} lacks {len(absent)} of the {len(files)} files that {INDEX} names: "
+            f"{listed(absent)}; "
             "download or copy them"
         )
     stored: dict[str, Stored] = {}
@@ -101,13 +103,15 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         for name, tensor in tensors_of_file(folder, file).items():
             if name in stored:
                 raise WeightsError(
-                    f"{folder}: {name} lies in both {stored[name].file} and {file}; save the model anew"
+                    f"{folder}: {name} lies in both {stored[name].file} and {file}; save the model "
+                    f"anew"
                 )
             stored[name] = tensor
     for name, file in weight_map.items():
         if name not in stored or stored[name].file != file:
             raise WeightsError(
-                f"{folder / file} has no tensor {name!r}, which {INDEX} says it has; file and index are not of one "
+                f"{folder / file} has no tensor {name!r}, which {INDEX} says it has; file and "
+                f"index are not of one "
                 "model: download or copy both again"
             )
     return stored
@@ -138,18 +142,24 @@ def _index(path: Path) -> dict[str, str]:
 def _nothing_in(folder: Path) -> str:
     """Return what to do with a folder that has neither a single file nor an index."""
     if shards := list(folder.glob("model-*-of-*.safetensors")):
-        return f"{folder} has {len(shards)} safetensors shards, but no {INDEX}; download or copy it too"
+        return (
+            f"{folder} has {len(shards)} safetensors shards, but no {INDEX}; download or copy "
+            f"it too"
+        )
     pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
     if pickled:
         return (
-            f"{folder} has no safetensors weights, only pickled ones ({listed(pickled)}), which can run code when they "
+            f"{folder} has no safetensors weights, only pickled ones ({listed(pickled)}), which "
+            f"can run code when they "
             "are read. If you trust their source, save the weights as safetensors in transformers: "
-            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, use_safetensors=False).save_pretrained(NEW_FOLDER)"
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, "
+            f"use_safetensors=False).save_pretrained(NEW_FOLDER)"
         )
     names = listed(path.name for path in folder.glob("*.safetensors"))
     beside = f" (it has {names}, which transformers does not look for)" if names else ""
     return (
-        f"{folder} has no safetensors weights: neither {SINGLE} nor {INDEX}{beside}; copy them there, or save the "
+        f"{folder} has no safetensors weights: neither {SINGLE} nor {INDEX}{beside}; copy them "
+        f"there, or save the "
         "weights as safetensors with save_pretrained"
     )
 

@@ -109,7 +109,8 @@ def complete_checkpoint(
         lowered = checkpoint.plain_form(new_config, plan)
         if lowered is None:
             raise ValueError(
-                "only a uniform GQA plan of a family with grouped heads has a plain form; use plain=False"
+                "only a uniform GQA plan of a family with grouped heads has a plain form; use "
+                "plain=False"
             )
         new_config = lowered
     table, *other_names = stored_outer_names(config)
@@ -137,7 +138,8 @@ def _check_names(folder: Path, config: PretrainedConfig) -> None:
     )
     if listed != expected:
         raise ValueError(
-            f"{folder} must hold the {len(expected)} tensors of {type(model).__name__}; missing are "
+            f"{folder} must hold the {len(expected)} tensors of {type(model).__name__}; missing "
+            f"are "
             f"{sorted(expected - listed)[:3]}, too many {sorted(listed - expected)[:3]}; "
             "remove the folder and convert again"
         )

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 NOT_REACHED = (
-    "there is no such folder, and the hub cannot be reached (no network, or HF_HUB_OFFLINE is set) nor has this "
+    "there is no such folder, and the hub cannot be reached (no network, or HF_HUB_OFFLINE is set) "
+    "nor has this "
     "machine a copy of it: check the name, or fetch it where there is a network (hf download {})"
 )
 SOURCE_FILE = "source.json"
@@ -37,13 +38,17 @@ def is_folder(source: str | Path) -> bool:
     if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise CheckpointError(
-                f"no checkpoint at {name!r}: the folder has no config.json; give the folder in which config.json and "
+                f"no checkpoint at {name!r}: the folder has no config.json; give the folder in "
+                f"which config.json and "
                 "the safetensors files lie"
             )
         return True
     expected = "expected a folder with config.json and safetensors, or a hub name"
     if name and path.exists():
-        open_by = "; a GGUF file is opened by convert, inspect, evaluate, export and finetune, but not here"
+        open_by = (
+            "; a GGUF file is opened by convert, inspect, evaluate, export and finetune, but "
+            "not here"
+        )
         gguf = open_by if path.suffix == ".gguf" else ""
         raise CheckpointError(f"no checkpoint at {name!r}: it is a file; {expected}{gguf}")
     first = name.split("/")[0]
@@ -53,7 +58,8 @@ def is_folder(source: str | Path) -> bool:
         )
     if first != name and Path(first).is_dir():
         raise CheckpointError(
-            f"no checkpoint at {name!r}: the folder {first!r} is here, and has no {name.removeprefix(first + '/')!r}; "
+            f"no checkpoint at {name!r}: the folder {first!r} is here, and has no "
+            f"{name.removeprefix(first + '/')!r}; "
             "for the hub's model of that name, run where there is no such folder"
         )
     return False
@@ -73,7 +79,10 @@ def source_note(folder: str | Path) -> dict[str, Any]:
 
 
 def source_name(model: str | Path) -> str:
-    """Return what a model is called in records: the source of a plain copy, else the name itself."""
+    """Return what a model is called in records.
+
+    The source of a plain copy, else the name itself.
+    """
     return str(source_note(model).get("source", model))
 
 
@@ -108,5 +117,6 @@ def check_source(source: object, key: str) -> None:
     if not isinstance(source, (str, Path)):
         raise TypeError(
             f"{key}: expected the path of a checkpoint or a hub name (str or Path), got "
-            f"{type(source).__name__}; save a model and its tokenizer with save_pretrained, and pass the folder"
+            f"{type(source).__name__}; save a model and its tokenizer with save_pretrained, and "
+            f"pass the folder"
         )

@@ -20,9 +20,10 @@ from transformers.models.auto.configuration_auto import (
 from attention.base.messages import reason
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model*",
-    "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json", "spiece.model", "sentencepiece*.model",
-    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model*", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json",
+    "spiece.model", "sentencepiece*.model", "chat_template.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 )  # fmt: skip
 GENERATION = "generation_config.json"
 
@@ -86,7 +87,10 @@ def put_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def write_both_forms(folder: Path) -> None:
-    """Add to config.json what transformers 4 and other tools read in place of transformers 5's fields."""
+    """Add to config.json what tools read in place of transformers 5's fields.
+
+    These are transformers 4 and others.
+    """
     file = folder / "config.json"
     fields = json.loads(file.read_text(encoding="utf-8"))
     _write(file, fields | older_form(fields))

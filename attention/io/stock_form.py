@@ -153,14 +153,20 @@ def _way_out(
             for name in exact
         }
         also = ", ".join(f"--target {name} for {engines[name]}" for name in rest)
-        command = f"`{export_command(folder, first)}` writes it for {engines[first]} at the same {before} KV bytes"
+        command = (
+            f"`{export_command(folder, first)}` writes it for {engines[first]} at the same "
+            f"{before} KV bytes"
+        )
         return f"{command} per token" + f" ({also})" * bool(also)
     support = held_by(config, plan)
     for name in ("gqa", "phi"):
         if name in support:
             command = export_command(folder, name, "--allow-larger-cache")
             takes = support[name].bytes_per_token(dtype)
-            return f"`{command}` lowers it to a stock one, at {takes} KV bytes per token instead of {before}"
+            return (
+                f"`{command}` lowers it to a stock one, at {takes} KV bytes per token instead of "
+                f"{before}"
+            )
     return "no stock format holds this plan: load it with attention.io.checkpoint.load of Headfold"
 
 

@@ -41,11 +41,13 @@ __all__ = ["WeightsError", "check_finite", "check_loaded", "check_weights", "wit
 
 logger = logging.getLogger(__name__)
 TIED_APART = (
-    "config.json ties the output matrix to the embedding (tie_word_embeddings), but the weights hold two that differ; "
+    "config.json ties the output matrix to the embedding (tie_word_embeddings), but the weights "
+    "hold two that differ; "
     "set tie_word_embeddings to false in config.json"
 )
 METHODS = ("fp8", "compressed-tensors", "mxfp4")
-"""Values of `quant_method` whose weights can be read as plain numbers (`attention.io.quantised.packed`)."""
+"""Values of `quant_method` whose weights can be read as plain numbers
+(`attention.io.quantised.packed`)."""
 # What quantisers keep beside or instead of a weight.
 QUANTISED = re.compile(
     r"\.(qweight|qzeros|SCB|weight_scale(_inv)?|weight_packed|weight_shape|weight\.(absmax|quant_map|quant_state.*))$"
@@ -84,7 +86,8 @@ def check_weights(source: str | Path, config: PretrainedConfig) -> dict[str, Ten
     # Before the model is built: a config of a million layers would take for ever.
     if config.num_hidden_layers > len(stored):
         raise WeightsError(
-            f"{folder}: config.json says num_hidden_layers {config.num_hidden_layers}, but the weights are "
+            f"{folder}: config.json says num_hidden_layers {config.num_hidden_layers}, but the "
+            f"weights are "
             f"{len(stored)} tensors in all; copy config.json and weights from one model"
         )
     model = _outline(folder, config)
@@ -93,7 +96,8 @@ def check_weights(source: str | Path, config: PretrainedConfig) -> dict[str, Ten
     except WeightsError as error:
         raise WeightsError(f"{folder}: {error}") from None
     if sources is None:
-        return {}  # tensors that transformers changes on loading: `check_loaded` sees what becomes of them
+        # Tensors that transformers changes on loading: `check_loaded` sees what becomes of them.
+        return {}
     _check_dtypes(folder, sources, model.state_dict())
     for tied, root in model.all_tied_weights_keys.items():
         if tied in sources and root in sources:
@@ -182,8 +186,10 @@ def check_finite(source: str | Path, tensors: Mapping[str, torch.Tensor]) -> Non
     ]
     if bad:
         raise WeightsError(
-            f"{source}: nan or infinite numbers in {listed(bad)} ({len(bad)} of {len(tensors)} tensors read); take a "
-            "checkpoint from before its training diverged, or read it in a dtype of wider range (bfloat16, not float16)"
+            f"{source}: nan or infinite numbers in {listed(bad)} ({len(bad)} of {len(tensors)} "
+            f"tensors read); take a "
+            "checkpoint from before its training diverged, or read it in a dtype of wider range "
+            "(bfloat16, not float16)"
         )
 
 
@@ -197,7 +203,8 @@ def _outline(source: Path, config: PretrainedConfig) -> PreTrainedModel:
     ) as error:  # a config may hold anything, and the model's class may stumble over it in any way
         message = (str(error).splitlines() or [type(error).__name__])[0]
         raise WeightsError(
-            f"{source}: config.json describes no {config.model_type} model that can be built: {message}"
+            f"{source}: config.json describes no {config.model_type} model that can be built: "
+            f"{message}"
         ) from None
 
 
@@ -257,7 +264,10 @@ def _check_dtypes(
 
 
 def _check_tie(folder: Path, first: Stored, second: Stored, rows: int = 4096) -> None:
-    """Compare the numbers of two tied matrices that are both stored, the one case where numbers are."""
+    """Compare the numbers of two tied matrices that are both stored.
+
+    This is the one case in which numbers are compared.
+    """
     with (
         open_safetensors(folder / first.file) as one,
         open_safetensors(folder / second.file) as other,
@@ -275,11 +285,13 @@ def _quantised(source: str | Path, what: str, method: str | None = None) -> str:
     message = f"{source} is quantised: {what}. Heads are fused in plain floats: "
     if method in METHODS:
         return (
-            f"{message}add --dequantize (in a search model.dequantize=true), which reads its weights as plain numbers, "
+            f"{message}add --dequantize (in a search model.dequantize=true), which reads its "
+            f"weights as plain numbers, "
             "or take the model that it was made of"
         )
     return (
-        f"{message}take the model that it was made of, or load it in transformers, call model.dequantize() and "
+        f"{message}take the model that it was made of, or load it in transformers, call "
+        f"model.dequantize() and "
         "save_pretrained into a new folder"
     )
 
@@ -301,7 +313,8 @@ def _refuse(source: str | Path, model: PreTrainedModel, diff: Differences) -> No
         count = max(n for _, n in beyond) + 1
         names = [name for name in diff.surplus if _layers({name}) & beyond]
         raise WeightsError(
-            f"{source}: config.json says num_hidden_layers {have}, but the weights are of {count} layers; unused would "
+            f"{source}: config.json says num_hidden_layers {have}, but the weights are of {count} "
+            f"layers; unused would "
             f"be {len(names)} tensors: {listed(names)}. Set num_hidden_layers to {count}"
         )
     if diff.missing:
@@ -312,22 +325,28 @@ def _refuse(source: str | Path, model: PreTrainedModel, diff: Differences) -> No
             for name, (file, shape) in diff.wrong.items()
         }
         raise WeightsError(
-            f"{source}: {len(shapes)} tensors have other shapes than config.json says: {listed(shapes.values())}. "
+            f"{source}: {len(shapes)} tensors have other shapes than config.json says: "
+            f"{listed(shapes.values())}. "
             "Copy config.json and weights from one model"
         )
     if diff.surplus:
         _tell(
-            f"{source}: {len(diff.surplus)} tensors are not part of {kind} and not used: {listed(diff.surplus)}"
+            f"{source}: {len(diff.surplus)} tensors are not part of {kind} and not used: "
+            f"{listed(diff.surplus)}"
         )
 
 
 def _lacking(source: str | Path, kind: str, layers: int, state: set[str], diff: Differences) -> str:
-    message = f"{source} lacks {len(diff.missing)} of the {len(state)} tensors of {kind}: {listed(diff.missing)}"
+    message = (
+        f"{source} lacks {len(diff.missing)} of the {len(state)} tensors of {kind}: "
+        f"{listed(diff.missing)}"
+    )
     count = _layers(state - diff.missing)
     whole = max((n for _, n in count), default=-1) + 1
     if diff.surplus:
         return (
-            f"{message}; it has {len(diff.surplus)} of other names: {listed(diff.surplus)}. Rename them to what "
+            f"{message}; it has {len(diff.surplus)} of other names: {listed(diff.surplus)}. Rename "
+            f"them to what "
             f"{kind} calls them, or copy config.json and weights from one model"
         )
     if 0 < whole < layers:
@@ -337,7 +356,8 @@ def _lacking(source: str | Path, kind: str, layers: int, state: set[str], diff: 
         )
     if diff.missing == {"lm_head.weight"}:
         return (
-            f"{message}, the output matrix. Copy or save the weights of the original model again, or set "
+            f"{message}, the output matrix. Copy or save the weights of the original model again, "
+            f"or set "
             "tie_word_embeddings to true in config.json if its output matrix is the embedding"
         )
     return f"{message}. Copy or save the weights of the original model again"

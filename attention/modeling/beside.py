@@ -1,4 +1,7 @@
-"""A second model beside one that is there, which takes no second copy of what the two have in common."""
+"""A second model beside one that is there.
+
+Which takes no second copy of what the two have in common.
+"""
 
 from __future__ import annotations
 

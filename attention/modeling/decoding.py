@@ -26,8 +26,8 @@ from attention.modeling.scores import capped, softmax_beside
 from attention.plan import LayerPlan
 from attention.plan_parts import groups_of
 
-# Numbers in a kept head's part of the cache, S·d, from which one product a group is faster than one padded product for
-# all groups (benchmarks/LOG.md).
+# Numbers in a kept head's part of the cache, S·d, from which one product a group is faster than one
+# padded product for all groups (benchmarks/LOG.md).
 LARGE = 1 << 16
 
 
@@ -106,8 +106,8 @@ class HeadMaps:
 
 
 def _index(numbers: Sequence[int]) -> Tensor:
-    # On the CPU whatever the context: a model that is being loaded is built on the meta device, and what is no buffer
-    # would stay there.
+    # On the CPU whatever the context: a model that is being loaded is built on the meta device, and
+    # what is no buffer would stay there.
     return torch.tensor(numbers, device="cpu")
 
 
@@ -133,7 +133,8 @@ def decode(
         return decode_padded(query, key, value, maps, mask, scaling, softcap, sinks)
     if kernels.takes(query, key, value, mask):
         return kernels.fused_decode(query, key, value, maps.kernel, mask, scaling)
-    # Of several sequences the threads of a batched product each take some; one thread has nothing of that.
+    # Of several sequences the threads of a batched product each take some; one thread has nothing
+    # of that.
     single = len(query) == 1 or torch.get_num_threads() == 1
     if query.device.type == "cpu" and single and key.shape[2] * key.shape[3] >= LARGE:
         return decode_by_group(query, key, value, maps, mask, scaling)

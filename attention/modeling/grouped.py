@@ -165,7 +165,7 @@ def attach(module: nn.Module, plan: LayerPlan) -> None:
     module.num_key_value_groups = 1  # type: ignore[assignment]
 
 
-# ---- caches -----------------------------------------------------------------------------------------------------
+# ---- caches -----------------------------------------------------------------------------------
 
 
 class UnevenStaticLayer(StaticLayer):

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
-"""What transformers calls the cache among an attention module's keywords: since 5.24, before, and in GPT-NeoX."""
+"""What transformers calls the cache among an attention module's keywords: since 5.24, before, and
+in GPT-NeoX."""
 # Tokens that there is room for after a copy. At S tokens a step copies S / ROOM of them on average.
 ROOM = 64
 
@@ -32,7 +33,8 @@ class GrowingLayer(DynamicLayer):
     _room: tuple[Tensor, Tensor] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Whoever crops, reorders or moves the cache puts other tensors in place of the views: the room is not theirs.
+        # Whoever crops, reorders or moves the cache puts other tensors in place of the views: the
+        # room is not theirs.
         if name in ("keys", "values"):
             super().__setattr__("_room", None)
         super().__setattr__(name, value)
@@ -118,7 +120,10 @@ def cache_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:
 
 
 def grow_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Make the layer of a fresh dynamic cache grow in place: a forward pre-hook of attention modules."""
+    """Make the layer of a fresh dynamic cache grow in place.
+
+    A forward pre-hook of attention modules.
+    """
     cache = cache_in(kwargs)
     if isinstance(cache, Cache):
         cache_layer(cache, module.layer_idx, GrowingLayer)

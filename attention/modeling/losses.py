@@ -1,4 +1,6 @@
-"""What predictions cost, in nats per token; the one place where the loss of a model is written down.
+"""What predictions cost, in nats per token.
+
+The one place where the loss of a model is written down.
 
 Legend: B sequences, T tokens, V vocabulary, P positions.
 """

@@ -72,8 +72,10 @@ def mlp_sites(model: PreTrainedModel) -> list[MlpSite]:
                 sites.append(MlpSite(module, inputs, output))
     if len(sites) != model.config.num_hidden_layers:
         raise ValueError(
-            f"the MLPs of {model.config.model_type} cannot be shared: expected linear projections called one of "
-            f"{[(*inputs, output) for inputs, output in LAYOUTS]} in every layer; share attention heads only"
+            f"the MLPs of {model.config.model_type} cannot be shared: expected linear projections "
+            f"called one of "
+            f"{[(*inputs, output) for inputs, output in LAYOUTS]} in every layer; share attention "
+            f"heads only"
         )
     return sites
 
@@ -108,7 +110,10 @@ def copy(old: PreTrainedModel, new: PreTrainedModel) -> None:
 
 
 def block_size(neurons: int, blocks: int) -> int:
-    """Neurons of a block: F // H. The F % H last neurons belong to no block and are never shared."""
+    """Neurons of a block: F // H.
+
+    The F % H last neurons belong to no block and are never shared.
+    """
     return neurons // blocks
 
 

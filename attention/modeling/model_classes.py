@@ -76,7 +76,7 @@ class HeadfoldMixin:
             module.reset_parameters()
 
     def initialize_weights(self) -> None:
-        """Initialise composition that the checkpoint lacks, after transformers has read the weights."""
+        """Initialise composition that the checkpoint lacks. Called after the weights are read."""
         super().initialize_weights()  # type: ignore[misc]
         reset_missing(self)  # type: ignore[arg-type]
 
@@ -84,7 +84,8 @@ class HeadfoldMixin:
         return make_uneven(super()._prepare_static_cache(*args, **kwargs))  # type: ignore[misc]
 
     def _get_static_cache_init_shape(self) -> None:
-        return None  # head counts differ between keys and values: let each layer take its own at first use
+        # Head counts differ between keys and values: let each layer take its own at first use.
+        return None
 
 
 @cache
@@ -132,7 +133,8 @@ def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> Pretrained
     check_fits(plan, geometry_of(config))
     if plan.composition is not None and (window := window_of(config)):
         raise PlanError(
-            f"layers of this {family_of(config).name} keep a window of {window} tokens, and composition (dcmha) needs "
+            f"layers of this {family_of(config).name} keep a window of {window} tokens, and "
+            f"composition (dcmha) needs "
             "the cache of all; choose a recipe without composition"
         )
     make: Any = headfold_classes(family_of(config).name)[0]
@@ -164,7 +166,8 @@ def plan_of_config(config: PretrainedConfig) -> AttentionPlan:
         return AttentionPlan.from_dict(record)
     if config.model_type.startswith(PREFIX):
         raise PlanError(
-            f"a config of model type {config.model_type} needs its attention_plan, which is not there"
+            f"a config of model type {config.model_type} needs its attention_plan, which is not "
+            f"there"
         )
     geometry = geometry_of(config)
     layer = LayerPlan(geometry.kv_map, geometry.kv_map)

@@ -24,7 +24,8 @@ CHUNKS_AT_ONCE = (
 _FLOAT = 4
 
 _Cost = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`cost(logits [P, V], labels [P], reference logits [P, V] or None)`: a mean over the P positions, of any shape."""
+"""`cost(logits [P, V], labels [P], reference logits [P, V] or None)`: a mean over the P positions,
+of any shape."""
 
 
 _Head = Callable[[Tensor], Tensor]
@@ -47,7 +48,10 @@ def positions_at_once(vocabulary: int) -> int:
 
 
 def most_logit_bytes(vocabulary: int, positions: int) -> int:
-    """Most that all logits, and what is made of them, take at once in a batch of so many positions."""
+    """Most that all logits.
+
+    And what is made of them, take at once in a batch of so many positions.
+    """
     return CHUNKS_AT_ONCE * _FLOAT * vocabulary * min(positions, positions_at_once(vocabulary))
 
 
@@ -132,8 +136,8 @@ def in_chunks(
 
 
 AFTER_THE_HEAD = {"logits_scaling": 1.0, "final_logit_softcapping": None}
-"""Fields of a config by which some models change the logits that their head makes, and their values for no change:
-Granite divides them, Gemma 2 and 3 cap them."""
+"""Fields of a config by which some models change the logits that their head makes, and their values
+for no change: Granite divides them, Gemma 2 and 3 cap them."""
 
 
 def _finishing(model: Any) -> Callable[[_Head], _Head]:
@@ -158,7 +162,10 @@ def _config(model: Any) -> Any:
 def _at_the_head(
     model: Any, ids: Tensor, instead: Callable[[Tensor], Tensor], **more: Any
 ) -> Tensor:
-    """Run a forward pass in which the output head returns `instead` of its input, and nothing follows."""
+    """Run a forward pass in which the output head returns `instead` of its input.
+
+    And nothing follows.
+    """
     head = model.get_output_embeddings()
 
     def once(states: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ def rotary_tables(model: PreTrainedModel, length: int, layer: int = 0) -> tuple[
     embedding = getattr(model.get_decoder(), "rotary_emb", None)
     if embedding is None:
         raise ValueError(
-            f"expected a decoder with rotary_emb, got {type(model.get_decoder()).__name__} without one"
+            f"expected a decoder with rotary_emb, got {type(model.get_decoder()).__name__} without "
+            f"one"
         )
     positions = torch.arange(length, device=model.device)[None]
     # Gemma 3 has an embedding for each kind of layer.
@@ -55,7 +56,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> T
         or x.shape[-1] != layout.head_dim
     ):
         raise ValueError(
-            f"expected x [..., T, {layout.head_dim}] and tables [T, {layout.dims}], got {tuple(x.shape)} and "
+            f"expected x [..., T, {layout.head_dim}] and tables [T, {layout.dims}], got "
+            f"{tuple(x.shape)} and "
             f"{tuple(cos.shape)}, {tuple(sin.shape)}"
         )
     first = list(layout.first)
@@ -81,7 +83,9 @@ def pair_products(gram: Tensor, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
 
 
 def pair_maps(real: Tensor, imaginary: Tensor, layout: RotaryLayout) -> Tensor:
-    """Return the maps `[..., d, d]` that multiply each pair by a complex number, in parts `[..., P]`.
+    """Return the maps `[..., d, d]` that multiply each pair by a complex number.
+
+    In parts `[..., P]`.
 
     Zero in the free dims.
     """

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 AT_ONCE = 8
 _TOKENS_AT_ONCE = 2048
-"""Sequences that run through a model at once, and tokens of them: fewer of long ones, whose activations would take more
-memory and run no faster."""
+"""Sequences that run through a model at once, and tokens of them: fewer of long ones, whose
+activations would take more memory and run no faster."""
 ATTENTION_BYTES = (
     128 * 2**20
 )  # of the attention weights, in float32, of sequences that run through a layer at once
@@ -47,7 +47,10 @@ class Call(NamedTuple):
 
 @torch.no_grad()
 def run_to(model: PreTrainedModel, module: nn.Module, ids: Tensor, *, through: bool = True) -> Call:
-    """Run `ids [B, T]` up to `module` of the decoder, and `through` it or not. Nothing above runs."""
+    """Run `ids [B, T]` up to `module` of the decoder, and `through` it or not.
+
+    Nothing above runs.
+    """
     calls: list[Call] = []
 
     def reached(
@@ -97,8 +100,9 @@ def layer_of(model: PreTrainedModel, module: nn.Module) -> nn.Module:
 
 
 class Streams:
-    """The hidden states `[B, T, D]` that enter one decoder layer, for each batch of sequences `[N,
-    T]`.
+    """The hidden states `[B, T, D]` that enter one decoder layer.
+
+    For each batch of sequences `[N, T]`.
 
     Layers are best visited in ascending order: those below run once, and only what enters the
     present one, `layer`, is kept. Going back to a lower one starts again from the embeddings.

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """softcap tanh(scores / softcap)."""
+    """Softcap tanh(scores / softcap)."""
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 

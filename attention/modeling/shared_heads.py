@@ -36,7 +36,10 @@ def by_layer(shares: Iterable[HeadShare]) -> dict[int, dict[int, tuple[int, int]
 
 
 def sharing_layers(plan: AttentionPlan) -> frozenset[int]:
-    """Layers whose heads are shared or lent: these need separate query, key and value projections."""
+    """Layers whose heads are shared or lent.
+
+    These need separate query, key and value projections.
+    """
     return frozenset(
         i for side in _PROJECTIONS for s in plan.shares_of(side) for i in (s.layer, s.source_layer)
     )
@@ -92,7 +95,8 @@ def _output_name(module: Any, family: str) -> str:
         if isinstance(getattr(module, name, None), nn.Linear | SharedProjection):
             return name
     raise ValueError(
-        f"the output projections of {family} cannot be shared: expected a linear projection called one of "
+        f"the output projections of {family} cannot be shared: expected a linear projection called "
+        f"one of "
         f"{OUTPUT_NAMES}; leave output_shares empty (sharing.output=false)"
     )
 

@@ -58,9 +58,11 @@ class SharedProjection(nn.Module):
         total = like.weight.shape[self.dim]
         if not borrowed or not blocks * size <= total:
             raise ValueError(
-                f"expected shared blocks among {blocks} of {size} in {total} features, got {borrowed}"
+                f"expected shared blocks among {blocks} of {size} in {total} features, got "
+                f"{borrowed}"
             )
-        # A tuple, not a ModuleList: the lenders are submodules elsewhere, and must be found there only.
+        # A tuple, not a ModuleList: the lenders are submodules elsewhere, and must be found there
+        # only.
         self._lenders = tuple(dict.fromkeys(lender for lender, _ in borrowed.values()))
         self._splits = tuple(
             _cut({b for other, b in borrowed.values() if other is lender}, lender, size, self.dim)
@@ -114,8 +116,9 @@ class SharedProjection(nn.Module):
         return self.block_size * (block - sum(other < block for other in self._borrowed))
 
     def _weights(self) -> list[tuple[Tensor, ...]]:
-        """Return the weight of each lender in parts, and the owned one last, so that `_OWN` is its
-        index.
+        """Return the weight of each lender in parts.
+
+        And the owned one last, so that `_OWN` is its index.
         """
         parts = [
             _weight(m).split(s, self.dim) for m, s in zip(self._lenders, self._splits, strict=True)
@@ -149,7 +152,10 @@ class SharedProjection(nn.Module):
         return torch.cat([t for piece, t in pieces if piece.owner == _OWN], dim)
 
     def extra_repr(self) -> str:
-        return f"in={self.in_features}, out={self.out_features}, shared blocks={sorted(self._borrowed)}"
+        return (
+            f"in={self.in_features}, out={self.out_features}, shared "
+            f"blocks={sorted(self._borrowed)}"
+        )
 
 
 class SharedRows(SharedProjection):
@@ -185,7 +191,10 @@ class SharedRows(SharedProjection):
 
     @torch.no_grad()
     def write(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Copy the owned blocks of a whole weight and bias; what is borrowed is left to its lender."""
+        """Copy the owned blocks of a whole weight and bias.
+
+        What is borrowed is left to its lender.
+        """
         if self.own_weight is not None:
             self.own_weight.copy_(self._taken(weight.reshape(self.out_features, -1), 0))
             if self.own_bias is not None and bias is not None:

@@ -34,12 +34,14 @@ def dha_greedy(
     limit = total if cap is None else cap
     if layers < 1 or small < 1 or large < small or first < 0 or min(losses) < 0:
         raise ValueError(
-            f"dha allocation needs layers, losses of at least 0 and 1 <= small <= large, got {layers} layers, "
+            f"dha allocation needs layers, losses of at least 0 and 1 <= small <= large, got "
+            f"{layers} layers, "
             f"quanta {quanta}, losses {list(losses)}"
         )
     if not small * layers <= total or small > limit:
         raise ValueError(
-            f"dha allocation gives {layers} layers at least {small} heads each (cap {limit}), more than the total "
+            f"dha allocation gives {layers} layers at least {small} heads each (cap {limit}), more "
+            f"than the total "
             f"{total}; lower the small quantum"
         )
     counts_given = [small] * layers
@@ -57,7 +59,8 @@ def dha_greedy(
         left -= small
     if left:
         raise ValueError(
-            f"dha allocation has {left} of {total} heads left that no layer can take in steps of {small} up to "
+            f"dha allocation has {left} of {total} heads left that no layer can take in steps of "
+            f"{small} up to "
             f"{limit}; choose a total that fits {layers} layers"
         )
     return tuple(counts_given)
@@ -115,7 +118,8 @@ def dha(
     for side, total in (("key", problem.total - values), ("value", values)):
         if not least <= total <= most:
             raise ValueError(
-                f"allocation.key_share {key_share:g} of {problem.total} heads gives {total} {side} heads, expected "
+                f"allocation.key_share {key_share:g} of {problem.total} heads gives {total} {side} "
+                f"heads, expected "
                 f"{least} to {most} for {problem.num_layers} layers; choose a share nearer to 0.5"
             )
         step = small or _step(problem, total)

@@ -19,7 +19,8 @@ from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
 
 BY_CURVES = ("knapsack", "layerwise")
-_MOST_QUERY_HEADS = 2  # times the model's, zeros included, that unequal groups may lead to unless they are asked for
+# Times the model's, zeros included, that unequal groups may lead to unless they are asked for.
+_MOST_QUERY_HEADS = 2
 POWERS = range(-12, 7)  # of 2: weights of evenness, relative to the mean error
 
 
@@ -59,7 +60,8 @@ def knapsack(
         lowest = sum(min(curve) for curve in curves)
         highest = sum(max(curve) for curve in curves)
         raise ValueError(
-            f"no choice of head counts gives {'exactly' if exact else 'at most'} {budget} heads; the sites take "
+            f"no choice of head counts gives {'exactly' if exact else 'at most'} {budget} heads; "
+            f"the sites take "
             f"{lowest} to {highest} in steps of their admissible counts"
         )
     chosen = []
@@ -73,7 +75,9 @@ def knapsack(
 def towards_even(
     curves: Sequence[Mapping[int, float]], budget: int, at_most: int
 ) -> list[tuple[int, ...]]:
-    """Return plans of exactly `budget` heads, from least summed error to the most even one, each once.
+    """Return plans of exactly `budget` heads, from least summed error to the most even one.
+
+    Each once.
 
     Errors of single sites add up only roughly: where many come down to one head the model loses
     more than their sum. Each plan minimises the sum of the errors plus w x log(G / even)^2 over the
@@ -107,14 +111,18 @@ _KNOBS = (
     Knob(
         "counts",
         "choice",
-        "head counts that are considered, among those that the grouping can make; any: those of equal groups, and "
+        "head counts that are considered, among those that the grouping can make; any: those of "
+        "equal groups, and "
         "others only where there are few of these; all: every one",
         choices=("any", "powers_of_two", "divisors", "all"),
     ),
     Knob(
         "increases",
         "choice",
-        "loss increases of single layers: estimated from the error of their output, or measured on the whole model",
+        (
+            "loss increases of single layers: estimated from the error of their output, or "
+            "measured on the whole model"
+        ),
         choices=("estimated", "measured"),
     ),
     Knob(
@@ -229,7 +237,7 @@ def best_measured(
     passes_to=best_measured,
 )
 def knapsack_part(problem: AllocationProblem, **knobs: Any) -> Counts:
-    """Return the plan of least measured loss among plans of little summed increase, over all sites."""
+    """Return the plan of least measured loss among plans of little summed increase."""
     return best_measured(problem, ("key", "value"), **knobs)
 
 
@@ -248,6 +256,7 @@ def layerwise(problem: AllocationProblem, **knobs: Any) -> Counts:
     """
     if problem.total % 2:
         raise ValueError(
-            f"no choice of head counts gives keys and values alike {problem.total} heads in all; choose an even number"
+            f"no choice of head counts gives keys and values alike {problem.total} heads in all; "
+            f"choose an even number"
         )
     return best_measured(problem, ("both",), **knobs)

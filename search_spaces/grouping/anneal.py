@@ -56,7 +56,10 @@ def best_of_runs(
     schedules: Iterable[Iterable[float]],
     generator: np.random.Generator,
 ) -> Grouping:
-    """Return the best of one `swap_search` per schedule of temperatures, each from a random partition."""
+    """Return the best of one `swap_search` per schedule of temperatures.
+
+    Each from a random partition.
+    """
     runs = []
     for temperatures in schedules:
         start = random_partition(num_heads, groups, generator)

@@ -77,7 +77,8 @@ class Chain:
             or min(self.iterations.values(), default=1) < 1
         ):
             raise ValueError(
-                f"iterations must give at least one move for each of the {len(choices)} sites where there is a choice, "
+                f"iterations must give at least one move for each of the {len(choices)} sites "
+                f"where there is a choice, "
                 f"got {dict(self.iterations)}"
             )
         self._open = [(layer, side) for layer in range(len(self.counts)) for side in SIDES]

@@ -27,7 +27,9 @@ def _merged(cost: GroupCost, num_heads: int, count: int, largest: int) -> _Group
     groups: _Groups = [(h,) for h in range(num_heads)]
     while len(groups) > count:
         pairs = [(a, b) for a, b in combinations(groups, 2) if len(a) + len(b) <= largest]
-        if not pairs:  # e.g. sizes 3, 3, 2 under a limit of 4: open the smallest group and place its heads one by one
+        # e.g. sizes 3, 3, 2 under a limit of 4: open the smallest group and place its heads one by
+        # one.
+        if not pairs:
             groups = _dissolved(cost, groups, largest)
             continue
         a, b = min(

@@ -22,7 +22,8 @@ _STEPS = 4000  # of annealing
 _ROUNDS = 8  # or more, where a round would have more steps than ROUND
 ROUND = 500
 COLDEST = 0.02  # last temperature, relative to the first: below it hardly a step is accepted
-PRICES = 6000  # groups that are priced after merging, at most: where a cost is dear this is what takes the time
+# Groups that are priced after merging, at most: where a cost is dear this is what takes the time.
+PRICES = 6000
 SHARE = 0.75  # of what is left of them, for one local search
 PROBES = 64  # random steps from which the first temperature is taken
 

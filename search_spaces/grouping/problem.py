@@ -16,8 +16,8 @@ EQUAL_SIZES = Knob(
     "bool",
     "groups of one size, so that the result is plain GQA, or as near as can be",
 )
-"""Where the groups do not divide the heads, no group is larger than it must be: the query heads that engines need in
-place of missing ones are then as few as can be."""
+"""Where the groups do not divide the heads, no group is larger than it must be: the query heads
+that engines need in place of missing ones are then as few as can be."""
 
 
 class Grouping(NamedTuple):
@@ -70,7 +70,8 @@ class GroupingProblem:
         objective = self.need_objective()
         if not isinstance(objective, GroupCost):
             raise ValueError(
-                f"this grouping needs an additive group cost, got {type(objective).__name__}, which scores whole "
+                f"this grouping needs an additive group cost, got {type(objective).__name__}, "
+                f"which scores whole "
                 "partitions only; choose another objective, or a walk"
             )
         return objective

@@ -133,7 +133,8 @@ class Walk:
         value = -np.inf if score is None else float(score)
         if np.isnan(value):
             raise ValueError(
-                f"the score of {tried} is not a number; check the model and the data it was measured on"
+                f"the score of {tried} is not a number; check the model and the data it was "
+                f"measured on"
             )
         better = score is not None and (self.best is None or value > self.best_score)
         lucky = self.generator.random() < self.accept

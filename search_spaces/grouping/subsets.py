@@ -134,7 +134,10 @@ class Programme:
         return Grouping(canonical(partition), -float(self.totals[groups - 1]))
 
     def _tried(self, mask: int) -> np.ndarray:
-        """Return the least cost of `mask` in 1, 2, ... groups for each first group, `[options, most]`."""
+        """Return the least cost of `mask` in 1, 2, ... groups for each first group.
+
+        `[options, most]`.
+        """
         options = _first_groups(mask, self.size)
         return self.table[options, None] + self.least[(mask ^ options) >> 1, :-1]
 

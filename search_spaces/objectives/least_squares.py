@@ -15,14 +15,18 @@ from search_spaces.costs import GroupCost, Members
 from search_spaces.site import Site
 
 DEAR = 1e12
-"""Multiply-adds of a search by value costs from which it goes by estimates of them: about a minute of one core."""
+"""Multiply-adds of a search by value costs from which it goes by estimates of them: about a minute
+of one core."""
 _SEARCHED = 6000  # prices that a search asks for
 OFTEN = 4  # the size of most groups
 
 
 @OBJECTIVE.part(
     "least_squares",
-    source="ours: the eigenvalues that least-squares fusion drops (low-rank KV heads by group: Yu 2024)",
+    source=(
+        "ours: the eigenvalues that least-squares fusion drops (low-rank KV heads by "
+        "group: Yu 2024)"
+    ),
     needs=("statistics",),
 )
 def least_squares(site: Site) -> GroupCost:

@@ -38,7 +38,8 @@ def fusion_loss(site: Site, *, steps: int = 240, rate: float = 1e-2) -> PairCost
     """
     if site.fusion_distance is None:
         raise ValueError(
-            "objective=fusion_loss needs the distances of DHA's search phase; pass fusion_distances to the context "
+            "objective=fusion_loss needs the distances of DHA's search phase; pass "
+            "fusion_distances to the context "
             "(trainers.fusion_search.search_distances)"
         )
     return PairCost(site.fusion_distance)

@@ -1,4 +1,7 @@
-"""Objectives that score whole partitions: by the layer's output, or by the loss of the whole model."""
+"""Objectives that score whole partitions.
+
+By the layer's output, or by the loss of the whole model.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from search_spaces.site import Site
 
 @OBJECTIVE.part(
     "layer",
-    source="ours: stands in for the whole-model score of AsymGQA (linearity of projections and RoPE)",
+    source=(
+        "ours: stands in for the whole-model score of AsymGQA (linearity of projections and RoPE)"
+    ),
     knobs=(
         Knob("tokens", "int", "calibration tokens that a partition is scored on", low=1),
         Knob("length", "int", "tokens of a sequence that are used, from its start", low=1),
@@ -18,9 +23,9 @@ from search_spaces.site import Site
     needs=("statistics", "inputs", "model", "whole_partition"),
 )
 def layer(site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputScore:
-    """Score by the relative squared error of the layer's attention output when heads are mean-pooled.
+    """Score by the relative squared error of the layer's attention output.
 
-    The score is minus that error.
+    The score is minus that error when the site's heads are mean-pooled.
     """
     return LayerOutputScore.from_site(site, tokens=tokens, length=length)
 

@@ -79,7 +79,8 @@ def agreement(
     groups = count // 2 if groups is None else groups
     if not 1 < groups < count:
         raise ValueError(
-            f"{count} KV heads in {groups} groups leave nothing to swap; give 2 to {count - 1} groups"
+            f"{count} KV heads in {groups} groups leave nothing to swap; give 2 to {count - 1} "
+            f"groups"
         )
     if context.calibration is None:
         raise ValueError(

@@ -161,18 +161,23 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     if recipe.sharing != "none":
         if geometry.num_kv_heads < geometry.num_heads:
             raise ValueError(
-                f"sharing={recipe.sharing} gives a query head the weights of another with the key and value of its "
-                f"own, and this checkpoint has {geometry.num_kv_heads} KV heads for {geometry.num_heads} query heads; "
+                f"sharing={recipe.sharing} gives a query head the weights of another with the key "
+                f"and value of its "
+                f"own, and this checkpoint has {geometry.num_kv_heads} KV heads for "
+                f"{geometry.num_heads} query heads; "
                 "it takes a multi-head checkpoint"
             )
         share_count(recipe.knobs("sharing")["alpha"], geometry.num_layers, geometry.num_heads)
     part = AXES["allocation"].get(recipe.allocation)
     if "any_count" in part.needs and recipe.equal_groups:
         raise ValueError(
-            f"allocation={recipe.allocation} gives counts that do not divide the heads, and grouping={recipe.grouping} "
-            "makes groups of equal size only; set grouping.equal_sizes to false or use walk_asymmetric"
+            f"allocation={recipe.allocation} gives counts that do not divide the heads, and "
+            f"grouping={recipe.grouping} "
+            "makes groups of equal size only; set grouping.equal_sizes to false or use "
+            "walk_asymmetric"
         )
-    # Flat losses: the counts are not those of the plan, but whether there are any does not depend on the losses.
+    # Flat losses: the counts are not those of the plan, but whether there are any does not depend
+    # on the losses.
     problem = problem_of(
         recipe,
         kv_ratio,
@@ -182,7 +187,8 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     )
     if problem.total < 2 * geometry.num_layers:
         raise ValueError(
-            f"kv_ratio {float(kv_ratio):.4g} is {problem.total} heads, fewer than one key and one value head in each "
+            f"kv_ratio {float(kv_ratio):.4g} is {problem.total} heads, fewer than one key and one "
+            f"value head in each "
             f"of {geometry.num_layers} layers; the least is {1 / geometry.num_kv_heads:g}"
         )
     if recipe.allocation in BY_CURVES and problem.total in possible_totals(recipe, geometry):
@@ -198,7 +204,8 @@ class BelowLeast(ValueError):
     ) -> None:
         self.least = least
         super().__init__(
-            f"recipe {recipe.name} keeps at least {percent(float(least))} of the checkpoint's KV cache, got "
+            f"recipe {recipe.name} keeps at least {percent(float(least))} of the checkpoint's KV "
+            f"cache, got "
             f"{percent(float(kv_ratio))}; {own_cache(geometry)}"
         )
 
@@ -224,5 +231,6 @@ def nearest_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
         raise BelowLeast(recipe, kv_ratio, Fraction(least[0], heads), geometry)
     reason = _refused(recipe, Fraction(1, geometry.num_kv_heads), geometry)
     raise ValueError(
-        f"recipe {recipe.name} can meet no kv_ratio on this checkpoint: {reason}; {own_cache(geometry)}"
+        f"recipe {recipe.name} can meet no kv_ratio on this checkpoint: {reason}; "
+        f"{own_cache(geometry)}"
     )

@@ -78,7 +78,8 @@ class PlanningContext:
         counts = {(h.num_heads, h.k.shape[0], h.v.shape[0]) for h in self.heads}
         if len(self.heads) != layers or counts != {(heads, heads, heads)}:
             raise ValueError(
-                f"expected {layers} layers of {heads} lifted heads, got {len(self.heads)} layers of {sorted(counts)}; "
+                f"expected {layers} layers of {heads} lifted heads, got {len(self.heads)} layers "
+                f"of {sorted(counts)}; "
                 "use attention.conversion.convert.lift"
             )
         if self.calibration is not None and len(self.calibration.layers) != layers:
@@ -113,7 +114,8 @@ class PlanningContext:
         """
         if self.model is None or self.sequences is None:
             raise ValueError(
-                f"recipe {recipe.name} measures whole models; the context needs a model and sequences"
+                f"recipe {recipe.name} measures whole models; the context needs a model and "
+                f"sequences"
             )
         converted = convert_with(recipe, self.model, plan, self.calibration, share=True)
         if refinement is not None:
@@ -215,7 +217,7 @@ class PlanningContext:
         return [read_mlp(site) for site in mlp_sites(self.model)]
 
     def similarity(self, recipe: Recipe, layer: int, side: str) -> np.ndarray:
-        """Return the recipe's similarity of the units of one side, `[U, U]`, cached for other recipes."""
+        """Return the recipe's similarity of the units of one side, `[U, U]`; it is cached."""
         key = (recipe.similarity, tuple(sorted(recipe.knobs("similarity").items())), layer, side)
         if key not in self._similarities:
             statistics = self.calibration.layers[layer] if self.calibration else None

@@ -85,7 +85,9 @@ class Curves:
     def of(
         self, sites: Sequence[CurveSite], counts: Sequence[int], *, shown: bool = True
     ) -> list[dict[int, float]]:
-        """Return the loss increase in nats per token of each site for each count; 0 if all units stay.
+        """Return the loss increase in nats per token of each site for each count.
+
+        0 if all units stay.
 
         Args:
             sites: The sites.
@@ -151,7 +153,8 @@ class Curves:
         if self.file is None:
             return
         with alone(self.file.parent):
-            # What another process has measured meanwhile stays; equal points are equal by construction.
+            # What another process has measured meanwhile stays; equal points are equal by
+            # construction.
             self.points.update({**_read(self.file), **self.points})
             write_whole(self.file, json.dumps(self.points, sort_keys=True).encode())
 
@@ -225,7 +228,10 @@ def points_of(record: Mapping[str, Any]) -> dict[str, CurvePoint]:
 
 
 def _read(file: Path | None) -> dict[str, CurvePoint]:
-    """Return the points of a file; none if it is missing or damaged, since they can be measured again."""
+    """Return the points of a file.
+
+    None if it is missing or damaged, since they can be measured again.
+    """
     try:
         record = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
         return points_of(record)

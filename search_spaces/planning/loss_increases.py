@@ -87,7 +87,8 @@ class LayerTrials:
         layer_heads = self.heads[layer]
         if heads.k.shape != layer_heads.k.shape or heads.v.shape != layer_heads.v.shape:
             raise ValueError(
-                f"layer {layer}: expected {layer_heads.k.shape[0]} keys and values, got {heads.k.shape[0]} and "
+                f"layer {layer}: expected {layer_heads.k.shape[0]} keys and values, got "
+                f"{heads.k.shape[0]} and "
                 f"{heads.v.shape[0]}; expand the heads first"
             )
         base = self.base  # before anything is written

@@ -55,7 +55,10 @@ def make_plan(
 def site_generators(
     generator: np.random.Generator, layers: int
 ) -> tuple[list[np.random.Generator], ...]:
-    """Return the generators of the sites for grouping, and for measured curves: two a layer each."""
+    """Return the generators of the sites for grouping, and for measured curves.
+
+    Two a layer each.
+    """
     return generator.spawn(2 * layers), generator.spawn(2 * layers)
 
 
@@ -108,7 +111,8 @@ class Planner:
         total = sum(keys + values for keys, values in counts)
         if total != problem.total:
             raise ValueError(
-                f"allocation={recipe.allocation} gave {total} heads, expected exactly {problem.total}"
+                f"allocation={recipe.allocation} gave {total} heads, expected exactly "
+                f"{problem.total}"
             )
         return counts
 
@@ -135,7 +139,10 @@ class Planner:
         return self.recipe.apply("grouping", problem, generator).partition
 
     def plan_of(self, partitions: dict[tuple[int, str], Partition]) -> AttentionPlan:
-        """Return the plan of partitions of units; sites without one keep what the checkpoint has."""
+        """Return the plan of partitions of units.
+
+        Sites without one keep what the checkpoint has.
+        """
         return plan_of_sites(partitions, self.context.geometry)
 
     def _site(self, layer: int, sides: tuple[str, ...]) -> Site:
@@ -246,14 +253,16 @@ class Planner:
         fitted = self.recipe.knobs("refinement").get("fit_steps", 0)
         knobs = {name: allocation_knobs[name] for name in ("tokens", "increases")}
         fit_steps = min(allocation_knobs["fit_steps"], fitted)
-        # Only estimates of fitted layers are scaled to the steps of the refinement: others serve any number of them.
+        # Only estimates of fitted layers are scaled to the steps of the refinement: others serve
+        # any number of them.
         scaled = allocation_knobs["increases"] != MEASURED_INCREASE and fit_steps > 0
         knobs |= {"fit_steps": fit_steps, "refined_steps": fitted if scaled else 0}
 
         def group(site: CurveSite, groups: int) -> Partition:
             if groups == 1:
                 return neighbour_partition(len(self.context.units), 1)
-            # A generator of its own for each point, so that no point depends on which others are measured.
+            # A generator of its own for each point, so that no point depends on which others are
+            # measured.
             generator = self.curve_generators[2 * site.layer + SIDES.index(site.sides[0])]
             fresh = np.random.default_rng([*_seeds(generator), groups])
             return self._grouped(site.layer, site.sides, groups, fresh)
@@ -276,7 +285,8 @@ class Planner:
         file = None if folder is None else Path(folder) / f"curves-{name}.json"
         points = self.context.curves.setdefault(name, {})
         units = len(self.context.units)
-        # What runs the whole model gains nothing by more layers at a time, and would keep what it found less often.
+        # What runs the whole model gains nothing by more layers at a time, and would keep what it
+        # found less often.
         at_once = (
             1 if allocation_knobs["increases"] == MEASURED_INCREASE else self.context.layers_at_once
         )

@@ -1,4 +1,7 @@
-"""Which recipe suits a checkpoint: what each engine holds of the named ones, and the best of them."""
+"""Which recipe suits a checkpoint.
+
+What each engine holds of the named ones, and the best of them.
+"""
 
 from __future__ import annotations
 

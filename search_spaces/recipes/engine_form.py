@@ -1,4 +1,6 @@
-"""What an engine represents exactly of a family without a larger cache, and what recipes that leaves.
+"""What an engine represents exactly of a family without a larger cache.
+
+And what recipes that leaves.
 
 Nothing here knows an engine: the export target is asked about a few plans
 (`attention.io.targets.Target.held`).
@@ -105,7 +107,8 @@ class EngineForm:
         )
         if record.get("composition", "none") != "none" and not self.composed:
             reasons.append(
-                f"{name} composes no heads, so composition must be none, got {record['composition']}"
+                f"{name} composes no heads, so composition must be none, got "
+                f"{record['composition']}"
             )
         if record.get("together", True) is False and not self.apart:
             reasons.append(
@@ -113,7 +116,8 @@ class EngineForm:
             )
         if by_layer and not self.own_counts:
             reasons.append(
-                f"{name} holds as many KV heads in every layer of this family as in the widest, so allocation must be "
+                f"{name} holds as many KV heads in every layer of this family as in the widest, so "
+                f"allocation must be "
                 f"uniform, got {record['allocation']}"
             )
         if (
@@ -123,7 +127,8 @@ class EngineForm:
         ):
             where = "beside head counts of each layer's own, " if by_layer and self.unequal else ""
             reasons.append(
-                f"{name} holds no groups of unequal size {where}of this family, so grouping.equal_sizes must be true "
+                f"{name} holds no groups of unequal size {where}of this family, so "
+                f"grouping.equal_sizes must be true "
                 f"and grouping one that has it, got grouping={record['grouping']}"
             )
         if not self.grouped and record.get("sharing") == "none":
@@ -131,7 +136,7 @@ class EngineForm:
         return reasons
 
     def limited(self, geometry: HeadGeometry) -> HeadGeometry:
-        """Return the geometry without padded query heads where the target needs none for its groups."""
+        """Return the geometry without padded query heads if the target's groups need none."""
         return geometry if self.unequal else replace(geometry, pads_queries=False)
 
     def settings(self) -> dict[str, Any]:

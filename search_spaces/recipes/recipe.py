@@ -92,7 +92,8 @@ class Recipe:
         unknown = sorted(set(settings) - set(full))
         if unknown:
             raise RecipeError(
-                f"recipe {self.name}: setting {unknown[0]!r} belongs to no chosen part{near(unknown[0], full)}; "
+                f"recipe {self.name}: setting {unknown[0]!r} belongs to no chosen "
+                f"part{near(unknown[0], full)}; "
                 f"there are {sorted(full) or 'none'}"
             )
         object.__setattr__(self, "settings", tuple(sorted(full.items())))
@@ -114,7 +115,10 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the parts must be handed: of "statistics", "model", "sequences" and internal marks."""
+        """What the parts must be handed.
+
+        Of "statistics", "model", "sequences" and internal marks.
+        """
         return frozenset().union(*(part.needs for part in self.parts().values()))
 
     @property
@@ -141,7 +145,8 @@ class Recipe:
         settings = record.get("settings", {})
         if not isinstance(settings, Mapping):
             raise RecipeError(
-                f"recipe {record['name']}: settings must map 'axis.knob' to values, got {settings!r}"
+                f"recipe {record['name']}: settings must map 'axis.knob' to values, got "
+                f"{settings!r}"
             )
         return cls(**{**record, "settings": tuple(sorted(settings.items()))})
 
@@ -167,7 +172,8 @@ class Recipe:
         unknown = sorted(set(changes) - {*_CHOSEN, "settings"})
         if unknown:
             raise RecipeError(
-                f"recipe {self.name}: no field {unknown[0]!r}{near(unknown[0], _CHOSEN)}; there are {list(_CHOSEN)}, and "
+                f"recipe {self.name}: no field {unknown[0]!r}{near(unknown[0], _CHOSEN)}; there "
+                f"are {list(_CHOSEN)}, and "
                 "settings like grouping.iterations"
             )
         settings = changes.pop("settings", {})

@@ -1,4 +1,7 @@
-"""The relaxations, as far as a plan shows them: which plans training reaches one after the other."""
+"""The relaxations, as far as a plan shows them.
+
+Which plans training reaches one after the other.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ STAGED = (
     Knob(
         "regroup_steps",
         "int",
-        "with halving: steps before each stage that say which heads fuse first (App. B.2); 0: in their order",
+        (
+            "with halving: steps before each stage that say which heads fuse first (App. "
+            "B.2); 0: in their order"
+        ),
         low=0,
         high=1_000_000,
     ),
@@ -54,8 +60,8 @@ STAGED = (
 )
 SETUP_KNOBS = tuple(knob.name for knob in (FRACTION, *STAGED))
 """Knobs that are for whoever sets up the training; the relaxation itself does not have them."""
-# Jin 2024 has its schedule over all of the training, of which the last fifth has frozen masks: that fifth is recovery
-# here, and the shares are of the first four fifths.
+# Jin 2024 has its schedule over all of the training, of which the last fifth has frozen masks: that
+# fifth is recovery here, and the shares are of the first four fifths.
 WHOLE = 0.8
 OF_WHOLE = {"target_fraction": 0.3 / WHOLE, "freeze_fraction": 1.0}
 
@@ -129,7 +135,10 @@ def lagrangian(
 
 
 def _in_groups_of(size: int, plan: AttentionPlan) -> AttentionPlan:
-    """Every group of more than `size` heads cut into pieces of `size`, in the order of the heads."""
+    """Every group of more than `size` heads cut into pieces of `size`.
+
+    In the order of the heads.
+    """
 
     def cut(groups: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         return [group[i : i + size] for group in groups for i in range(0, len(group), size)]

@@ -16,7 +16,8 @@ from attention.heads import LayerHeads
 from attention.modeling.mlp import MlpWeights, blocks_of
 from attention.plan import HeadShare, resolve_shares
 
-# Cosines that agree in so many decimals are ties, broken by lowest (layer, head): rounding must not decide.
+# Cosines that agree in so many decimals are ties, broken by lowest (layer, head): rounding must not
+# decide.
 DECIMALS = 9
 CHUNK = 1 << 24  # numbers of the normalised Gram product held at once
 
@@ -72,7 +73,8 @@ def share_count(alpha: float | Fraction, num_layers: int, num_heads: int) -> int
     exact = Fraction(str(alpha))
     if not 0 <= exact <= Fraction(num_layers - 1, num_layers):
         raise ValueError(
-            f"alpha must lie in [0, {(num_layers - 1) / num_layers:g}] for {num_layers} layers (the heads of the first "
+            f"alpha must lie in [0, {(num_layers - 1) / num_layers:g}] for {num_layers} layers "
+            f"(the heads of the first "
             f"have no earlier ones to share), got {float(exact):g}"
         )
     return int(exact * num_layers * num_heads)
@@ -92,7 +94,9 @@ def match_parts(
 def match_heads(
     heads: Sequence[LayerHeads], alpha: float | Fraction, sides: str = "qk"
 ) -> tuple[HeadShare, ...]:
-    """Return the α·L·H heads that resemble an earlier head most, and those heads (Cao 2024, Alg. 1).
+    """Return the α·L·H heads that resemble an earlier head most.
+
+    And those heads (Cao 2024, Alg. 1).
 
     They are compared by query and key weights. Q, K and V all follow the one match; biases play no
     part in it (**silent**).
@@ -108,8 +112,10 @@ def match_heads(
     for index, layer in enumerate(heads):
         if not layer.q.shape[0] == layer.k.shape[0] == layer.v.shape[0]:
             raise ValueError(
-                f"layer {index}: sharing compares query heads with a key and a value head each, got "
-                f"{layer.k.shape[0]} key and {layer.v.shape[0]} value heads for {layer.q.shape[0]} query heads"
+                f"layer {index}: sharing compares query heads with a key and a value head each, "
+                f"got "
+                f"{layer.k.shape[0]} key and {layer.v.shape[0]} value heads for {layer.q.shape[0]} "
+                f"query heads"
             )
     return match_parts([[getattr(layer, side) for side in sides] for layer in heads], alpha)
 

@@ -29,7 +29,8 @@ class SharingProblem:
 
 
 _KNOBS = (
-    # At most half: more than a two-layer model can share, of which the first layer has no earlier one.
+    # At most half: more than a two-layer model can share, of which the first layer has no earlier
+    # one.
     Knob(
         "alpha",
         "float",
@@ -59,7 +60,8 @@ def none(problem: SharingProblem) -> Shares:
     return {}
 
 
-# The plan is the same. "post" trains the heads towards each other first: a penalty pulls each pair together.
+# The plan is the same. "post" trains the heads towards each other first: a penalty pulls each pair
+# together.
 @SHARING.part("post", source="Cao 2024, PostShare: the matches of DirectShare", knobs=_KNOBS)
 @SHARING.part("direct", source="Cao 2024, Eq. 3 and Alg. 1", knobs=_KNOBS)
 def match(

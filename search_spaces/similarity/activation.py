@@ -33,7 +33,8 @@ def activation_similarity(a: Tensor, b: Tensor) -> float:
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
-            f"activations must be [tokens, d] with equal d, got {tuple(a.shape)} and {tuple(b.shape)}"
+            f"activations must be [tokens, d] with equal d, got {tuple(a.shape)} and "
+            f"{tuple(b.shape)}"
         )
     cosines = _unit(a) @ _unit(b).T
     return float(0.5 * (cosines.amax(1).sum() + cosines.amax(0).sum()))

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-# Sharing first, as it leaves little else to choose; then relaxation, which leaves no fusion. Fusion before alignment
-# and grouping before what it uses, so that the later choice is the one that gets narrowed.
+# Sharing first, as it leaves little else to choose; then relaxation, which leaves no fusion. Fusion
+# before alignment and grouping before what it uses, so that the later choice is the one that gets
+# narrowed.
 ORDER = (
-    "kv_ratio", "sharing", "relaxation", "fusion", "alignment", "grouping", "objective", "similarity", "allocation",
-    "together", "by", "refinement", "composition", "recovery",
+    "kv_ratio", "sharing", "relaxation", "fusion", "alignment", "grouping", "objective",
+    "similarity", "allocation", "together", "by", "refinement", "composition", "recovery",
 )  # fmt: skip
 SpacePoint = dict[str, Any]
 

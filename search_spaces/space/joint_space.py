@@ -92,7 +92,8 @@ class JointSpace:
                 )
             if not allowed:
                 raise ValueError(
-                    f"{name}: expected at least one of {list(self._options[name])}, got an empty list"
+                    f"{name}: expected at least one of {list(self._options[name])}, got an empty "
+                    f"list"
                 )
             unknown = [c for c in allowed if c not in self._options[name]]
             if unknown:
@@ -114,14 +115,18 @@ class JointSpace:
         self._budgets.clear()
         if not self._can_finish({}):
             raise ValueError(
-                f"nothing can be proposed for kv_ratios {[float(r) for r in self.kv_ratios]} and choices "
+                f"nothing can be proposed for kv_ratios {[float(r) for r in self.kv_ratios]} and "
+                f"choices "
                 f"{dict(self.choices)}; {self._why_not()}"
             )
 
-    # ---- deciding ---------------------------------------------------------------------------------------------
+    # ---- deciding ------------------------------------------------------------------------------
 
     def next(self, point: Mapping[str, Any]) -> Domain | None:
-        """Return the next decision after those in `point` (by name or field), or None at the end."""
+        """Return the next decision after those in `point` (by name or field).
+
+        Or None at the end.
+        """
         full, pending = self._forced(by_field(point))
         if pending is not None:
             return self._domain(pending, self._allowed(full, pending))
@@ -135,7 +140,9 @@ class JointSpace:
         return point
 
     def to_recipe(self, point: Mapping[str, Any]) -> tuple[Recipe, float]:
-        """Return the recipe and the KV ratio of a complete point; knobs may be left at their defaults.
+        """Return the recipe and the KV ratio of a complete point.
+
+        Knobs may be left at their defaults.
 
         Raises:
             RecipeError: If a decision is missing or not allowed after those before it.
@@ -154,7 +161,7 @@ class JointSpace:
         named = {candidate.digest: candidate for candidate in RECIPES.values()}
         return named.get(recipe.digest, recipe), float(full["kv_ratio"])
 
-    # ---- inside -----------------------------------------------------------------------------------------------
+    # ---- inside --------------------------------------------------------------------------------
 
     def _forced(self, values: Mapping[str, Any]) -> tuple[SpacePoint, str | None]:
         """All decided fields with those that have one option only.
@@ -265,7 +272,8 @@ class JointSpace:
         domains = []
         for name, knob in sorted(self._knobs(full).items()):
             if knob.searched and name not in self.settings:
-                # Knobs of one name on different parts of an axis are different domains: their ranges may differ.
+                # Knobs of one name on different parts of an axis are different domains: their
+                # ranges may differ.
                 label = f"{name}:{full[name.partition('.')[0]]}"
                 default = knob.default
                 # Samplers draw numbers.
@@ -278,7 +286,8 @@ class JointSpace:
 
     def _domain(self, name: str, allowed: Sequence[Any]) -> Domain:
         everything = [option for option in self._options[name] if option is not None]
-        # Narrowed choices are a domain of their own: samplers want the same choices under the same name.
+        # Narrowed choices are a domain of their own: samplers want the same choices under the same
+        # name.
         label = (
             name if list(allowed) == everything else f"{name}:{'+'.join(str(a) for a in allowed)}"
         )
@@ -304,7 +313,8 @@ class JointSpace:
                 )
                 near = get_close_matches(str(name), names, n=3) or names
                 raise ValueError(
-                    f"settings: {str(name)[:100]!r} is no 'axis.knob'; there are e.g. {', '.join(near)}"
+                    f"settings: {str(name)[:100]!r} is no 'axis.knob'; there are e.g. "
+                    f"{', '.join(near)}"
                 )
             for owner in owners:
                 try:
@@ -337,6 +347,7 @@ def _too_dear(full: SpacePoint) -> list[str]:
     parts = AXES["objective"].get(objective), AXES["allocation"].get(allocation)
     if all("measure" in part.needs for part in parts):
         return [
-            f"objective={objective} inside allocation={allocation} measures whole models within whole models"
+            f"objective={objective} inside allocation={allocation} measures whole models within "
+            f"whole models"
         ]
     return []

@@ -18,7 +18,8 @@ from typing import Any
 from attention.io import checkpoint
 
 BEST_KEYS = ("best_step", "best_loss", "best_kl", "best_dir")
-"""In a report: the best step so far, its held-out loss and KL (nats a token), where its weights lie."""
+"""In a report: the best step so far, its held-out loss and KL (nats a token), where its weights
+lie."""
 
 
 def best_folder(out_dir: str, step: int) -> str:

@@ -52,7 +52,10 @@ KEEP = 2  # the newest, and the one before it in case the newest is damaged
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint in the index. `digests`: SHA-256 of each file, by its path below the checkpoint."""
+    """A checkpoint in the index.
+
+    `digests`: SHA-256 of each file, by its path below the checkpoint.
+    """
 
     name: str
     step: int
@@ -131,7 +134,7 @@ class CheckpointStore:
             return [], []
         return [SavedCheckpoint(**entry) for entry in record["checkpoints"]], record["reports"]
 
-    # ---- saving -----------------------------------------------------------------------------------------------
+    # ---- saving --------------------------------------------------------------------------------
 
     def save(
         self, step: int, write: Callable[[Path], None], report: dict[str, Any] | None = None
@@ -202,7 +205,10 @@ class CheckpointStore:
         if not problems:
             self._enter(sending.kept, sending.report)
             return
-        message = f"training checkpoint of step {sending.kept.step} did not come to its address: {problems[0]}"
+        message = (
+            f"training checkpoint of step {sending.kept.step} did not come to its address: "
+            f"{problems[0]}"
+        )
         if sending.report is not None:
             raise CheckpointNotSentError(message)
         logger.warning(message)
@@ -255,10 +261,13 @@ class CheckpointStore:
             self._remove_all_but({k.name for k in checkpoints})
         gather_objects(None, self.world_size)  # nobody goes on before the index says so
 
-    # ---- reading ----------------------------------------------------------------------------------------------
+    # ---- reading -------------------------------------------------------------------------------
 
     def newest_whole(self) -> tuple[SavedCheckpoint | None, list[dict[str, Any]], list[str]]:
-        """Return the newest undamaged checkpoint, the reports up to it, and the damage of newer ones."""
+        """Return the newest undamaged checkpoint, the reports up to it.
+
+        And the damage of newer ones.
+        """
         checkpoints, reports = gather_objects(
             self.read() if self.rank == 0 else None, self.world_size
         )[0]
@@ -312,7 +321,7 @@ class CheckpointStore:
         with contextlib.suppress(OSError):  # a worker that is being stopped may still be writing
             self._remove_all_but({str(name)})
 
-    # ---- files ------------------------------------------------------------------------------------------------
+    # ---- files ---------------------------------------------------------------------------------
 
     def _damage(self, checkpoint: SavedCheckpoint, files: list[str]) -> str | None:
         """Return what is wrong with some files of a checkpoint."""
@@ -330,7 +339,10 @@ class CheckpointStore:
                     raise  # an address that is away is no damage
                 return f"{file} cannot be read ({error.strerror or type(error).__name__})"
             if digest != checkpoint.digests[file]:
-                return f"{file} is not what was written (SHA-256 {digest[:12]}..., not {checkpoint.digests[file][:12]}...)"
+                return (
+                    f"{file} is not what was written (SHA-256 {digest[:12]}..., not "
+                    f"{checkpoint.digests[file][:12]}...)"
+                )
         return None
 
     def _write(self, checkpoints: list[SavedCheckpoint], reports: list[dict[str, Any]]) -> None:

@@ -26,7 +26,8 @@ _NAME = "curve.jsonl"
 _SECONDS = 10.0
 """Between two lines."""
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Operations a second of dense bfloat16 products, by a part of the device's name; from NVIDIA's data sheets."""
+"""Operations a second of dense bfloat16 products, by a part of the device's name; from NVIDIA's
+data sheets."""
 
 
 class Curve:

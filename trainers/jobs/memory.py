@@ -30,7 +30,10 @@ class MicroBatchLoweredError(RuntimeError):
 
 
 def lowered(settings: TrainSettings) -> TrainSettings | None:
-    """Return the settings with at most half as many sequences at once; None if it is one already."""
+    """Return the settings with at most half as many sequences at once.
+
+    None if it is one already.
+    """
     share = math.ceil(settings.batch_size / settings.num_workers)
     rows = max(
         (r for r in range(1, settings.device_batch_size // 2 + 1) if share % r == 0), default=None
@@ -51,8 +54,10 @@ def lower_micro_batch(job: TrainJob, cause: str, already: bool) -> None:
     if already or lowered(job.settings) is None:
         tried = ", which was lowered to already" if already else ""
         raise JobOutOfMemoryError(
-            f"out of memory with micro_batch_size {rows}{tried}: {cause}; lower train.micro_batch_size or "
-            "data.sequence_length, set train.activation_checkpointing, raise train.zero_stage, or use more workers or "
+            f"out of memory with micro_batch_size {rows}{tried}: {cause}; lower "
+            f"train.micro_batch_size or "
+            "data.sequence_length, set train.activation_checkpointing, raise train.zero_stage, or "
+            "use more workers or "
             "memory"
         )
     write_whole(_note(job), json.dumps({"rows": rows, "cause": cause}))
@@ -73,7 +78,8 @@ def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
             relaxation, settings=lowered(relaxation.settings) or relaxation.settings
         )
     message = (
-        f"out of memory with micro_batch_size {rows}: trained with {settings.device_batch_size} and "
+        f"out of memory with micro_batch_size {rows}: trained with {settings.device_batch_size} "
+        f"and "
         f"{settings.gradient_accumulation_steps} accumulation steps instead of "
         f"{job.settings.gradient_accumulation_steps}"
     )

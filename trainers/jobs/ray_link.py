@@ -30,8 +30,9 @@ WORKER_GAUGES = {
         "Share of the GPUs' peak that a training uses, 0 to 1; for GPUs of a known peak",
     ),
 }
-"""What Ray's metrics show of a line of a job's curve: name and description, by key. They are labelled by search (the
-name of its folder) and trial (that of the run); Ray exports them as `ray_` and the name, from the node of rank 0."""
+"""What Ray's metrics show of a line of a job's curve: name and description, by key. They are
+labelled by search (the name of its folder) and trial (that of the run); Ray exports them as
+`ray_` and the name, from the node of rank 0."""
 
 
 class RayLink:
@@ -82,7 +83,8 @@ class RayLink:
         with tempfile.TemporaryDirectory() as folder:
             where = {key: metrics.get(key) for key in ("checkpoint_path", "step")}
             (Path(folder) / POINTER).write_text(json.dumps(where))
-            name = f"reported_{metrics['step']:06d}-{uuid.uuid4().hex[:8]}"  # of its own, also when said once more
+            # Of its own, also when said once more.
+            name = f"reported_{metrics['step']:06d}-{uuid.uuid4().hex[:8]}"
             yield {
                 "checkpoint": ray.train.Checkpoint.from_directory(folder),
                 "checkpoint_dir_name": name,

@@ -65,7 +65,8 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     newest, reports, damage = store.newest_whole()
     if reports and not _agreed(link, lambda: best.best_is_there(reports[-1], job.out_dir)):
         damage.append(
-            f"the weights of the best step {reports[-1]['best_step']} are damaged: trained from the beginning"
+            f"the weights of the best step {reports[-1]['best_step']} are damaged: trained from "
+            f"the beginning"
         )
         newest = None
         reports = []

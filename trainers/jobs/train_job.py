@@ -88,11 +88,13 @@ class TrainJob:
         )
         if not collapsed_only and (not self.milestones or any(b <= a for a, b in pairwise(steps))):
             raise ValueError(
-                f"milestones must increase from above start_step {self.start_step}, got {self.milestones}"
+                f"milestones must increase from above start_step {self.start_step}, got "
+                f"{self.milestones}"
             )
         if self.total_steps is not None and self.total_steps < self.milestones[-1]:
             raise ValueError(
-                f"total_steps must reach the last milestone {self.milestones[-1]}, got {self.total_steps}"
+                f"total_steps must reach the last milestone {self.milestones[-1]}, got "
+                f"{self.total_steps}"
             )
         if self.settings.distillation != "none" and self.teacher_dir is None:
             raise ValueError(
@@ -106,22 +108,26 @@ class TrainJob:
             raise ValueError("a relaxation with distillation needs a teacher_dir, got None")
         if self.relaxation and self.resume_from is not None:
             raise ValueError(
-                "a job that resumes has its relaxation behind it: set model_dir to the relaxed_dir of its reports, "
+                "a job that resumes has its relaxation behind it: set model_dir to the relaxed_dir "
+                "of its reports, "
                 "schedule_offset to its relaxation.scheduled_steps and relaxation to None"
             )
         if self.schedule_offset < -self.start_step or (self.schedule_offset and self.relaxation):
             raise ValueError(
-                f"schedule_offset must be at least {-self.start_step} (minus start_step), and is 0 for a job with a "
+                f"schedule_offset must be at least {-self.start_step} (minus start_step), and is 0 "
+                f"for a job with a "
                 f"relaxation of its own, got {self.schedule_offset}"
             )
         if self.start_step and self.resume_from is None:
             raise ValueError(
-                f"start_step {self.start_step} needs the checkpoint it was reached with; set resume_from"
+                f"start_step {self.start_step} needs the checkpoint it was reached with; set "
+                f"resume_from"
             )
         for name in ("storage_path", "out_dir"):
             if not Path(getattr(self, name)).is_absolute():
                 raise ValueError(
-                    f"{name} must be an absolute path (workers run in other folders), got {getattr(self, name)!r}"
+                    f"{name} must be an absolute path (workers run in other folders), got "
+                    f"{getattr(self, name)!r}"
                 )
 
     @property

@@ -105,7 +105,8 @@ class WorkerTraining(WorkerShare):
                 ),
             )
         except TrainingDiverged as error:
-            # Returned and not raised: the loss is the same on all workers, and another try would end alike
+            # Returned and not raised: the loss is the same on all workers, and another try would
+            # end alike
             self.store.settle()
             return {"diverged": str(error)}
         if self.stopped:
@@ -139,7 +140,8 @@ class WorkerTraining(WorkerShare):
             self.losses += state.get("losses", [])
         elif state["step"] != self.job.start_step:
             raise ValueError(
-                f"start_step is {self.job.start_step}, checkpoint {self.job.resume_from} is at {state['step']}"
+                f"start_step is {self.job.start_step}, checkpoint {self.job.resume_from} is at "
+                f"{state['step']}"
             )
         if not earlier_job or state["train_file"] == self.job.train_file:
             self.stream.load_state_dict(state["stream"])
@@ -247,7 +249,10 @@ class WorkerTraining(WorkerShare):
         dist.barrier()
 
     def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
-        """Write the weights down if none were better so far, and add to the report which are the best."""
+        """Write the weights down if none were better so far.
+
+        And add to the report which are the best.
+        """
         best_so_far = {key: self.metrics[key] for key in best.BEST_KEYS if key in self.metrics}
         step = metrics["step"]
         # Never with NaN; of equal steps the earlier one stays.

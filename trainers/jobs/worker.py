@@ -36,8 +36,8 @@ from trainers.settings import AUTO_STRATEGY, Shape
 __all__ = ["TrainJob", "TrainingDiverged", "job_metrics", "run_training", "serve_pool"]
 
 RESIZE_SECONDS = 600.0
-"""How often a job whose number of workers may grow does, where its checkpoints do not tell: it goes on from the newest
-one, so that growing costs what lies behind that."""
+"""How often a job whose number of workers may grow does, where its checkpoints do not tell: it goes
+on from the newest one, so that growing costs what lies behind that."""
 
 
 def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, Any]:
@@ -63,8 +63,8 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
     trainer = _trainer(
         _work, config, *keys, job.max_failures, callbacks, resize_seconds=resize_seconds
     )
-    # In the main thread Ray Train takes over Ctrl-C for good, and what it sets keeps the run's controller, a process,
-    # alive for as long as this one [2.60]
+    # In the main thread Ray Train takes over Ctrl-C for good, and what it sets keeps the run's
+    # controller, a process, alive for as long as this one [2.60]
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -137,7 +137,8 @@ def _trainer(
         run_config=RunConfig(
             name=name,
             storage_path=storage_path,
-            # Without a limit on the controller's failures a start that can never succeed is tried for ever
+            # Without a limit on the controller's failures a start that can never succeed is tried
+            # for ever
             failure_config=FailureConfig(
                 max_failures=max_failures,
                 controller_failure_limit=1,

@@ -131,7 +131,10 @@ class Relaxation(nn.Module, ABC):
 
     @abstractmethod
     def penalty(self, step: int) -> Tensor:
-        """Return what is added to the loss of step `step`; a scalar. All workers call it together."""
+        """Return what is added to the loss of step `step`; a scalar.
+
+        All workers call it together.
+        """
 
     @abstractmethod
     def finished(self) -> bool:
@@ -158,7 +161,7 @@ class Relaxation(nn.Module, ABC):
 
     @torch.no_grad()
     def collapse(self) -> list[LayerHeads]:
-        """Return the heads of every layer, float32, keys and values in the order of the plan's groups.
+        """Return the heads of every layer, float32, in the order of the plan's groups.
 
         For whole weights: with ZeRO 3 load the gathered weights into a second relaxed model and
         collapse that.
@@ -186,7 +189,7 @@ class Relaxation(nn.Module, ABC):
         return assemble(self.model, self.plan, self.collapse())
 
 
-# ---- making room in a model -----------------------------------------------------------------------------------
+# ---- making room in a model -------------------------------------------------------------------
 
 
 def coarser_groups(old: Sequence[int], new: Sequence[int], where: str) -> HeadGroups:
@@ -201,7 +204,8 @@ def coarser_groups(old: Sequence[int], new: Sequence[int], where: str) -> HeadGr
     for source, target in zip(old, new, strict=True):
         if owner.setdefault(source, target) != target:
             raise PlanError(
-                f"{where}: query heads that share a head now ({source}) must share it in the new plan too, got "
+                f"{where}: query heads that share a head now ({source}) must share it in the new "
+                f"plan too, got "
                 f"{tuple(old)} -> {tuple(new)}; lift the model to one head a query head first"
             )
     return groups_of([owner[source] for source in range(len(owner))])
@@ -240,7 +244,8 @@ def open_projections(
     old = plan_of(model)
     if old.num_heads < 2:
         raise PlanError("a model with one query head has no heads to fuse or to share")
-    # Families with a fused projection only take it apart for fewer key and value heads: pretend, then put all back.
+    # Families with a fused projection only take it apart for fewer key and value heads: pretend,
+    # then put all back.
     single = LayerPlan((0,) * old.num_heads, (0,) * old.num_heads)
     layers = read_layers(model)
     first = [heads.expand((0,), (0,)) for heads in layers]

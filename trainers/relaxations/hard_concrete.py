@@ -45,7 +45,7 @@ GAMMA = -0.1
 ZETA = 1.1
 
 
-# ---- the equations --------------------------------------------------------------------------------------------
+# ---- the equations ----------------------------------------------------------------------------
 
 
 def stretched(s: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def faded(z: Tensor, original: Tensor, shared: Tensor, head_map: Tensor) -> Tens
     return z * original + (1 - z) * shared[head_map]
 
 
-# ---- the relaxation -------------------------------------------------------------------------------------------
+# ---- the relaxation ---------------------------------------------------------------------------
 
 
 class MaskedProjection(HeadProjection):
@@ -161,7 +161,8 @@ class HardConcrete(Relaxation):
         new, old = open_projections(model, plan)
         if not all(layer.is_identity for layer in old.layers):
             raise PlanError(
-                "relaxation=hard_concrete needs one key and one value head a query head; lift the model first"
+                "relaxation=hard_concrete needs one key and one value head a query head; lift the "
+                "model first"
             )
         layers = replace_projections(new, old, plan, MaskedProjection)
         super().__init__(new, plan, layers)
@@ -192,7 +193,7 @@ class HardConcrete(Relaxation):
         self._uniform = uniform.clamp(1e-6, 1 - 1e-6).float()
 
     def masks(self) -> Tensor:
-        """z `[L, H]` float32.
+        """Z `[L, H]` float32.
 
         This step's sample in training, the mask without noise in evaluation, 0 once frozen.
         """

@@ -38,7 +38,7 @@ from trainers.relaxations.base import (
 _SOURCE = "Chen 2024 (DHA), sec. 4.2, Eq. 5 to 8, and App. B.2"
 
 
-# ---- the equations --------------------------------------------------------------------------------------------
+# ---- the equations ----------------------------------------------------------------------------
 
 
 def identity_coefficients(groups: HeadGroups, width: int) -> Tensor:
@@ -54,7 +54,10 @@ def identity_coefficients(groups: HeadGroups, width: int) -> Tensor:
 
 
 def group_blocks(omega: Tensor, groups: HeadGroups) -> list[Tensor]:
-    """ω `[P, width]` as one `[g, g, width]` a group: `block[h, j]` is what head h takes of head j."""
+    """ω `[P, width]` as one `[g, g, width]` a group.
+
+    `block[h, j]` is what head h takes of head j.
+    """
     pieces = omega.split([len(group) ** 2 for group in groups])
     return [
         piece.unflatten(0, (len(group), len(group)))
@@ -96,7 +99,7 @@ def fusion_loss(block: Tensor) -> Tensor:
 
 
 def margin(step: int, warmup: int, base: float = 0.999) -> float:
-    """t of Eq. 8: max(0, b^s (1 - s / k)); 0 throughout without a warm-up."""
+    """T of Eq. 8: max(0, b^s (1 - s / k)); 0 throughout without a warm-up."""
     return max(0.0, base**step * (1 - step / warmup)) if warmup else 0.0
 
 
@@ -120,7 +123,7 @@ def ascending(multiplier: Tensor) -> Tensor:
     return _Reverse.apply(multiplier)  # pyright: ignore[reportReturnType]
 
 
-# ---- the relaxation -------------------------------------------------------------------------------------------
+# ---- the relaxation ---------------------------------------------------------------------------
 
 
 class FusedProjection(HeadProjection):

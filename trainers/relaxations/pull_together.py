@@ -52,7 +52,7 @@ def from_centre(apart: Tensor) -> Tensor:
 
 
 class Star(Learned):
-    """The differences D `[m, size, width]` of the later blocks to the earlier one, at one projection.
+    """The differences D `[m, size, width]` of later blocks of a projection to the earlier one.
 
     A block is `size` lines, the rows of a weight with the bias as last column, or its columns
     (`SharedColumns`, whose bias belongs to no block).
@@ -121,7 +121,10 @@ def _centre(projection: Any, block: int, size: int, mean: Tensor, columns: bool)
 
 
 def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
-    """Move the lent blocks of a projection to the means of their stars, and store the differences."""
+    """Move the lent blocks of a projection to the means of their stars.
+
+    And store the differences.
+    """
     columns = site.kind is SharedColumns
     size = site.size
     borrowers: dict[_Block, list[_Block]] = {}
@@ -182,7 +185,8 @@ class PullTogether(Relaxation):
         plain, old = open_projections(model, plan)
         if not all(layer.is_identity for layer in (*old.layers, *plan.layers)):
             raise PlanError(
-                "relaxation=pull_together shares whole heads, query, key and value; model and plan must keep one key "
+                "relaxation=pull_together shares whole heads, query, key and value; model and plan "
+                "must keep one key "
                 "and one value head a query head"
             )
         new = assemble(plain, plan, read_layers(plain))

@@ -55,12 +55,14 @@ class RelaxationSpec:
             )
         if self.regroup_steps < 0 or (self.regroup_steps and self.name != "lagrangian"):
             raise ValueError(
-                "regroup_steps is for relaxation=lagrangian, whose mixes tell distances, and at least 0; got "
+                "regroup_steps is for relaxation=lagrangian, whose mixes tell distances, and at "
+                "least 0; got "
                 f"{self.regroup_steps} with {self.name}"
             )
         if self.settings is not None and self.settings.tuning != "full":
             raise ValueError(
-                f"a relaxation trains all weights: its tuning must be full, got {self.settings.tuning!r}"
+                f"a relaxation trains all weights: its tuning must be full, got "
+                f"{self.settings.tuning!r}"
             )
         if not self.plans:
             raise ValueError("a relaxation needs at least one plan, got none")

@@ -38,9 +38,10 @@ Side = Literal["train", "held_out", "all"]
 """Documents to train and calibrate on, documents to measure on, or both."""
 
 Division = Literal["twentieth", "by_size", "whole"]
-"""How a source is divided into sides. `twentieth`: by the md5 rule. `by_size`: the same, with more documents on the
-held-out side of local files that are too small for it. `whole`: not at all, since another source is for the other side;
-the built-in sources, whose held-out side is fixed, are divided by the md5 rule all the same."""
+"""How a source is divided into sides. `twentieth`: by the md5 rule. `by_size`: the same, with more
+documents on the held-out side of local files that are too small for it. `whole`: not at all,
+since another source is for the other side; the built-in sources, whose held-out side is fixed,
+are divided by the md5 rule all the same."""
 
 BUILTIN = "builtin"
 STDLIB = "stdlib"
@@ -53,7 +54,8 @@ FEW_FILES = (
 )
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SMALL_BYTES = 32 * 2**20  # of files that are read once more to divide them by size
-HELD_OUT_CHARACTERS = 100_000  # that `by_size` holds out, some 25,000 tokens, but no more than LARGEST_SHARE of the text
+# That `by_size` holds out, some 25,000 tokens, but no more than LARGEST_SHARE of the text.
+HELD_OUT_CHARACTERS = 100_000
 LARGEST_SHARE = 0.25
 TOPICS_HELD_OUT = (
     4  # one of so many help topics: there are 80, and a twentieth of them is no text to measure on
@@ -88,7 +90,10 @@ NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 
 
 class DataError(ValueError):
-    """Text that cannot be used. The message says what was expected, what was found, and what to do."""
+    """Text that cannot be used.
+
+    The message says what was expected, what was found, and what to do.
+    """
 
 
 class Conversation(str):
@@ -115,7 +120,8 @@ class Conversation(str):
                 {"content", "tool_calls"} & set(fields)
             ):
                 raise DataError(
-                    f"{field}: expected messages with role and content (or from and value), got one with "
+                    f"{field}: expected messages with role and content (or from and value), got "
+                    f"one with "
                     f"{sorted(fields)}"
                 )
             plain.append(fields)
@@ -211,7 +217,8 @@ class Corpus:
         """
         if side == "train" and self.wholly_held_out:
             raise DataError(
-                f"{self.source}: split {self.split!r} is held out and cannot be trained on or calibrated with; "
+                f"{self.source}: split {self.split!r} is held out and cannot be trained on or "
+                f"calibrated with; "
                 f"name {self.name} without it, or its train split"
             )
         if self.kind == BUILTIN:
@@ -290,7 +297,8 @@ class Corpus:
                 "1 document" if documents == 1 else f"{documents} documents, all of them equal"
             )
             raise DataError(
-                f"{self.source}: expected at least two different documents, so that one can be held out to measure on, "
+                f"{self.source}: expected at least two different documents, so that one can be "
+                f"held out to measure on, "
                 f"found {description}; give more text, or other text to measure on (--eval-data)"
             )
         order = sorted(lengths, key=lambda text: (_md5(text) % HOLD_OUT, _md5(text)))
@@ -337,8 +345,10 @@ def resolve(source: str) -> Corpus:
     """
     if not isinstance(source, str):
         raise TypeError(
-            "data: expected the name of a source of text (str: a local file or folder, a hub data set, or "
-            f"'stdlib'), got {type(source).__name__}; write texts to a .jsonl file, one {{\"text\": ...}} object per "
+            "data: expected the name of a source of text (str: a local file or folder, a hub data "
+            "set, or "
+            f"'stdlib'), got {type(source).__name__}; write texts to a .jsonl file, one "
+            f'{{"text": ...}} object per '
             "line, and pass its path"
         )
     if not source.strip():
@@ -373,7 +383,8 @@ def resolve(source: str) -> Corpus:
     kinds = ", ".join(BUILDERS)
     if path.is_file():
         raise DataError(
-            f"{source}: {path.suffix or 'a file without a suffix'} is not read; expected {kinds} (a table as .jsonl: "
+            f"{source}: {path.suffix or 'a file without a suffix'} is not read; expected {kinds} "
+            f"(a table as .jsonl: "
             '{"text": "..."} in each line)'
         )
     if path.exists() or glob.has_magic(name):
@@ -382,7 +393,8 @@ def resolve(source: str) -> Corpus:
         raise DataError(f"{source}: no such file; expected a file, folder or glob of {kinds}")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+)?", name):
         raise DataError(
-            f"{source!r} is neither 'builtin', nor 'stdlib', nor local text (no such file), nor a hub name like "
+            f"{source!r} is neither 'builtin', nor 'stdlib', nor local text (no such file), nor a "
+            f"hub name like "
             "owner/name@subset:split"
         )
     hub_name, _, subset = name.partition("@")
@@ -422,7 +434,8 @@ def _local_files(name: str) -> tuple[Path, ...]:
     kinds = sorted({BUILDERS[f.suffix] for f in files})
     if len(kinds) > 1:
         raise DataError(
-            f"{name}: expected files of one type, found {kinds}; name one by a glob like '{name}/*.jsonl'"
+            f"{name}: expected files of one type, found {kinds}; name one by a glob like "
+            f"'{name}/*.jsonl'"
         )
     return files
 
@@ -453,8 +466,10 @@ def _open(corpus: Corpus) -> Any:
             raise DataError(f"{corpus.source}: expected text, and what it names is empty") from None
         _check_json(corpus)
         raise DataError(
-            f"{corpus.source}: cannot be opened as a data set: {type(error).__name__}: {reason(error)}; "
-            "expected 'builtin', 'stdlib', local .txt, .jsonl, .json or .parquet, or a hub name that this machine can "
+            f"{corpus.source}: cannot be opened as a data set: {type(error).__name__}: "
+            f"{reason(error)}; "
+            "expected 'builtin', 'stdlib', local .txt, .jsonl, .json or .parquet, or a hub name "
+            "that this machine can "
             "reach"
         ) from error
 
@@ -481,7 +496,8 @@ def _text(row: Mapping[str, Any], text_field: str, corpus: Corpus) -> str:
         name = next((chat for chat in CHAT_FIELDS if isinstance(row.get(chat), list)), "")
     if not name:
         raise DataError(
-            f"{corpus.source}: expected a field {text_field!r}, or a conversation in {' or '.join(CHAT_FIELDS)}, got "
+            f"{corpus.source}: expected a field {text_field!r}, or a conversation in "
+            f"{' or '.join(CHAT_FIELDS)}, got "
             f"{sorted(row)}; name the field with --text-field (data.text_field in a search)"
         )
     value = row[name]
@@ -490,7 +506,8 @@ def _text(row: Mapping[str, Any], text_field: str, corpus: Corpus) -> str:
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         return Conversation.of(value, f"{corpus.source}: field {name!r}") if value else ""
     raise DataError(
-        f"{corpus.source}: field {name!r} must be text, or a list of messages, got {type(value).__name__}"
+        f"{corpus.source}: field {name!r} must be text, or a list of messages, got "
+        f"{type(value).__name__}"
     )
 
 

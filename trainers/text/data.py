@@ -61,7 +61,8 @@ from trainers.text.tokenising import (
 Split = Literal["train", "eval", "calibration"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 SMALL_TEXT = 16_000_000  # tokens of a text that one process reads and tokenises in seconds
-POOL = 4_000_000  # tokens of text at most from which evaluation and calibration sequences are spaced evenly
+# Tokens of text at most from which evaluation and calibration sequences are spaced evenly.
+POOL = 4_000_000
 CALIBRATION_SPREAD = (
     64  # calibration keeps one sequence in so many: few long documents must not stand for all
 )
@@ -111,11 +112,13 @@ class TextCut:
             raise DataError(f"split must be one of {SPLITS}, got {self.split!r}")
         if self.sequence_length < 2:
             raise DataError(
-                f"sequence_length must be at least 2 (one token predicts the next), got {self.sequence_length}"
+                f"sequence_length must be at least 2 (one token predicts the next), got "
+                f"{self.sequence_length}"
             )
         if self.tokens < self.sequence_length:
             raise DataError(
-                f"{self.split}: {self.tokens} tokens do not fill one sequence of {self.sequence_length}; raise tokens"
+                f"{self.split}: {self.tokens} tokens do not fill one sequence of "
+                f"{self.sequence_length}; raise tokens"
             )
 
     @property
@@ -135,7 +138,8 @@ class TextCut:
         most = self.corpus.most_tokens
         if most is not None and self.tokens > max(most, SMALL_TEXT):
             raise DataError(
-                f"{self.source}: {self.split} needs {self.tokens} tokens, and all its text has {most} at most; ask for "
+                f"{self.source}: {self.split} needs {self.tokens} tokens, and all its text has "
+                f"{most} at most; ask for "
                 "fewer tokens or give more text"
             )
 
@@ -286,9 +290,13 @@ class TextCut:
                 if self.division == "by_size"
                 else f"about one document in {HOLD_OUT}"
             )
-            apart = f" ({share} is held out to measure on, by a digest of its text: of equal ones all or none)"
+            apart = (
+                f" ({share} is held out to measure on, by a digest of its text: of equal ones all "
+                f"or none)"
+            )
         return DataError(
-            f"{self.source}: {self.split} needs {requested} sequences of {length} tokens ({requested * length}), found "
+            f"{self.source}: {self.split} needs {requested} sequences of {length} tokens "
+            f"({requested * length}), found "
             f"{there} ({tokens} tokens in {documents} documents); {fewer} more text{apart}"
         )
 
@@ -348,8 +356,9 @@ def default_length(positions: int, *tokens: int) -> int:
 
 
 class LoadedTexts(NamedTuple):
-    """Calibration and held-out token sequences `[N, T]` int64, and `facts` of their source for a
-    record.
+    """Calibration and held-out token sequences `[N, T]` int64.
+
+    And `facts` of their source for a record.
     """
 
     calibration: Tensor
@@ -521,7 +530,8 @@ class BatchStream:
     ) -> None:
         if len(sequences.shape) != 2 or not len(sequences):
             raise ValueError(
-                f"sequences must be [N, T] with at least one row, got shape {tuple(sequences.shape)}"
+                f"sequences must be [N, T] with at least one row, got shape "
+                f"{tuple(sequences.shape)}"
             )
         if batch_size < max(1, world_size):
             raise ValueError(
@@ -545,7 +555,8 @@ class BatchStream:
     def _row(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._sequences))
         if epoch != self._epoch:
-            # a seed of its own for each (seed, epoch), so that a position can be reached without the ones before
+            # a seed of its own for each (seed, epoch), so that a position can be reached without
+            # the ones before
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             self._epoch = epoch
             self._order = torch.randperm(len(self._sequences), generator=generator)
@@ -567,6 +578,7 @@ class BatchStream:
         for name, value in (("seed", self._seed), ("sequences", len(self._sequences))):
             if state[name] != value:
                 raise ValueError(
-                    f"the stream's {name} must be {value}, as here, got {state[name]}; start a new stream instead"
+                    f"the stream's {name} must be {value}, as here, got {state[name]}; start a new "
+                    f"stream instead"
                 )
         self._position = int(state["position"])

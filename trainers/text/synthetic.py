@@ -60,7 +60,7 @@ class Example:
     shots: int = 0
 
 
-# ---- attention patterns ------------------------------------------------------------------------------------------
+# ---- attention patterns -----------------------------------------------------------------------
 
 
 def _pick(words: Sequence[str], count: int, generator: np.random.Generator) -> list[str]:
@@ -160,7 +160,7 @@ PATTERNS: dict[str, Callable[[WordDomain, dict[str, str], np.random.Generator], 
 }
 
 
-# ---- tasks and examples ------------------------------------------------------------------------------------------
+# ---- tasks and examples -----------------------------------------------------------------------
 
 
 def all_tasks() -> tuple[Task, ...]:
@@ -245,7 +245,10 @@ def examples(
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word and sign that any example can hold, sorted, behind padding (id 0) and the line end."""
+    """Return every word and sign that an example can have, sorted.
+
+    Padding (id 0) and the line end come first.
+    """
     texts = [*PEOPLE, "Back to whoever is not the first last one listed once name was : . ,"]
     for domain in DOMAINS.values():
         texts += [
@@ -263,7 +266,7 @@ def vocabulary() -> tuple[str, ...]:
     return ("<pad>", "\n", *sorted(set(re.findall(r"\w+|[^\w\s]", plain))))
 
 
-# ---- evaluation --------------------------------------------------------------------------------------------------
+# ---- evaluation -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ def tasks_of(name: str, train: bool) -> Sequence[Task]:
     """Return the tasks of one side of a source. Raises ValueError for an unknown name."""
     if name not in names():
         raise ValueError(
-            f"{SYNTHETIC_PREFIX}{name}: expected one of {', '.join(names())} behind {SYNTHETIC_PREFIX}"
+            f"{SYNTHETIC_PREFIX}{name}: expected one of {', '.join(names())} behind "
+            f"{SYNTHETIC_PREFIX}"
         )
     if name == "new-pairs":
         return split_tasks(all_tasks(), NEW_PAIRS, np.random.default_rng(0))[0 if train else 1]

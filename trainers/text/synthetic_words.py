@@ -16,7 +16,8 @@ def _split(words: str) -> tuple[str, ...]:
 
 
 PEOPLE = _split(
-    "Anna Boris Clara David Elena Felix Greta Hugo Irene Jonas Karin Leon Marta Nils Olga Peter Rosa Simon Tessa Viktor"
+    "Anna Boris Clara David Elena Felix Greta Hugo Irene Jonas Karin Leon Marta Nils Olga Peter "
+    "Rosa Simon Tessa Viktor"
 )
 
 
@@ -89,11 +90,13 @@ _TOWNS = {
     "Portugal": "Lisbon Porto Braga",
 }
 _OPPOSITES = _split(
-    "warm cold tall short rich poor loud quiet wet dry fast slow old young full empty sharp blunt early late "
+    "warm cold tall short rich poor loud quiet wet dry fast slow old young full empty sharp blunt "
+    "early late "
     "strong weak brave timid"
 )
 _COUNT = _split(
-    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen "
     "eighteen nineteen twenty"
 )
 

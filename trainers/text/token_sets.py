@@ -2,9 +2,11 @@
 
 A set is a folder:
 
-    00000.safetensors ...   `sequences` `[S, T]`, uint16 where every token id fits, else uint32; the last may be shorter
-    index.json              what the set was made of, and size and digest of each shard; written last, in one step
-    unfinished.json         until then the same of the shards so far, so that a killed run goes on with the others
+    00000.safetensors ...   `sequences` `[S, T]`, uint16 where every token id fits, else uint32
+                            (the last may be shorter)
+    index.json              what the set was made of, and size and digest of each shard
+                            (written last, in one step)
+    unfinished.json         until then the same of the shards so far, so that a killed run goes on
 
 Legend: N sequences, T tokens per sequence, S sequences per shard.
 """
@@ -107,7 +109,8 @@ class TokenSequences:
         index = _read(self.folder / _INDEX)
         if index is None:
             raise DataError(
-                f"expected a set of token sequences, found none at {self.folder}; build it with token_set()"
+                f"expected a set of token sequences, found none at {self.folder}; build it with "
+                f"token_set()"
             )
         self._per_shard = int(index["layout"]["sequences_per_shard"])
         self.shape = (int(index["layout"]["sequences"]), int(index["layout"]["sequence_length"]))
@@ -132,7 +135,8 @@ class TokenSequences:
         for number, positions in rows_by_shard.items():
             file = shard_file(self.folder, number)
             try:
-                # Opened anew each time: a mapping that stays would count every page ever read as this process's memory
+                # Opened anew each time: a mapping that stays would count every page ever read as
+                # this process's memory
                 with safe_open(file, "numpy") as shard:
                     sequences = shard.get_slice(TENSOR)
                     for position, row in positions:

@@ -39,7 +39,7 @@ class TokenBlock(NamedTuple):
 
 
 Tokenise = Callable[[Iterable[list[str]], Any], Iterator[TokenBlock]]
-"""`tokenise(blocks, tokenizer)`: the tokens of each block of documents, in the order of the blocks."""
+"""`tokenise(blocks, tokenizer)`: the tokens of each block of documents, in their order."""
 
 
 def text_blocks(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -95,8 +95,10 @@ def _written(conversation: Conversation, tokenizer: Any) -> str:
     """Return a conversation as text, special tokens included."""
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
-            f"{conversation.field} holds conversations, and the tokenizer has no chat template to write them by; copy "
-            "chat_template.jinja (or tokenizer_config.json) of the model's chat version beside it, or give records "
+            f"{conversation.field} holds conversations, and the tokenizer has no chat template to "
+            f"write them by; copy "
+            "chat_template.jinja (or tokenizer_config.json) of the model's chat version beside it, "
+            "or give records "
             "with their text in one field (--text-field)"
         )
     try:
@@ -104,7 +106,8 @@ def _written(conversation: Conversation, tokenizer: Any) -> str:
     except Exception as error:  # of the template, which may raise whatever it likes
         roles = ", ".join(str(message["role"]) for message in conversation.messages[:6])
         raise DataError(
-            f"{conversation.field}: the tokenizer's chat template does not take a conversation of roles {roles}: "
+            f"{conversation.field}: the tokenizer's chat template does not take a conversation of "
+            f"roles {roles}: "
             f"{reason(error)}; change or remove such records"
         ) from None
 

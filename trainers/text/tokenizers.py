@@ -70,6 +70,7 @@ def _read(source: str, cached: bool) -> Any:
 
 def _none_at(source: str | Path) -> TokenizerError:
     return TokenizerError(
-        f"no tokenizer beside the checkpoint {str(source)!r}; copy tokenizer.json and tokenizer_config.json (or "
+        f"no tokenizer beside the checkpoint {str(source)!r}; copy tokenizer.json and "
+        f"tokenizer_config.json (or "
         "tokenizer.model, or vocab.json with merges.txt) from the model's source into the folder"
     )

@@ -34,7 +34,9 @@ def unaligned(
 
 @ALIGNMENT.part(
     "procrustes",
-    source="Jin 2024 (Align Attention Heads Before Merging Them), sec. 3.2 to 3.3, eq. 4 to 22, alg. 1",
+    source=(
+        "Jin 2024 (Align Attention Heads Before Merging Them), sec. 3.2 to 3.3, eq. 4 to 22, alg. 1"
+    ),
     knobs=(
         CRITERION,
         Knob("iterations", "int", "most rounds of generalised Procrustes", low=1, high=10_000),
@@ -110,7 +112,8 @@ def align_group(
     energy = torch.einsum("iidd->", gram).item()
     reached = _agreement(gram, rotations)
     for _ in range(iterations):
-        # Row i: mean of M k_i^T, where M is the sum of all turned heads (a multiple of the mean does as well).
+        # Row i: mean of M k_i^T, where M is the sum of all turned heads (a multiple of the mean
+        # does as well).
         cross = torch.einsum("jab,jibc->iac", rotations, gram)
         rotations = rotation_from_cross(cross, layout)
         before = reached

@@ -72,12 +72,16 @@ def _best_inner(gram: Tensor, layout: RotaryLayout) -> Tensor:
 
 
 def pair_similarity(gram: Tensor, criterion: str, layout: RotaryLayout) -> Tensor:
-    """Similarity of every pair of heads once the one is aligned with the other, `[H, H]`, symmetric.
+    """Return the similarity of every pair of heads after alignment, `[H, H]`, symmetric.
 
-    `cos`: mean cosine (Jin 2024, eq. 18 and 19; give the Gram of unit vectors). `dist`: minus the
-    distance (eq. 22); the paper averages distances over tokens, we take their root mean square,
-    which one Gram matrix yields for all pairs. `layout` is the head's rotary layout for keys and
-    `RotaryLayout.none(d)` for values.
+    The paper averages distances over tokens, we take their root mean square, which one Gram matrix
+    yields for all pairs.
+
+    Args:
+        gram: As `head_gram` returns it.
+        criterion: "cos": mean cosine (Jin 2024, eq. 18 and 19; give the Gram of unit vectors).
+            "dist": minus the distance (eq. 22).
+        layout: The head's rotary layout for keys and `RotaryLayout.none(d)` for values.
     """
     if criterion not in CRITERIA:
         raise ValueError(f"criterion must be one of {CRITERIA}, got {criterion!r}")

@@ -35,7 +35,10 @@ FLOOR = Knob(
 
 @ALIGNMENT.part(
     "least_squares",
-    source="ours: the maps of least-squares fusion, folded in without fusing (start of papers 000 and 001)",
+    source=(
+        "ours: the maps of least-squares fusion, folded in without fusing (start of "
+        "papers 000 and 001)"
+    ),
     knobs=(FLOOR,),
     needs=("statistics",),
 )
@@ -58,7 +61,6 @@ def fold(
     Raises:
         ValueError: Without statistics or if the heads are not lifted.
     """
-
     if statistics is None:
         raise ValueError("alignment=least_squares needs a calibration; pass the layer's statistics")
     check_lifted(heads, plan)
@@ -98,7 +100,8 @@ def bounded(maps: Tensor, layout: RotaryLayout, floor: float) -> Tensor:
     greatest = torch.cat([pairs.abs(), stretch], 1).amax(1, keepdim=True)
     if not bool((greatest > 0).all()):
         raise ValueError(
-            "a head's least-squares map is zero: its keys or values are silent in the calibration text"
+            "a head's least-squares map is zero: its keys or values are silent in the calibration "
+            "text"
         )
     raised = torch.polar(pairs.abs().clamp(min=floor * greatest), pairs.angle())
     result = pair_maps(raised.real, raised.imag, layout)

@@ -14,7 +14,10 @@ from attention.modeling.rotary import pair_maps, pair_products
 
 
 def _orthogonal(cross: Tensor) -> Tensor:
-    """argmax over orthogonal P of tr(P^T cross), `[..., n, n]`: Phi Psi^T of its singular vectors."""
+    """Argmax over orthogonal P of tr(P^T cross), `[..., n, n]`.
+
+    Phi Psi^T of its singular vectors.
+    """
     left, _, right = torch.linalg.svd(cross)
     return left @ right
 
@@ -29,7 +32,8 @@ def rotation_from_cross(cross: Tensor, layout: RotaryLayout) -> Tensor:
     eq. 6, 10 and 14).
     """
     cross = cross.double()
-    # y = R(theta) x in the plane: theta = atan2(sum x1 y2 - x2 y1, sum x1 y1 + x2 y2); cross[a, b] is y_a x_b.
+    # y = R(theta) x in the plane: theta = atan2(sum x1 y2 - x2 y1, sum x1 y1 + x2 y2); cross[a, b]
+    # is y_a x_b.
     cosine, sine = pair_products(cross, layout)
     angle = torch.atan2(sine, cosine)
     result = pair_maps(angle.cos(), angle.sin(), layout)

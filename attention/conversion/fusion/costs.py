@@ -30,7 +30,8 @@ from attention.heads import LayerHeads, distinct_heads
 
 # Relative size of an eigenvalue of sums in float32 below which a direction counts as absent.
 SINGLE_PRECISION = 1e-6
-# Multiply-adds of all eigenvalues and eigenvectors of a symmetric matrix, over the cube of its size.
+# Multiply-adds of all eigenvalues and eigenvectors of a symmetric matrix, over the cube of its
+# size.
 EIGEN = 9
 
 
@@ -93,7 +94,7 @@ class Cost:
 
 
 class KeyCost(Cost):
-    """Mean squared change of the members' attention logits (before scaling), summed over the members.
+    """Mean squared change of the members' attention logits (before scaling), summed over members.
 
     Queries and keys are taken as independent and, in a rotary pair, as of random relative phase.
     Rotary pairs: all but the leading eigenvalue of the query-weighted complex Gram. Free dims, and
@@ -147,7 +148,8 @@ class KeyCost(Cost):
         return costs  # type: ignore[return-value]
 
     def _free(self, index: Tensor) -> Tensor:
-        # All members see the same keys, so the tail of the weighted Gram is exact: no vectors are needed.
+        # All members see the same keys, so the tail of the weighted Gram is exact: no vectors are
+        # needed.
         count, members = index.shape
         gram = self._weighted_free[index[:, :, None], index[:, None, :]].transpose(2, 3)
         size = members * gram.shape[-1]
@@ -236,7 +238,10 @@ class ValueCost(Cost):
         return (energy - read.sum(1)).clamp_min(0).sum()
 
     def _units(self, group: Tensor) -> tuple[list[int], Tensor]:
-        """Return the different value heads of a group as numbers in `first`, and that of each member."""
+        """Return the different value heads of a group as numbers in `first`.
+
+        And that of each member.
+        """
         units, which = self.which[group].unique(return_inverse=True)
         return units.tolist(), which.to(self.metrics.device)
 
@@ -274,14 +279,18 @@ class ValueCost(Cost):
 
     @cached_property
     def _grams(self) -> Tensor:
-        """Of all different value heads, under what each query head sees: `[H, U d, U d]` float32."""
+        """Of all different value heads, under what each query head sees.
+
+        `[H, U d, U d]` float32.
+        """
         return mixed_gram(
             self.heads, self.statistics, self.first, range(self.num_heads), torch.float32
         )
 
     def different(self, group: Tensor) -> list[int]:
-        """Return the different value heads among the members, ascending, each by the first that has
-        it.
+        """Return the different value heads among the members, ascending.
+
+        Each by the first that has it.
         """
         return [self.first[unit] for unit in self._units(group)[0]]
 
@@ -297,7 +306,10 @@ class ValueCost(Cost):
 
 
 def under_norm(heads: LayerHeads) -> LayerHeads:
-    """Return the heads with the weights of the norms that follow folded in, without norm weights."""
+    """Return the heads with the weights of the norms that follow folded in.
+
+    Without norm weights.
+    """
     rows = {"q": heads.q_norm, "k": heads.k_norm, "q_bias": heads.q_norm, "k_bias": heads.k_norm}
     for name, weight in rows.items():
         if weight is not None:

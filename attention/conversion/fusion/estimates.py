@@ -72,14 +72,15 @@ class PooledValueCost(Cost):
         return (self.energy[group].sum() - captured).clamp_min(0)
 
     def leading(self, group: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the Gram of the members' outputs and an orthonormal basis of its leading directions.
+        """Return the Gram of the members' outputs, and a basis of its leading directions.
 
         Returns:
-            The Gram `[n, n]`, and nearly its leading directions `[n, d]`.
+            The Gram `[n, n]`, and nearly its leading directions `[n, d]`, orthonormal.
         """
         size = len(group) * self.dim
         blocks = self.gram.view(self.num_heads, self.dim, self.num_heads, self.dim)
-        # Rows, then columns, in long pieces: an index of single numbers takes longer than the products.
+        # Rows, then columns, in long pieces: an index of single numbers takes longer than the
+        # products.
         gram = (
             blocks[group]
             .view(size, self.num_heads, self.dim)
@@ -93,7 +94,10 @@ class PooledValueCost(Cost):
         return (group[:, None] * self.dim + torch.arange(self.dim, device=group.device)).flatten()
 
     def start(self, members: int, count: int) -> Tensor:
-        """Return the first `count` of the members' dims, one of each in turn: where most energy is."""
+        """Return the first `count` of the members' dims, one of each in turn.
+
+        Where most energy is.
+        """
         order = torch.arange(count, device=self.gram.device)
         return order % members * self.dim + order // members
 

@@ -21,11 +21,12 @@ Groups = Sequence[Sequence[int]]
 
 
 def check_lifted(heads: LayerHeads, plan: LayerPlan) -> None:
-    """Raise ValueError unless there is one key and one value head for each query head of the plan."""
+    """Raise ValueError unless each query head of the plan has one key and one value head."""
     counts = (heads.num_heads, heads.k.shape[0], heads.v.shape[0])
     if counts != (plan.num_heads,) * 3:
         raise ValueError(
-            f"expected lifted heads, {plan.num_heads} queries, keys and values as in the plan, got {counts}; "
+            f"expected lifted heads, {plan.num_heads} queries, keys and values as in the plan, got "
+            f"{counts}; "
             "use LayerHeads.expand"
         )
 
@@ -68,7 +69,8 @@ def _lost_norm(gram: Tensor, groups: Groups) -> Tensor:
         inner = torch.einsum("ijdd->ij", gram[index[:, None], index])
         members = inner.diagonal().mean()
         pooled = inner.mean()
-        # Below this the mean is rounding alone; blowing it up would put noise in the place of a head.
+        # Below this the mean is rounding alone; blowing it up would put noise in the place of a
+        # head.
         alive = len(group) > 1 and pooled > 1e-12 * members
         factors.append((members / pooled).sqrt() if alive else torch.ones_like(members))
     return torch.stack(factors)
@@ -76,7 +78,10 @@ def _lost_norm(gram: Tensor, groups: Groups) -> Tensor:
 
 @FUSION.part(
     "norm_restored",
-    source="ours: a mean of partly aligned heads is shorter than its parts (seen with Jin 2024, sec. 3.3)",
+    source=(
+        "ours: a mean of partly aligned heads is shorter than its parts (seen with Jin "
+        "2024, sec. 3.3)"
+    ),
     needs=("statistics",),
 )
 def norm_restored_fuse(

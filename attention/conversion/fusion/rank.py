@@ -17,7 +17,8 @@ from torch import Tensor
 
 from attention.geometry import RotaryLayout
 
-# Relative size of an eigenvalue below which a direction counts as absent: moments are sums of float32 products.
+# Relative size of an eigenvalue below which a direction counts as absent: moments are sums of
+# float32 products.
 CUTOFF = 1e-10
 
 
@@ -97,12 +98,9 @@ def _safe(values: Tensor, alive: Tensor) -> Tensor:
 
 
 def _leading_basis(gram: Tensor, roots: Tensor) -> Tensor:
-    """N `[u f, f]` of the best rank-f fit under one covariance, gram `[u f, u f]`, roots `[u, f, f]`.
+    """Return N `[u f, f]` of the best rank-f fit under one covariance.
 
-    The leading f eigenvectors of the weighted Gram [R_i G_ij R_j^T]: the rank-d factorisation of
-    C^(1/2) M by SVD (docs/methods.md, section 6), written in the members' own coordinates, among
-    which its solution always lies. The directions are scaled halfway between the members'
-    coordinates and unit variance.
+    gram `[u f, u f]`, roots `[u, f, f]`.
     """
     dim = roots.shape[1]
     weight = torch.block_diag(*roots)
@@ -163,7 +161,9 @@ def _refit_basis(
         image = apply(direction)
         curvature = (direction * image).sum()
         if curvature <= 0:
-            break  # moments of few tokens are singular but for rounding, which may be negative: no step is safe there
+            # Moments of few tokens are singular but for rounding, which may be negative: no step is
+            # safe there.
+            break
         length = power / curvature
         n = n + length * direction
         residual = residual - length * image
@@ -190,7 +190,7 @@ def _size_factor(grams: Tensor, which: Tensor, basis: Tensor) -> Tensor:
     return (members / shared).sqrt() if shared > 0 else torch.ones_like(shared)
 
 
-# ---- rotary pairs -----------------------------------------------------------------------------------------------
+# ---- rotary pairs -----------------------------------------------------------------------------
 
 
 def complex_gram(rows: Tensor, moment: Tensor, layout: RotaryLayout) -> Tensor:
@@ -212,7 +212,9 @@ def pair_energy(power: Tensor, layout: RotaryLayout) -> Tensor:
 
 
 def fit_complex(gram: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the shared key of each pair and each member's complex scale: N `[P, g]` and s `[P, g]`.
+    """Return the shared key of each pair and each member's complex scale.
+
+    N `[P, g]` and s `[P, g]`.
 
     z' = sum_i conj(N_i) z_i and z_i ~ s_i z'. gram `[P, g, g]` from `complex_gram`, energy `[P, g]`
     the members' mean query energy. Both come from the leading eigenvector of the weighted Gram

@@ -126,7 +126,10 @@ def _errors(weights: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]]) -
 
 
 def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
-    """argmin over V of `|Z V - Y|^2 + lambda |V - W|^2`, lambda = ridge x mean diagonal of `Z^T Z`."""
+    """Return argmin over V of `|Z V - Y|^2 + lambda |V - W|^2`.
+
+    lambda = ridge x mean diagonal of `Z^T Z`.
+    """
     penalty = ridge * zz.diagonal().mean() * torch.eye(len(zz), dtype=zz.dtype, device=zz.device)
     return weight + torch.cholesky_solve(zy - zz @ weight, torch.linalg.cholesky(zz + penalty))
 
@@ -134,7 +137,9 @@ def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
 def heal_layer(
     fit: SideBySide, check: SideBySide, layer: int, number: int, ridge: float, carry: float
 ) -> LayerFit:
-    """Refit one layer's output projection of the converted model in place, if that helps on `check`.
+    """Refit one layer's output projection of the converted model in place.
+
+    If that helps on `check`.
 
     Both models are at the next layer afterwards.
 
@@ -153,7 +158,8 @@ def heal_layer(
     module = fit.converted.modules[layer]
     if shares := plan_of(converted).output_shares:
         raise ValueError(
-            f"a refit of one layer's output projection would change the {len(shares)} heads that share theirs in other "
+            f"a refit of one layer's output projection would change the {len(shares)} heads that "
+            f"share theirs in other "
             "layers; train the whole model, or leave sharing.output false"
         )
     family = family_of(converted.config)

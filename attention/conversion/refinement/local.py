@@ -54,17 +54,18 @@ FIT_KNOBS = (
     Knob("fit_tokens", "int", "calibration tokens that are held in memory and fitted on", 2),
 )
 FIT_DECAY = 1 / 3
-"""In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
-480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
+"""In a local fit of a layer with fused keys the error falls as the number of steps to the power
+-FIT_DECAY, from 60 to 480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
 FEW_LAYERS = (
     10  # up to so many that are fitted get the same number of steps; more of them share that sum
 )
 _LEAST_SHARE = 1 / 3
-"""Of the steps that a layer would get among few, the mean among many layers at least: on a public model of 30 layers a
-third of the steps ends 1.1 times as far from the original's output (benchmarks/LOG.md)."""
+"""Of the steps that a layer would get among few, the mean among many layers at least: on a public
+model of 30 layers a third of the steps ends 1.1 times as far from the original's output
+(benchmarks/LOG.md)."""
 NEAR = 2
-"""Windows of each sequence that a short fit for planning looks at. Distances among layers are as with all windows, at
-half of the time (benchmarks/LOG.md)."""
+"""Windows of each sequence that a short fit for planning looks at. Distances among layers are as
+with all windows, at half of the time (benchmarks/LOG.md)."""
 BETAS = (0.8, 0.9)
 # Projections and norms of queries and keys, which every layer with fused keys has apart.
 _LOGITS = ("q_", "k_")
@@ -136,7 +137,10 @@ class FitTexts:
 
     @classmethod
     def of(cls, original: Original, sequences: Tensor, step_tokens: int = STEP_TOKENS) -> FitTexts:
-        """Of `sequences` `[N, T]` a part is kept for the check; a step takes about `step_tokens`."""
+        """Of `sequences` `[N, T]` a part is kept for the check.
+
+        A step takes about `step_tokens`.
+        """
         fit, check = split_held_out(sequences)
         batch = min(sequences_a_step(sequences.shape[1], step_tokens), len(fit))
         judged = original.on(check)
@@ -152,7 +156,10 @@ def sequences_a_step(length: int, step_tokens: int = STEP_TOKENS) -> int:
 
 
 def steps_in_all(steps: int, layers: int) -> float:
-    """Adam steps of the local fits of so many `layers` together, where few layers get `steps` each."""
+    """Adam steps of the local fits of so many `layers` together.
+
+    Where few layers get `steps` each.
+    """
     return steps * min(layers, max(FEW_LAYERS, _LEAST_SHARE * layers))
 
 
@@ -205,7 +212,7 @@ def _call(module: nn.Module, record: Record, inputs: Tensor | None = None) -> Te
 
 @torch.no_grad()
 def output_errors(module: nn.Module, records: Sequence[Record]) -> Iterator[Tensor]:
-    """attention - target `[B, T, D]` of each record."""
+    """Attention - target `[B, T, D]` of each record."""
     for record in records:
         yield _call(module, record) - record.output
 
@@ -396,7 +403,8 @@ def fit_layer(
     converted_plan = plan_of(texts.fit.original.model)
     if shares := plan.head_shares:
         raise ValueError(
-            f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
+            f"a local fit trains each layer alone, and {len(shares)} heads of this model are "
+            f"shared among layers; "
             "train the whole model, or use refinement=heal"
         )
     if plan.layers[layer] == converted_plan.layers[layer]:

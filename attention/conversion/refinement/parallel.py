@@ -13,8 +13,9 @@ from torch import nn
 Result = TypeVar("Result")
 
 SMALL_LAYER = 4_000_000
-"""Parameters of a layer up to which its operations are too short to be spread over threads themselves; above it they
-are not, and several layers at a time would only take several times the memory."""
+"""Parameters of a layer up to which its operations are too short to be spread over threads
+themselves; above it they are not, and several layers at a time would only take several times the
+memory."""
 
 ONE_AT_A_TIME = threading.Lock()
 """Held by whoever runs the whole model: hooks that look at one layer see every pass through it."""

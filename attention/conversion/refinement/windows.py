@@ -142,7 +142,7 @@ def _without_queries(module: nn.Module) -> Iterator[None]:
 
 
 def _cut(value: Any, length: int, first: int, end: int) -> Any:
-    """Of all tensors in `value` that have a row for each of `length` positions, the rows of a window."""
+    """Return the rows of a window of all tensors in `value` that have `length` rows."""
     if isinstance(value, Tensor):
         shape = value.shape
         if len(shape) > 1 and shape[-2] == length:  # a table of a position embedding

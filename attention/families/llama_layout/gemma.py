@@ -23,7 +23,8 @@ def check_causal(config: Any, name: str) -> None:
     """Raise ValueError for a Gemma with bidirectional attention."""
     if config.use_bidirectional_attention:
         raise ValueError(
-            f"a {name} with use_bidirectional_attention=true is not supported; expected causal attention"
+            f"a {name} with use_bidirectional_attention=true is not supported; expected causal "
+            f"attention"
         )
 
 

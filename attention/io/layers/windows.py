@@ -48,7 +48,8 @@ class LazyWeights:
         self._places = check_weights(self.folder, config)
         if not self._places:
             raise WeightsError(
-                f"{self.folder}: transformers changes tensors of a {config.model_type} while it loads them, so that "
+                f"{self.folder}: transformers changes tensors of a {config.model_type} while it "
+                f"loads them, so that "
                 "they cannot be read one by one; convert it in memory, without --layerwise"
             )
         self._rounding: torch.dtype | None = None
@@ -96,7 +97,8 @@ class LazyWeights:
     def _copy(self, source: Tensor, target: Tensor, name: str) -> None:
         if source.shape != target.shape:  # copy_ would repeat what is smaller
             raise WeightsError(
-                f"{self.folder}: {name} is {list(source.shape)} in the file, expected {list(target.shape)}"
+                f"{self.folder}: {name} is {list(source.shape)} in the file, expected "
+                f"{list(target.shape)}"
             )
         check_finite(self.folder, {name: source})
         target.copy_(self._round(source))
@@ -132,7 +134,7 @@ class LazyWeights:
             return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
-# ---- windows ----------------------------------------------------------------------------------------------------
+# ---- windows ----------------------------------------------------------------------------------
 
 
 def check_windows(config: PretrainedConfig) -> None:
@@ -140,11 +142,13 @@ def check_windows(config: PretrainedConfig) -> None:
     plan = plan_of_config(config)
     if plan.is_shared or plan.composition is not None:
         raise ValueError(
-            "a checkpoint with shared or composed heads cannot be converted layer by layer; convert it in memory"
+            "a checkpoint with shared or composed heads cannot be converted layer by layer; "
+            "convert it in memory"
         )
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
         raise ValueError(
-            "a checkpoint with scale_attn_by_inverse_layer_idx=true cannot be converted layer by layer: its attention "
+            "a checkpoint with scale_attn_by_inverse_layer_idx=true cannot be converted layer by "
+            "layer: its attention "
             "depends on the number of the layer; convert it in memory"
         )
 
@@ -172,7 +176,10 @@ def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> Pret
 
 
 def empty(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Return a model in evaluation mode whose weights are not set, and take no memory before they are."""
+    """Return a model in evaluation mode whose weights are not set.
+
+    And take no memory before they are.
+    """
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     nn.Module.to(model, device)
@@ -292,7 +299,7 @@ def advance_rows(model: PreTrainedModel, streams: Tensor, ids: Tensor) -> None:
     streams[ids[:, 0]] = run_to(model, the_layer(model), ids).output.to(streams)
 
 
-# ---- below the first and above the last layer -------------------------------------------------------------------
+# ---- below the first and above the last layer -------------------------------------------------
 
 
 @torch.no_grad()
@@ -352,8 +359,9 @@ class OutputHead:
         self.device = device
 
     def final(self, stream: Tensor) -> Final:
-        """Return the inputs of the output matrix for the last layer's outputs `[B, T, D]`, and that
-        matrix.
+        """Return the inputs of the output matrix for the last layer's outputs `[B, T, D]`.
+
+        And that matrix.
         """
         stream = stream.to(self.model.device, self.model.dtype)
         # The layer, whose weights were never read, hands on the stream instead of what it is given.

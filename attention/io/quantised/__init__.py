@@ -1,1 +1,4 @@
-"""Quantised sources, and the checkpoint of plain floating-point safetensors that is made of them."""
+"""Quantised sources.
+
+And the checkpoint of plain floating-point safetensors that is made of them.
+"""

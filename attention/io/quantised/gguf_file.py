@@ -59,7 +59,8 @@ class GGUFFile:
             return gguf.GGUFReader(self.path)
         except Exception as error:  # it reads whatever the bytes say, and stumbles in any way
             raise CheckpointError(
-                f"{str(self.path)!r} cannot be read as GGUF: {reason(error)}; download or copy it again"
+                f"{str(self.path)!r} cannot be read as GGUF: {reason(error)}; download or copy it "
+                f"again"
             ) from None
 
     def field(self, name: str, default: Any = None) -> Any:
@@ -69,7 +70,7 @@ class GGUFFile:
 
     @cached_property
     def kinds(self) -> dict[str, int]:
-        """How many numbers of the file are stored in each of GGUF's types, the most frequent first."""
+        """Return how many numbers are stored in each of GGUF's types, the most frequent first."""
         counts: dict[str, int] = {}
         for tensor in self.reader.tensors:
             counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + int(
@@ -101,7 +102,8 @@ class GGUFFile:
         counts = self.field(f"{architecture}.attention.head_count_kv")
         if isinstance(counts, list) and len(set(counts)) > 1:
             raise CheckpointError(
-                f"{str(self.path)!r} has KV head counts of each layer's own ({counts}): it was converted already; "
+                f"{str(self.path)!r} has KV head counts of each layer's own ({counts}): it was "
+                f"converted already; "
                 "give the original model, or the checkpoint that the file was exported from"
             )
         where: dict[str, Any] = {"gguf_file": self.path.name, "local_files_only": True}
@@ -109,7 +111,8 @@ class GGUFFile:
             fields, _ = PretrainedConfig.get_config_dict(str(self.path.parent), **where)
         except Exception as error:
             raise CheckpointError(
-                f"{str(self.path)!r}: transformers cannot read a GGUF file of architecture {architecture}: "
+                f"{str(self.path)!r}: transformers cannot read a GGUF file of architecture "
+                f"{architecture}: "
                 f"{reason(error)}; give the checkpoint that it was made from"
             ) from None
         fields = {name: value for name, value in fields.items() if not name.startswith("_")}
@@ -129,14 +132,18 @@ class GGUFFile:
         return config
 
     def _rope(self, architecture: str) -> dict[str, Any]:
-        """Return the scaling of rotary embedding in the file, which transformers' reader leaves out."""
+        """Return the scaling of rotary embedding in the file.
+
+        Which transformers' reader leaves out.
+        """
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         base = float(self.field(f"{architecture}.rope.freq_base", 10_000.0))
         if (factors := self._tensors().get(_ROPE_FREQUENCIES)) is not None:
             scaling = llama3_rope(_plain(factors), base)
             if scaling is None:
                 raise CheckpointError(
-                    f"{str(self.path)!r}: its rotary frequencies ({_ROPE_FREQUENCIES}) are not those of Llama 3; give "
+                    f"{str(self.path)!r}: its rotary frequencies ({_ROPE_FREQUENCIES}) are not "
+                    f"those of Llama 3; give "
                     "the checkpoint that it was made from"
                 )
             return {"rope_parameters": scaling}
@@ -147,7 +154,8 @@ class GGUFFile:
             }
         if kind not in ("none", "") and architecture != "gpt-oss":
             raise CheckpointError(
-                f"{str(self.path)!r}: rotary scaling of type {kind} is not read from a GGUF file; give the checkpoint "
+                f"{str(self.path)!r}: rotary scaling of type {kind} is not read from a GGUF file; "
+                f"give the checkpoint "
                 "that it was made from"
             )
         return {}
@@ -161,7 +169,8 @@ class GGUFFile:
             )
         except Exception as error:
             raise CheckpointError(
-                f"{str(self.path)!r}: its tokenizer cannot be read: {reason(error)}; give the checkpoint that it was "
+                f"{str(self.path)!r}: its tokenizer cannot be read: {reason(error)}; give the "
+                f"checkpoint that it was "
                 "made from"
             ) from None
         put_tokenizer(tokenizer, folder)
@@ -212,11 +221,12 @@ class GGUFFile:
             yield from _one_by_one(self._tensors(), config, form, dtype)
         except (ValueError, KeyError, IndexError, RuntimeError) as error:
             raise WeightsError(
-                f"{str(self.path)!r} is not a whole GGUF file of the model that it describes: {reason(error)}"
+                f"{str(self.path)!r} is not a whole GGUF file of the model that it describes: "
+                f"{reason(error)}"
             ) from None
 
     def _whole(self, config: PretrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Read the file by transformers, whose newer versions would leave weights in their blocks."""
+        """Read the file by transformers; newer versions would leave weights in their blocks."""
         more: dict[str, Any] = {}
         try:
             from transformers import GgufConfig  # pyright: ignore[reportAttributeAccessIssue]
@@ -326,7 +336,9 @@ def llama3_rope(factors: Tensor, base: float) -> dict[str, Any] | None:
         length = slope / offset
     elif len(between):
         length = float((smooth[between] * (high - 1) + 1) / turns[between])
-    else:  # anywhere between the last frequency that is kept and the first that is divided by the whole factor
+    else:
+        # Anywhere between the last frequency that is kept and the first that is divided by the
+        # whole factor.
         unscaled = int((smooth >= 1 - 1e-4).sum())
         bounds = high / turns[max(unscaled - 1, 0)], 1 / turns[min(unscaled, len(turns) - 1)]
         length = float((bounds[0] * bounds[1]).sqrt())

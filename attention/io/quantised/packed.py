@@ -113,7 +113,8 @@ class PlainTensors:
         if odd := [name for name, tensor in copied.items() if tensor.dtype in _NARROW]:
             kinds = sorted({copied[name].dtype for name in odd})
             raise WeightsError(
-                f"{folder}: {len(odd)} tensors of {', '.join(kinds)} have no scales that belong to them: "
+                f"{folder}: {len(odd)} tensors of {', '.join(kinds)} have no scales that belong to "
+                f"them: "
                 f"{listed(odd)}; download or copy the checkpoint again"
             )
         return cls(folder, copied, recipes, unused)
@@ -146,7 +147,7 @@ class PlainTensors:
             return file.get_tensor(tensor.name).clone()
 
 
-# ---- FP8 --------------------------------------------------------------------------------------------------------
+# ---- FP8 --------------------------------------------------------------------------------------
 
 
 def _fp8(
@@ -159,7 +160,8 @@ def _fp8(
     scale = next((stored[n] for n in (f"{name}_scale_inv", f"{name}_scale") if n in stored), None)
     if scale is None:
         raise ValueError(
-            f"{name} is of {tensor.dtype} and has neither {name}_scale_inv nor {name}_scale beside it"
+            f"{name} is of {tensor.dtype} and has neither {name}_scale_inv nor {name}_scale beside "
+            f"it"
         )
     block = settings.get("weight_block_size")
 
@@ -197,7 +199,8 @@ def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
     expected = (math.ceil(rows / height), math.ceil(columns / width))
     if tuple(factors.shape[-2:]) != expected:
         raise ValueError(
-            f"scales of shape {list(scale.shape)} do not belong to a weight of {list(weight.shape)} in blocks of "
+            f"scales of shape {list(scale.shape)} do not belong to a weight of "
+            f"{list(weight.shape)} in blocks of "
             f"{height} by {width}"
         )
     result = weight.float()
@@ -211,7 +214,7 @@ def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
     return result
 
 
-# ---- compressed-tensors -----------------------------------------------------------------------------------------
+# ---- compressed-tensors -----------------------------------------------------------------------
 
 
 def _check_formats(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -223,12 +226,14 @@ def _check_formats(folder: Path, settings: Mapping[str, Any]) -> None:
     formats.discard("mixed-precision")  # says only that each group has a format of its own
     if other := sorted(str(name) for name in formats - set(FORMATS)):
         raise WeightsError(
-            f"{folder}: compressed-tensors of format {', '.join(other)} cannot be read as plain numbers, only "
+            f"{folder}: compressed-tensors of format {', '.join(other)} cannot be read as plain "
+            f"numbers, only "
             f"{', '.join(FORMATS)}; take the model that it was made of"
         )
     if settings.get("transform_config"):
         raise WeightsError(
-            f"{folder}: its weights are rotated (transform_config of compressed-tensors), and are of use only with "
+            f"{folder}: its weights are rotated (transform_config of compressed-tensors), and are "
+            f"of use only with "
             "the rotations; take the model that it was made of"
         )
 
@@ -300,7 +305,8 @@ def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any
     bits = int(weights.get("num_bits") or 4)
     if bits not in (2, 4, 8) or packed.dtype != "I32":
         raise ValueError(
-            f"{packed.name}: integers of {bits} bits in {packed.dtype} cannot be read, only 2, 4 and 8"
+            f"{packed.name}: integers of {bits} bits in {packed.dtype} cannot be read, only 2, 4 "
+            f"and 8"
         )
     scale = _beside(stored, f"{stem}.weight_scale", packed.name)
     shape = _beside(stored, f"{stem}.weight_shape", packed.name)
@@ -337,7 +343,7 @@ def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
     return codes.flatten(-2)[..., :width] - 2 ** (bits - 1)
 
 
-# ---- MXFP4 ------------------------------------------------------------------------------------------------------
+# ---- MXFP4 ------------------------------------------------------------------------------------
 
 
 def _mxfp4(

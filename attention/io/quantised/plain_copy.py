@@ -77,7 +77,8 @@ def plain_checkpoint(
         return str(source)
     if method_of(settings) not in METHODS:
         raise CheckpointError(
-            f"{source}: weights of quant_method {method_of(settings)!r} cannot be read as plain numbers, only "
+            f"{source}: weights of quant_method {method_of(settings)!r} cannot be read as plain "
+            f"numbers, only "
             f"{', '.join(METHODS)}; take the model that it was made of"
         )
     return str(_of_safetensors(source, fields, cache, weights, report))
@@ -88,7 +89,8 @@ def _only_gguf(folder: Path) -> Path:
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if len(files) > 1:
         raise CheckpointError(
-            f"{str(folder)!r} holds {len(files)} GGUF files; name one of them, e.g. {str(files[0])!r}"
+            f"{str(folder)!r} holds {len(files)} GGUF files; name one of them, e.g. "
+            f"{str(files[0])!r}"
         )
     return files[0] if files else folder
 
@@ -240,7 +242,8 @@ def _make(
         ) from None
     if free < needed:
         raise CheckpointError(
-            f"a plain copy of {name} takes {needed / _GIGA:.2f} GiB in {str(folder.parent)!r}, where {free / _GIGA:.2f} "
+            f"a plain copy of {name} takes {needed / _GIGA:.2f} GiB in {str(folder.parent)!r}, "
+            f"where {free / _GIGA:.2f} "
             f"GiB are free; {room}"
         )
     if needed:

@@ -170,9 +170,15 @@ def _unknown(name: str, names: Sequence[str]) -> str:
     if plain in GGUF_READERS:
         return f"{listed}: {name} loads GGUF files, which are target gguf"
     if plain in STOCK_READERS:
-        return f"{listed}: {name} loads stock folders, which are target gqa (as many KV heads in every layer)"
+        return (
+            f"{listed}: {name} loads stock folders, which are target gqa (as many KV heads in "
+            f"every layer)"
+        )
     if plain in _LIBRARY:
-        return f"{listed}: transformers loads target gqa (a stock folder) and target transformers (with code, any plan)"
+        return (
+            f"{listed}: transformers loads target gqa (a stock folder) and target "
+            f"transformers (with code, any plan)"
+        )
     return one_of("target", names, name)
 
 

@@ -25,7 +25,10 @@ Pairs = dict[tuple[int, int], list[int]]
 
 
 def pairs_of(layer: LayerPlan) -> Pairs:
-    """Return query heads by the (key head, value head) pair that they read, in order of appearance."""
+    """Return query heads by the (key head, value head) pair that they read.
+
+    In order of appearance.
+    """
     pairs: Pairs = {}
     for head, pair in enumerate(zip(layer.key_map, layer.value_map, strict=True)):
         pairs.setdefault(pair, []).append(head)
@@ -60,7 +63,8 @@ def check_no_composition(plan: AttentionPlan, name: str) -> None:
     """
     if plan.composition is not None:
         raise TargetError(
-            f"target {name} has no composition of heads, which every layer from layer 0 on has (dcmha); export to "
+            f"target {name} has no composition of heads, which every layer from layer 0 on has "
+            f"(dcmha); export to "
             "target transformers, or convert with a recipe without composition"
         )
 
@@ -136,11 +140,16 @@ def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
 
 
 def written_out(plan: AttentionPlan) -> tuple[str, ...]:
-    """Return a note about shared weights, which these formats do not have; none if nothing is shared."""
+    """Return a note about shared weights, which these formats do not have.
+
+    None if nothing is shared.
+    """
     if not plan.is_shared:
         return ()
     heads = len({(s.layer, s.head) for s in plan.head_shares})
     return (
-        f"{heads} shared heads and {len(plan.mlp_shares)} shared MLP blocks are written out: this format "
-        "holds a copy of its own for every layer, so the file and the memory are those of the unshared model",
+        f"{heads} shared heads and {len(plan.mlp_shares)} shared MLP blocks are written out: this "
+        f"format "
+        "holds a copy of its own for every layer, so the file and the memory are those "
+        "of the unshared model",
     )

@@ -67,7 +67,8 @@ def lower(model: PreTrainedModel) -> Lowered:
     notes = [f"architecture {form.name}", *written_out(plan)]
     if form.own_counts and len(set(kv_heads_of(plan))) > 1:
         notes.append(
-            "keep flash attention on (the default): without it all value caches are as wide as the widest"
+            "keep flash attention on (the default): without it all value caches are as wide as the "
+            "widest"
         )
     return Lowered(unshare(model), tuple(notes))
 

@@ -69,7 +69,8 @@ def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
         fits = False
     if not fits:
         raise TargetError(
-            f"a {family.name} of model width {plain.hidden_size} cannot have {heads} query heads of "
+            f"a {family.name} of model width {plain.hidden_size} cannot have {heads} query heads "
+            f"of "
             f"{geometry.head_dim}: its stock class derives the one from the other; {way_out}"
         )
     return config_of_stock
@@ -90,7 +91,8 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
         index = next(i for i, layer in enumerate(plan.layers) if not layer.is_identity)
         other = "; export to target phi" if family.name == "gpt_neox" else ""
         raise TargetError(
-            f"layer {index} has {counts[index]} KV heads for {plan.num_heads} query heads, and the {family.name} "
+            f"layer {index} has {counts[index]} KV heads for {plan.num_heads} query heads, and the "
+            f"{family.name} "
             f"family has no stock GQA form: it takes as many KV heads as query heads{other}"
         )
     query_heads = max(counts) * max(widths_of(plan))
@@ -104,7 +106,8 @@ def _check_mistral(config: Any, heads: int) -> None:
     """Raise TargetError for a Llama that Mistral cannot stand in for."""
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         raise TargetError(
-            f"a Llama with biases cannot hold {heads} query heads of a model width of {config.hidden_size}, and "
+            f"a Llama with biases cannot hold {heads} query heads of a model width of "
+            f"{config.hidden_size}, and "
             "Mistral has no biases; choose a plan with equal groups"
         )
 
@@ -136,7 +139,10 @@ def lower(model: PreTrainedModel) -> Lowered:
     for source, module, layer in zip(sources, targets, plan.layers, strict=True):
         stock_family.write(module, pad(family.read(source, geometry), layer, kv_heads, width))
     stock.generation_config = model.generation_config
-    note = f"{kv_heads} KV heads in every layer, one for each distinct (key, value) pair of the widest layer"
+    note = (
+        f"{kv_heads} KV heads in every layer, one for each distinct (key, value) pair of "
+        f"the widest layer"
+    )
     return Lowered(stock.eval(), notes=(note,))
 
 

@@ -27,9 +27,9 @@ from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 
 _SAME = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
-    "attention_dropout", "max_position_embeddings", "initializer_range", "layer_norm_eps", "use_cache",
-    "bos_token_id", "eos_token_id", "pad_token_id",
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "hidden_act", "attention_dropout", "max_position_embeddings", "initializer_range",
+    "layer_norm_eps", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
 

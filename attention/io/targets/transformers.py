@@ -58,14 +58,16 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     if composed is not None and (family == "gpt_neox" or window_of(config)):
         what = "of the gpt_neox family" if family == "gpt_neox" else "beside a sliding window"
         raise TargetError(
-            f"target transformers has no composition of heads {what}, which every layer from layer 0 on has (dcmha); "
+            f"target transformers has no composition of heads {what}, which every layer from layer "
+            f"0 on has (dcmha); "
             "keep the checkpoint in Headfold's own format"
         )
     if family == "gpt_neox":
         return held(phi.phi_config(config), plan)
     if family not in FAMILIES:
         raise TargetError(
-            f"target transformers takes the families {', '.join((*FAMILIES, 'gpt_neox'))}, got {family}; keep the "
+            f"target transformers takes the families {', '.join((*FAMILIES, 'gpt_neox'))}, got "
+            f"{family}; keep the "
             "checkpoint in Headfold's own format"
         )
     keys, values = (
@@ -136,7 +138,10 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
 
 
 def _code_of(plan: AttentionPlan) -> list[Path]:
-    """Return the files that run a plan; those of the composition are the very ones that Headfold runs."""
+    """Return the files that run a plan.
+
+    Those of the composition are the very ones that Headfold runs.
+    """
     shared = [Path(str(module.__file__)) for module in (composing, scores)]
     return [_CODE] if plan.composition is None else [_CODE, COMPOSED, *shared]
 

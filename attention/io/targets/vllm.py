@@ -48,7 +48,8 @@ _CODE = Path(__file__).parent / "_code" / "configuration_decilm.py"
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
 _MOST_QUERY_HEADS = 8
-"""Times a model's own query heads that may be written, zeros included: beyond it attention is no bargain."""
+"""Times a model's own query heads that may be written, zeros included: beyond it attention is no
+bargain."""
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
@@ -71,9 +72,12 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     if (heads := query_heads_for_all(plan)) > _MOST_QUERY_HEADS * plan.num_heads:
         index = max(range(len(counts)), key=lambda i: counts[: i + 1].index(counts[i]))
         raise TargetError(
-            f"layer {index} has {counts[index]} KV heads beside {sorted(set(counts) - {counts[index]})} in other "
-            f"layers: one number of query heads that all divide is {heads}, more than {_MOST_QUERY_HEADS} times the "
-            f"model's {plan.num_heads}; choose counts that divide each other, or export to target gguf"
+            f"layer {index} has {counts[index]} KV heads beside "
+            f"{sorted(set(counts) - {counts[index]})} in other "
+            f"layers: one number of query heads that all divide is {heads}, more than "
+            f"{_MOST_QUERY_HEADS} times the "
+            f"model's {plan.num_heads}; choose counts that divide each other, or export to target "
+            f"gguf"
         )
     return EngineSupport.of(counts, plan.head_dim, [heads] * plan.num_layers)
 

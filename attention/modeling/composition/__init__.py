@@ -58,7 +58,7 @@ def reset_missing(model: nn.Module) -> None:
             module.reset()
 
 
-# ---- in an attention module --------------------------------------------------------------------------------------
+# ---- in an attention module -------------------------------------------------------------------
 
 
 def attach_composition(module: nn.Module, composition: HeadComposition) -> None:

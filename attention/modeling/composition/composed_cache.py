@@ -76,8 +76,10 @@ def composed_layer(cache: Cache, index: int) -> ComposedLayer:
     if not isinstance(layer, ComposedLayer):
         filled = " that already holds tokens" if type(layer) in (DynamicLayer, GrowingLayer) else ""
         raise ValueError(
-            f"composition (dcmha) needs a dynamic cache for its key-side weights, got {type(layer).__name__}{filled} "
-            f"in layer {index}; leave cache_implementation unset, start from an empty DynamicCache(), and use "
+            f"composition (dcmha) needs a dynamic cache for its key-side weights, got "
+            f"{type(layer).__name__}{filled} "
+            f"in layer {index}; leave cache_implementation unset, start from an empty "
+            f"DynamicCache(), and use "
             "composition's own window in place of sliding_window"
         )
     return layer

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from attention.modeling.scores import softmax_beside
 
-# Silent in the paper. At its initialisation the mean square is smaller than this, which damps the first steps.
+# Silent in the paper. At its initialisation the mean square is smaller than this, which damps the
+# first steps.
 EPSILON = 1e-6
 
 
@@ -33,7 +34,7 @@ def head_norm(x: Tensor) -> Tensor:
 
 
 def low_rank(scores_BnhXY: Tensor, down_BXnRh: Tensor, up_BXnRh: Tensor) -> Tensor:
-    """H -> R -> H with weights of their own for every position of X (Xiao 2024, Eq. 7 and App. D)."""
+    """H -> R -> H with weights of their own for every position of X (Xiao 2024, Eq. 7, App. D)."""
     inner = torch.einsum("bnhxy,bxnrh->bnrxy", scores_BnhXY, down_BXnRh)
     return torch.einsum("bnrxy,bxnrh->bnhxy", inner, up_BXnRh)
 
@@ -130,15 +131,16 @@ class DynamicWeights(nn.Module):
 
     @torch.no_grad()
     def reset(self, *, identity: bool = False, generator: torch.Generator | None = None) -> None:
-        """Initialise as in the paper (sec. 4), with h for H where heads are composed in groups
-        (silent).
+        """Initialise as in the paper (sec. 4).
+
+        With h for H where heads are composed in groups (silent).
 
         With all of W_2 zero both factors of the low-rank product would be zero, and so would the
         gradients of both, for ever: for an identity only one half of it is.
 
         Args:
             identity: The gates and the half of W_2 that makes the way up are zero, so that compose
-                changes nothing.
+            changes nothing.
             generator: For the random numbers.
         """
         h = self.group_heads
@@ -199,8 +201,9 @@ class Compose(nn.Module):
 
     @torch.no_grad()
     def reset(self, *, identity: bool = False, generator: torch.Generator | None = None) -> None:
-        """Initialise the static base: Xavier normal as the rest (Xiao 2024, sec. 4), or the unit
-        matrix.
+        """Initialise the static base.
+
+        Xavier normal as the rest (Xiao 2024, sec. 4), or the unit matrix.
         """
         if self.base is not None:
             if identity:

@@ -89,7 +89,10 @@ def trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
             return True
         reason = f"it differs from the reference by {apart:.2g}"
     warnings.warn(
-        f"Headfold's decode kernel is not used for {dtype} and head dim {width} on {device}: {reason}",
+        (
+            f"Headfold's decode kernel is not used for {dtype} and head dim {width} on "
+            f"{device}: {reason}"
+        ),
         stacklevel=2,
     )
     return False

@@ -32,8 +32,9 @@ class ComposedHeadsConfig(HeadMapsConfig):
 
 
 def remembered(cache: Any, layer: int, layers: int, weights: Tensor) -> Tensor:
-    """Put key-side weights of new tokens `[batch, tokens, n]` into the cache; return those of all
-    tokens.
+    """Put key-side weights of new tokens `[batch, tokens, n]` into the cache.
+
+    Return those of all tokens.
 
     They have a cache layer of their own, without values, so that whatever is done to a cache is
     done to them.
@@ -69,7 +70,10 @@ def attend(
     composed_cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention with scores and weights composed, as an attention function of transformers."""
+    """Compute attention with scores and weights composed.
+
+    As an attention function of transformers.
+    """
     composition = module.composition
     weights = module.composition.key_weights(composed_input)
     if composed_cache is not None and weights is not None:

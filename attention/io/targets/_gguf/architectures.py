@@ -50,7 +50,8 @@ OF_FAMILY = {
 }
 _DECI = Architecture("deci", interleaved=True, own_counts=True)
 OPENELM = Architecture("openelm", fused=True, own_counts=True)
-"""OpenELM is Qwen3 with head counts of each layer's own, if the output matrix is that of the embeddings."""
+"""OpenELM is Qwen3 with head counts of each layer's own, if the output matrix is that of the
+embeddings."""
 
 
 def with_own_counts(config: Any) -> Architecture | None:
@@ -70,7 +71,8 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
     geometry = geometry_of(config)
     if family not in OF_FAMILY:
         raise TargetError(
-            f"target gguf has no form for {family}, it takes {', '.join(sorted(OF_FAMILY))}: export to target vllm"
+            f"target gguf has no form for {family}, it takes {', '.join(sorted(OF_FAMILY))}: "
+            f"export to target vllm"
         )
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     types = ("default", "linear", *(["llama3"] if OF_FAMILY[family].interleaved else []))
@@ -95,10 +97,14 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
 
 
 def _check_qwen3_moe(config: Any) -> None:
-    """Check that every layer has experts, weighted so that those in use sum to one, as in llama.cpp."""
+    """Check that every layer has experts, weighted so that those in use sum to one.
+
+    As in llama.cpp.
+    """
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
         raise TargetError(
-            f"llama.cpp has no qwen3_moe with layers without experts (mlp_only_layers={config.mlp_only_layers}, "
+            f"llama.cpp has no qwen3_moe with layers without experts "
+            f"(mlp_only_layers={config.mlp_only_layers}, "
             f"decoder_sparse_step={config.decoder_sparse_step}); export to target vllm"
         )
     if not config.norm_topk_prob:
@@ -122,8 +128,10 @@ def _check_phi(qk_norm: bool, plan: AttentionPlan) -> None:
             if (counts[i], widths[i]) != (max(counts), plan.num_heads // max(counts))
         )
         raise TargetError(
-            f"layer {index} has {counts[index]} KV heads of up to {widths[index]} query heads, and llama.cpp's phi2 "
-            "takes equal groups and one count in all layers; choose such a plan, or export to target transformers"
+            f"layer {index} has {counts[index]} KV heads of up to {widths[index]} query heads, and "
+            f"llama.cpp's phi2 "
+            "takes equal groups and one count in all layers; choose such a plan, or export to "
+            "target transformers"
         )
 
 

@@ -48,12 +48,14 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Any, size: int) -> None:
         return
     if max(tokens) >= size:
         raise TargetError(
-            f"the tokenizer has token ids up to {max(tokens)}, the model embeds {size} tokens: it is not this model's "
+            f"the tokenizer has token ids up to {max(tokens)}, the model embeds {size} tokens: it "
+            f"is not this model's "
             "tokenizer; give the one that it was trained with"
         )
     if whole["model"].get("type") != "BPE":
         raise TargetError(
-            f"target gguf takes BPE tokenizers, got {whole['model'].get('type')}; export to target gqa"
+            f"target gguf takes BPE tokenizers, got {whole['model'].get('type')}; export to target "
+            f"gqa"
         )
     _add_tokens(writer, whole, tokens, size)
     _add_special(writer, loaded)
@@ -126,15 +128,18 @@ def split_rule(whole: dict[str, Any]) -> str:
     last = steps[-1]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
         raise TargetError(
-            f"target gguf takes byte-level tokenizers without a prefix space, got {cut(json.dumps(pre))}"
+            f"target gguf takes byte-level tokenizers without a prefix space, got "
+            f"{cut(json.dumps(pre))}"
         )
     if len(steps) == 1 and last.get("use_regex", True):
         return "gpt-2"
     rule = steps[0].get("pattern", {}).get("Regex") if len(steps) == 2 else None
     if rule not in _SPLITS:
         raise TargetError(
-            f"llama.cpp has no known name for the way in which this tokenizer splits text: {cut(json.dumps(pre))}; "
-            "add it to SPLITS in attention/io/targets/_gguf/vocabulary.py, or export to another target"
+            f"llama.cpp has no known name for the way in which this tokenizer splits text: "
+            f"{cut(json.dumps(pre))}; "
+            "add it to SPLITS in attention/io/targets/_gguf/vocabulary.py, or export to another "
+            "target"
         )
     return _SPLITS[rule]
 
