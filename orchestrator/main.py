@@ -154,7 +154,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         if not given and (show := getattr(error, "show", None)):  # the list of verbs
             show()
             sys.exit(USER_ERROR)
-        if message := usage.explained(error, given):
+        if message := usage.explained(error, given) or usage.missing_package(error, given):
             _fail(message, USER_ERROR)
         if os.environ.get("HEADFOLD_TRACEBACK"):
             raise

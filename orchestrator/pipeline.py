@@ -32,13 +32,8 @@ from orchestrator.reporting.figures.search import front_figure, rungs_figure
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.search.estimate import announce, check_disk
 from orchestrator.search.outcome import SearchOutcome, print_outcome
-from orchestrator.search.prepare import (
-    SearchSession,
-    measure_increases,
-    prepare_original,
-    run_search_phases,
-    trial_context,
-)
+from orchestrator.search.prepare import measure_increases, prepare_original, run_search_phases, trial_context
+from orchestrator.search.trials.context import SearchSession
 from orchestrator.search.tune_run import run_trials
 from orchestrator.search.validation import Prepared, check_epochs, open_models, validate_search
 from orchestrator.search.waiting import waiting_told

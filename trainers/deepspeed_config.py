@@ -12,6 +12,9 @@ import torch
 
 from trainers.settings import TrainSettings
 
+ADAM_BYTES = (
+    12  # of each trained parameter besides weight and gradient: a float32 copy and two moments
+)
 WRITTEN = {
     "zero_optimization": (
         "sub_group_size", "round_robin_gradients", "parameter_alignment", "legacy_stage1",

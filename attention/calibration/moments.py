@@ -116,16 +116,12 @@ class LayerStatistics:
         """Whether the attention weights of a token sum to one; with a sink they sum to less."""
         return bool((self.mixed_moments[:, -1] - 1).abs().max() < SINK)
 
-    def mixed_moment(self, head: int, num_heads: int) -> Tensor:
-        """Return the mixed moment of one of H query heads, `[D+1, D+1]`."""
-        return unpacked(self.mixed_triangle(head, num_heads))
-
     def which(self, head: int, num_heads: int) -> int:
         """Return the number of the mixed moment of one of H query heads."""
         return head * len(self.mixed_moments) // num_heads
 
     def mixed_triangle(self, head: int, num_heads: int) -> Tensor:
-        """Return `mixed_moment`, `packed`."""
+        """Return the mixed moment of one of H query heads, `packed`, `[(D+1)(D+2)/2]`."""
         return self.mixed_moments[self.which(head, num_heads)]
 
     def mixed_means(self) -> Tensor:

@@ -20,9 +20,8 @@ AT_ONCE = 8
 _TOKENS_AT_ONCE = 2048
 """Sequences that run through a model at once, and tokens of them: fewer of long ones, whose
 activations would take more memory and run no faster."""
-ATTENTION_BYTES = (
-    128 * 2**20
-)  # of the attention weights, in float32, of sequences that run through a layer at once
+# Of the attention weights, in float32, of sequences that run through a layer at once.
+ATTENTION_BYTES = 128 * 2**20
 
 
 class _Reached(Exception):

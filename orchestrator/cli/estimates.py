@@ -71,9 +71,10 @@ def estimate(
         return
     if model is None or not (kv_ratio or kv_heads or kv_bytes):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
-    from orchestrator.conversion.estimate import Elsewhere, describe, estimate_conversions
+    from orchestrator.conversion.estimate import estimate_conversions
     from orchestrator.conversion.loading import resolve_model
     from orchestrator.conversion.request import asked_ratios, unit_of
+    from orchestrator.resources.estimate import Machine
 
     model = resolve_model(model, dequantize=dequantize, weights=False)
     ratios = asked_ratios(model, kv_ratio, kv_heads, kv_bytes, dtype=dtype)
@@ -89,11 +90,11 @@ def estimate(
         "strict": strict,
         "unit": unit_of(kv_heads, kv_bytes),
     }
-    there = Elsewhere.of(device, gpus, gpu_memory)
-    points = estimate_conversions(model, recipe, ratios, elsewhere=there, **settings)
+    elsewhere = Machine.named(device, gpus, gpu_memory)
+    points = estimate_conversions(model, recipe, ratios, elsewhere=elsewhere, **settings)
     for number, point in enumerate(points):
         print("\n" * bool(number), end="")
-        options.tell(describe(point))
+        options.tell(point.describe())
     records = [asdict(point) for point in points]
     options.finish(records[0] if len(records) == 1 else {"points": records}, json)
 
@@ -103,14 +104,14 @@ def tell_search(settings: SearchConfig, json: Path | None = None, gpu_bytes: int
     that it will run on. Raises ConfigError for what does not fit the GPU
     that it asks for."""
     from orchestrator.config.schema import ConfigError
-    from orchestrator.search.estimate import describe_search, estimate_search, local_parallel
+    from orchestrator.search.estimate import estimate_search, local_parallel
     from orchestrator.storage.paths import storage_path
 
     parallel, storage = local_parallel(settings), storage_path(settings.storage)
     estimated = estimate_search(settings, storage, parallel=parallel, gpu_bytes=gpu_bytes)
-    options.tell(describe_search(estimated, settings))
+    options.tell(estimated.describe(settings))
     for warning in estimated.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    options.finish(asdict(estimated), json)
+    options.finish(estimated.record(), json)
     if estimated.refusals:
         raise ConfigError("\n".join(estimated.refusals))

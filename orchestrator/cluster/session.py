@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from attention.base.progress import stage
+from orchestrator.cluster.placement import OF_TYPE
 from orchestrator.cluster.room import Nodes, capacity
 from orchestrator.storage.paths import in_ray_job
 
@@ -48,6 +49,24 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def local_nodes() -> list[Nodes]:
+    """What a Ray that is started on this machine alone will have."""
+    import torch
+
+    from orchestrator.cluster.ray_private import accelerator_of_machine, cpus_of_machine
+
+    kind = accelerator_of_machine()
+    counted = {"CPU": cpus_of_machine(), "GPU": float(torch.cuda.device_count())}
+    return [Nodes(1, counted | ({f"{OF_TYPE}{kind}": 1.0} if kind else {}))]
+
+
+def starts_ray() -> bool:
+    """Whether a search would start Ray on this machine alone, which takes longer than what can be refused before."""
+    import ray
+
+    return not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
 
 
 @contextlib.contextmanager

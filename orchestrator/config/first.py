@@ -13,13 +13,14 @@ from pathlib import Path
 from attention.geometry import HeadGeometry
 from attention.io.targets.vllm import LLAMA_LIKE
 from orchestrator.config.parsing import ConfigError
+from trainers.deepspeed_config import ADAM_BYTES
 
 COMES_ALONG = ("builtin", "stdlib")
 BILLION = 1_000_000_000
 EXACT = 16  # KV heads up to which the best grouping is found by trying all
-ADAM = 16  # bytes a trained parameter in bfloat16: weight, gradient, float32 copy, two moments
 FULL = 0.7  # share of the GPUs' memory that these may take; the rest is for activations and logits
 HALF = 2  # bytes of a frozen parameter in bfloat16
+TRAINED = 2 * HALF + ADAM_BYTES  # of a trained one, with its gradient
 SMOKE_STEPS = 4
 
 
@@ -197,7 +198,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
     @property
     def full(self) -> bool:
         """Whether all weights can be trained where it runs."""
-        return not self.place.gpus or ADAM * self.parameters <= FULL * self.place.gpus * self.place.gpu_bytes
+        return not self.place.gpus or TRAINED * self.parameters <= FULL * self.place.gpus * self.place.gpu_bytes
 
     def training(self) -> str:
         """The rest of the section `train`."""
@@ -218,7 +219,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
     def distillation(self) -> str:
         """Whether the original model teaches: wherever its weights fit beside those that are trained."""
         room = FULL * self.place.gpus * self.place.gpu_bytes
-        beside = (ADAM if self.full else HALF) + HALF
+        beside = (TRAINED if self.full else HALF) + HALF
         if self.place.gpus and beside * self.parameters > room:
             return "distillation: none    # the original model does not fit beside the one that is trained"
         return "distillation: kl    # towards the original model's predictions, beside the language-modelling loss"

@@ -244,3 +244,69 @@ def _check_relative(model: str, file: Path) -> None:
 def parse_config(record: Mapping[str, Any], where: str = "the configuration") -> SearchConfig:
     """Validate a mapping. Raises ConfigError with one line for each wrong key."""
     return parse_section(SearchConfig, record, where)
+
+
+def check_training(train: TrainSettings) -> None:
+    """Check that DeepSpeed takes `train.deepspeed`, and that the workers miss no package.
+
+    Raises:
+        ConfigError: For what DeepSpeed refuses; it is loaded only where there is any.
+        ModuleNotFoundError: Without PEFT, for `train.tuning: lora`.
+    """
+    if train.tuning == "lora":
+        from trainers.adapters import check_peft
+
+        check_peft()
+    if train.deepspeed:
+        from trainers.zero import check_deepspeed
+
+        try:
+            check_deepspeed(train)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+# ---- the verbs train and finetune --------------------------------------------------------------------------------
+
+
+ScratchRecipe = Literal["transformer", "dcformer"]
+
+
+class TrainSection(Section):
+    """What `train --set` reaches: `composition.KEY`, settings of `Composition`, and `train.KEY`, those of
+    `TrainSettings`."""
+
+    recipe: ScratchRecipe
+    composition: dict[str, Any] = Field(default_factory=dict)
+    train: TrainSettings = TrainSettings()
+
+
+class FineTuneSection(Section):
+    """What `finetune --set` reaches: `train.KEY`, settings of `TrainSettings`."""
+
+    train: TrainSettings = TrainSettings()
+
+
+def apply_train_options(
+    record: dict[str, Any], overrides: Iterable[str], learning_rate: float, seed: int
+) -> dict[str, Any]:
+    """Return `record` with the overrides (`train.KEY=VALUE`, ...) and the options that have a flag.
+
+    Raises ConfigError for one that is given both ways.
+    """
+    for override in overrides:
+        apply_override(record, override)
+    train = record.setdefault("train", {})
+    if isinstance(train, dict):
+        for name in ("learning_rate", "seed"):
+            if name in train:
+                raise ConfigError(f"train.{name}: it has an option of its own; give it as --{name.replace('_', '-')}")
+        record["train"] = train | {"learning_rate": learning_rate, "seed": seed}
+    return record
+
+
+def check_train_options(
+    section: type[Section], record: dict[str, Any], overrides: Iterable[str], learning_rate: float, seed: int
+) -> None:
+    """Raise ConfigError for unknown keys and wrong values of `--set`; needs no library that takes long to import."""
+    parse_section(section, apply_train_options(record, overrides, learning_rate, seed), "this training")

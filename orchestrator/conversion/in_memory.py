@@ -105,6 +105,8 @@ class Source:
         request = ConversionRequest.check(model, recipe, kv_ratios, **settings)
         freeze_garbage()
         needs, phases = request.recipe.needs, request.phases
+        if NEED in needs:
+            import trainers.fusion_search  # noqa: F401  # a package that it lacks is missed before all else
         texts = request.texts()
         sequences = texts.calibration
         original = request.load_model()

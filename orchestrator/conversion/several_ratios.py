@@ -13,7 +13,7 @@ from attention.io.replacing import check_folder, digests, resolved
 from attention.io.sources import source_name
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimate import describe, estimate_conversions
+from orchestrator.conversion.estimate import estimate_conversions
 from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.layer_by_layer import check_conversion
 from orchestrator.conversion.request import ConversionRequest
@@ -117,7 +117,7 @@ def rehearse_conversion(
     elif out is not None:
         check_folder(out, overwrite=overwrite, reads=[model])
     ConversionRequest.check(model, recipe, kv_ratios, **settings).texts()
-    return [describe(estimated) for estimated in estimate_conversions(model, recipe, kv_ratios, **settings)]
+    return [estimated.describe() for estimated in estimate_conversions(model, recipe, kv_ratios, **settings)]
 
 
 def is_curve(folder: str | Path) -> bool:

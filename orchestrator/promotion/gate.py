@@ -27,8 +27,7 @@ from orchestrator.evaluation.task_files import placed
 from orchestrator.promotion.engine_export import check_engine
 from orchestrator.promotion.measuring import extras_of, measure_finalist
 from orchestrator.promotion.state import Entry
-from orchestrator.search.prepare import SearchSession
-from orchestrator.search.trials.context import TrialContext
+from orchestrator.search.trials.context import SearchSession, TrialContext
 from orchestrator.storage.paths import SearchFolder
 from trainers.evaluation import evaluate, measure_cache
 from trainers.text.data import read_sequences

@@ -27,7 +27,8 @@ from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
 from orchestrator.reporting.base_model import base_of
 from orchestrator.search.leftovers import best_of_recipe, finalists, select
-from orchestrator.search.prepare import SearchSession, trial_context
+from orchestrator.search.prepare import trial_context
+from orchestrator.search.trials.context import SearchSession
 from orchestrator.search.validation import open_models, validate_search
 from orchestrator.search.waiting import waiting_told
 from orchestrator.storage.journal import load_trials

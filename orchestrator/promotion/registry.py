@@ -17,7 +17,7 @@ from attention.ratios import percent
 from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion.gate import OK
 from orchestrator.promotion.state import PROMOTED, REFUSED, REGISTERED, Entry, PromotionState
-from orchestrator.search.prepare import SearchSession
+from orchestrator.search.trials.context import SearchSession
 from orchestrator.storage.json_files import read_json
 from orchestrator.storage.records import TrialRecord
 from orchestrator.tracking.runs import Tracker

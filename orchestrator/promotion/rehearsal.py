@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from attention.base.text import compact
+from attention.base.timing import duration
 from attention.io import checkpoint
 from orchestrator.promotion.promote import asked
 from orchestrator.promotion.state import PromotionState
 from orchestrator.resources.size import Size
-from orchestrator.search.estimate import in_hours, training_rate
+from orchestrator.resources.time import training_rate
 from orchestrator.search.validation import open_models, rehearse_search
 
 
@@ -28,7 +29,7 @@ def rehearse_promotion(search: str | Path, *, trials: Iterable[str] = (), top: i
     tokens = trainings * steps * train.batch_size * length
     model = checkpoint.load_config(config.model.path)
     rate, source = training_rate(model, train, length, Size.of(model), config.resources.tokens_per_second)
-    hours = f", about {in_hours(tokens / rate / train.num_workers / 3600)} one after the other" if rate else ""
+    hours = f", about {duration(tokens / rate / train.num_workers)} one after the other" if rate else ""
     return {
         "promote": ", ".join(f"{t.trial_id} ({t.name})" for t in chosen),
         "trainings": f"{trainings} not begun yet, the baseline's included, of {steps} steps: {compact(tokens)} tokens",

@@ -33,7 +33,7 @@ from orchestrator.promotion.state import (
 )
 from orchestrator.promotion.training import Training, best_model, run_all
 from orchestrator.reporting.base_model import base_of
-from orchestrator.search.prepare import SearchSession
+from orchestrator.search.trials.context import SearchSession
 from orchestrator.storage import records
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.records import TrialRecord

@@ -15,8 +15,8 @@ from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import last_error, prepare_process
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.prepare import SearchSession
 from orchestrator.search.resume import LOSSES, lost
+from orchestrator.search.trials.context import SearchSession
 from orchestrator.storage.json_files import read_json
 from orchestrator.storage.records import TrialRecord
 from trainers.deepspeed_config import layout_of

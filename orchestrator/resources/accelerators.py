@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import re
 
-from ray.util import accelerators as ray_names
-
 GIGA = 10**9
 # Gigabytes of the smallest card of a type, from NVIDIA's data sheets. Ray reads a type off the card's name
 # (`ray.util.accelerators` has constants for some) and tells no two sizes of one type apart.
 GIGABYTES = {
-    ray_names.NVIDIA_TESLA_K80: 12,  # of each of its two chips, which are devices of their own
-    ray_names.NVIDIA_TESLA_P4: 8,
-    ray_names.NVIDIA_TESLA_P100: 16,
-    ray_names.NVIDIA_TESLA_V100: 16,
-    ray_names.NVIDIA_TESLA_T4: 16,
+    "K80": 12,  # of each of its two chips, which are devices of their own
+    "P4": 8,
+    "P100": 16,
+    "V100": 16,
+    "T4": 16,
     "A10": 24,
-    ray_names.NVIDIA_TESLA_A10G: 24,
+    "A10G": 24,
     "A40": 48,
-    ray_names.NVIDIA_A100: 40,
-    ray_names.NVIDIA_L4: 24,
+    "A100": 40,
+    "L4": 24,
     "L40": 48,
     "L40S": 48,
     "H20": 96,
-    ray_names.NVIDIA_H100: 80,
+    "H100": 80,
     "H200": 141,
     "GH200": 96,
     "B200": 180,

@@ -23,11 +23,11 @@ from orchestrator.config.schema import SearchConfig, TextSection
 from orchestrator.resources.size import SearchInputs, Size
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import disk_free, storage_path
+from trainers.deepspeed_config import ADAM_BYTES
 from trainers.freezing import key_value_parameters
 from trainers.jobs.checkpoints import KEEP
 from trainers.settings import TrainSettings
 
-ADAM = 12  # bytes a trained parameter besides the weights: a float32 copy and two moments
 BESIDE = 20 * 2**20  # of files beside a hub model's weights: a tokenizer
 RECORDS, OWN_RECORDS = 2**20, 32 * 2**20  # journal, plans, logs, MLflow: of a trial, and of the search itself
 
@@ -165,7 +165,7 @@ def checkpoint_bytes(model: PretrainedConfig, size: Size, train: TrainSettings, 
         tuned = min(size.total, g.num_layers * train.lora_rank * widths)
     if train.tuning == "kv" and not whole:
         tuned = key_value_parameters(g)
-    return tuned * (DTYPES[train.dtype].itemsize + ADAM)
+    return tuned * (DTYPES[train.dtype].itemsize + ADAM_BYTES)
 
 
 def lifted_bytes(inputs: SearchInputs) -> int:

@@ -81,6 +81,14 @@ class Need:
             return f"a smaller {train}.micro_batch_size or {train}.activation_checkpointing=true"
         return f"{train}.zero_stage=3 with more {train}.num_workers, {train}.tuning=lora, or DeepSpeed's offloading"
 
+    def describe(self) -> str:
+        """Return what it takes, of its GPU's memory if that is known, and its parts by falling size."""
+        where = " of a GPU" if self.share else " of the machine"
+        if self.limit:
+            where = f" of the {gib(self.limit)} that it may take of a GPU ({self.accelerator_type})"
+        parts = sorted(self.parts.items(), key=lambda part: -part[1])
+        return f"{gib(self.total)}{where}: {', '.join(f'{name} {gib(count)}' for name, count in parts)}"
+
     def record(self) -> dict[str, Any]:
         given = {"process": self.process, "total": self.total, "parts": self.parts, "share": self.share}
         return given | {"accelerator_type": self.accelerator_type, "limit": self.limit, "fits": self.fits}

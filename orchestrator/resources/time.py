@@ -1,4 +1,4 @@
-"""The floating-point operations of a conversion, and how fast this machine is.
+"""The floating-point operations of a conversion, and how fast this machine multiplies matrices and trains.
 
 Legend: L layers, H query heads, d head dim, D model dim, e = D + 1, V vocabulary, C calibration tokens, E held-out
 tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T tokens a sequence, B sequences a batch.
@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from attention.calibration.collecting import BLOCK
 from attention.conversion.fusion.estimates import LEADING
 from attention.conversion.refinement.local import FIT_TOKENS, NEAR, STEP_TOKENS, sequences_a_step, steps_in_all
 from attention.conversion.refinement.windows import windows
+from attention.io.precision import DTYPES
 from orchestrator.resources.size import Conversion, Size
 from search_spaces.allocation.knapsack import considered
 from search_spaces.grouping.merge_anneal import PRICES
 from search_spaces.grouping.subsets import LIMIT
 from search_spaces.planning.budgets import problem_of
+from trainers.losses import objective
+from trainers.settings import TrainSettings
 
+MEASURABLE = 300_000_000  # parameters up to which a rate is measured here
+FEW_TOKENS = 1024  # of the measured step
 PRICE, FUSED = 30.0, 100.0
 """Operations, at the speed of a matrix product, of pricing and of fusing a group for each cubed row of its Gram matrix:
 eigenvalues take longer than products."""
@@ -134,3 +142,51 @@ def matmul_rate(dtype: torch.dtype, size: int = 1024) -> float:
         torch.mm(a, a)
         seconds.append(time.perf_counter() - started)
     return 2.0 * size**3 / max(min(seconds), 1e-9)
+
+
+def planning_seconds(conversions: Sequence[Conversion], size: Size, drawn: int) -> float:
+    """Seconds of planning and converting these candidates, and `drawn` more that are like them: their operations at the
+    rate of a matrix product here."""
+    each = sum(operations(conversion, size, 0) for conversion in conversions) / matmul_rate(conversions[0].working)
+    return each * (1 + drawn / len(conversions))
+
+
+def training_rate(
+    model_config: PretrainedConfig, train: TrainSettings, length: int, size: Size, configured: float | None = None
+) -> tuple[float | None, str]:
+    """Tokens a second that one worker trains on, in sequences of `length`, and where that is from."""
+    if configured is not None:
+        return configured, "configured"
+    wants_gpu = train.shape.device == "cuda"
+    if wants_gpu and not torch.cuda.is_available():
+        return None, "unknown: workers have GPUs and this machine has none; set resources.tokens_per_second"
+    if size.total > MEASURABLE:
+        return None, "unknown: too large a model to be measured in passing; set resources.tokens_per_second"
+    return measured_rate(model_config, train, length), "measured here"
+
+
+def measured_rate(model_config: PretrainedConfig, train: TrainSettings, length: int) -> float:
+    """Tokens a second of one training step on random weights, distillation included: the second step of two."""
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device(train.shape.device)
+    dtype = DTYPES[train.dtype]
+    model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype).to(device)
+    if train.activation_checkpointing:
+        model.train().activation_checkpointing_enable({"use_reentrant": False})
+    rows = max(1, min(train.device_batch_size, FEW_TOKENS // length))
+    batch = torch.zeros(rows, length, dtype=torch.long, device=device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, int(train.cpus_per_worker)))
+    loss_fn = objective(train.distillation, train.distillation_weight, model)
+    seconds = 0.0
+    try:
+        for _ in range(2):
+            started = time.perf_counter()
+            loss_fn(model, batch).backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+    finally:
+        torch.set_num_threads(before)
+    return rows * length / seconds

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from orchestrator.search.validation import Prepared
 from orchestrator.serving.decode_times import DecodeTimes, measure_decode_times
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.paths import SearchFolder, in_ray_job
-from orchestrator.tracking.sync import MlflowSync
 from search_spaces.planning.by_layer import measure_curves
 from search_spaces.planning.curves import DECIDES
 from search_spaces.recipes.catalogue import AXES
@@ -43,17 +42,6 @@ from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES
 from trainers.evaluation import evaluate
 from trainers.text.data import read_sequences
-
-
-@dataclass(frozen=True)
-class SearchSession:
-    """What the steps of a search, or of a promotion from it, have in common. `parallel`: trials at a time."""
-
-    config: SearchConfig
-    folder: SearchFolder
-    context: TrialContext
-    mlflow: MlflowSync
-    parallel: int
 
 
 def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> dict[str, Any]:

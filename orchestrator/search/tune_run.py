@@ -23,10 +23,11 @@ from orchestrator.search.callbacks import SearchLog
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import CopyingSearcher
 from orchestrator.search.leftovers import Cleaning, remove_leftovers
-from orchestrator.search.prepare import SearchSession, head_similarities
+from orchestrator.search.prepare import head_similarities
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, disk_failed, replay, settle
 from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.searchers import make_searcher
+from orchestrator.search.trials.context import SearchSession
 from orchestrator.search.trials.trial import run_trial, trained
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.journal import Journal, JournalError, unwritable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +10,9 @@ from pathlib import Path
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
-from orchestrator.cluster.placement import OF_TYPE
-from orchestrator.cluster.room import Nodes, room_for
-from orchestrator.config.parsing import RENAMED_SCHEDULERS
-from orchestrator.config.schema import ConfigError, SearchConfig
+from orchestrator.cluster.room import room_for
+from orchestrator.cluster.session import local_nodes, starts_ray
+from orchestrator.config.schema import ConfigError, SearchConfig, check_training
 from orchestrator.conversion import loading
 from orchestrator.resources.accelerators import memory_of
 from orchestrator.resources.processes import Needs
@@ -25,7 +23,6 @@ from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.texts import SearchTexts
 from orchestrator.storage.paths import check_writable, storage_path
-from trainers.settings import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -139,24 +136,11 @@ def check_accelerators(config: SearchConfig, problem: SearchProblem) -> None:
 def check_scheduler(config: SearchConfig) -> None:
     """Raises ConfigError for a scheduler that does not exist, and for parameters that it does not have."""
     name = config.rungs.scheduler
-    if new := RENAMED_SCHEDULERS.get(name):
-        raise ConfigError(f"rungs.scheduler: {name} is called {new} now; write rungs.scheduler: {new}")
     try:
         SCHEDULERS.get(name).settings(config.rungs.params)
     except ValueError as error:
         key = "params" if name in SCHEDULERS.names() else "scheduler"
         raise ConfigError(f"rungs.{key}: {error}") from None
-
-
-def check_training(train: TrainSettings) -> None:
-    """Raises ConfigError for what DeepSpeed refuses of `train.deepspeed`; it is loaded only where there is any."""
-    if train.deepspeed:
-        from trainers.zero import check_deepspeed
-
-        try:
-            check_deepspeed(train)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
 
 
 def check_epochs(config: SearchConfig) -> None:
@@ -192,24 +176,6 @@ def _check_length(length: int, path: str, geometry: HeadGeometry) -> None:
             f"data.sequence_length: got {length}, but {path!r} takes at most {geometry.max_positions} positions; "
             "choose a shorter one"
         )
-
-
-def local_nodes() -> list[Nodes]:
-    """What a Ray that is started on this machine alone will have."""
-    import torch
-
-    from orchestrator.cluster.ray_private import accelerator_of_machine, cpus_of_machine
-
-    kind = accelerator_of_machine()
-    counted = {"CPU": cpus_of_machine(), "GPU": float(torch.cuda.device_count())}
-    return [Nodes(1, counted | ({f"{OF_TYPE}{kind}": 1.0} if kind else {}))]
-
-
-def starts_ray() -> bool:
-    """Whether a search would start Ray on this machine alone, which takes longer than what can be refused before."""
-    import ray
-
-    return not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
 
 
 def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:

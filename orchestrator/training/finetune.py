@@ -19,9 +19,8 @@ from attention.io.safetensors_files import open_safetensors, stored_tensors
 from attention.io.sources import check_source
 from attention.modeling.model_classes import plan_of_config
 from orchestrator.cluster.tasks import on_cluster
-from orchestrator.config.schema import ConfigError, Section, parse_section
+from orchestrator.config.schema import ConfigError, FineTuneSection, check_training, parse_section
 from orchestrator.conversion import loading
-from orchestrator.search.validation import check_training
 from orchestrator.training.task import (
     MEASURED,
     Progress,
@@ -38,12 +37,6 @@ from trainers.text.data import Texts, read_sequences
 
 TRAIN_TOKENS = 100_000_000  # of text at most, unless asked for
 DISTILLATION = "kl"
-
-
-class FineTuneSection(Section):
-    """What `--set` reaches: `train.KEY`, settings of `TrainSettings`."""
-
-    train: TrainSettings = TrainSettings()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,18 +17,17 @@ from typing import Any, ClassVar
 
 from attention.base.progress import ProgressStage, stage
 from attention.base.text import compact
-from attention.base.timing import clock
+from attention.base.timing import clock, duration
 from attention.io import checkpoint
 from attention.io.replacing import check_folder
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
-from orchestrator.cluster.session import connected, prepare_process
+from orchestrator.cluster.session import connected, local_nodes, prepare_process, starts_ray
 from orchestrator.cluster.tokenising import tokeniser
-from orchestrator.config.schema import ConfigError, apply_override
+from orchestrator.config.schema import ConfigError, apply_train_options
 from orchestrator.conversion import loading
 from orchestrator.resources.size import Size
-from orchestrator.search.estimate import in_hours, training_rate
-from orchestrator.search.validation import local_nodes, starts_ray
+from orchestrator.resources.time import training_rate
 from orchestrator.storage import records
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.mirror import is_remote
@@ -42,7 +41,6 @@ from trainers.settings import TrainSettings
 from trainers.text.data import SMALL_TEXT, TextCut, Texts, token_set
 from trainers.text.token_sets import is_complete
 
-OWN_OPTIONS = ("learning_rate", "seed")
 POLL_SECONDS = 0.5
 MEASURED = ("step", "loss", "train_loss", "tokens", "tokens_per_second", "seconds")
 """Of a milestone: losses in nats per token, speed of the training alone, seconds with all that lies between."""
@@ -207,7 +205,7 @@ class TrainingTask:
         rate, source = training_rate(config, train, self.sequence_length, size)
         speed, hours = "", ""
         if rate:
-            speed, about = f"{rate:.0f} tokens/s a worker, ", in_hours(self.tokens / rate / train.num_workers / 3600)
+            speed, about = f"{rate:.0f} tokens/s a worker, ", duration(self.tokens / rate / train.num_workers)
             hours = f"; about {about}, starts and measurements left out"
         return {
             "training": f"{self.title}, {self.steps} steps, {compact(self.tokens)} tokens ({self.epochs} of the text)",
@@ -307,15 +305,10 @@ def train_record(
 ) -> dict[str, Any]:
     """`record` with the overrides (`train.KEY=VALUE`, ...) and the options that have a flag of their own. Raises
     ConfigError for one that is given both ways."""
-    for override in overrides:
-        apply_override(record, override)
-    train = record.setdefault("train", {})
-    if isinstance(train, dict):
-        for name in OWN_OPTIONS:
-            if name in train:
-                raise ConfigError(f"train.{name}: it has an option of its own; give it as --{name.replace('_', '-')}")
+    record = apply_train_options(record, overrides, learning_rate, seed)
+    if isinstance(record["train"], dict):
         gpus = float(loading.device_of(device).type == "cuda")
-        record["train"] = {"gpus_per_worker": gpus} | train | {"learning_rate": learning_rate, "seed": seed}
+        record["train"] = {"gpus_per_worker": gpus} | record["train"]
     return record
 
 

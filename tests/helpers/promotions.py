@@ -14,8 +14,7 @@ from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion import promote
 from orchestrator.promotion.gate import check_candidate
 from orchestrator.promotion.state import TRAINED, Entry
-from orchestrator.search.prepare import SearchSession
-from orchestrator.search.trials.context import TrialContext
+from orchestrator.search.trials.context import SearchSession, TrialContext
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, TrialRecord
 from orchestrator.tracking.runs import Tracker

@@ -12,8 +12,7 @@ import torch
 from parameters import extended
 from torch import Tensor
 
-from orchestrator.config.schema import ConfigError
-from orchestrator.search.validation import check_training
+from orchestrator.config.schema import ConfigError, check_training
 from trainers.deepspeed_config import config_of
 from trainers.deepspeed_keys import DECIDED
 from trainers.engine import TrainEngine

@@ -54,7 +54,8 @@ KEEP = 2  # the newest, and the one before it in case the newest is damaged
 class SavedCheckpoint:
     """A checkpoint in the index.
 
-    `digests`: SHA-256 of each file, by its path below the checkpoint.
+    Attributes:
+        digests: SHA-256 of each file, by its path below the checkpoint.
     """
 
     name: str

@@ -455,7 +455,13 @@ def fit_heal(
         original, sequences[: max(2, fit_tokens // sequences.shape[1])], step_tokens
     )
     modules = family_of(converted.config).attention_modules(converted)
-    steps = layer_steps or [fit_steps] * len(modules)
+    before = plan_of(original.model).layers
+    after = plan_of(converted).layers
+    requested_steps = layer_steps or [fit_steps] * len(modules)
+    # A layer that keeps all heads is not fitted, and must not count as progress.
+    steps = [
+        count if after[layer] != before[layer] else 0 for layer, count in enumerate(requested_steps)
+    ]
 
     def fit(layer: int) -> LayerFit:
         done = 0

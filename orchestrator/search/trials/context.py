@@ -1,4 +1,4 @@
-"""What the trials of a search share, and the training job of each."""
+"""What the steps and the trials of a search share, and the training job of each trial."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from attention.calibration.store import Calibration
 from attention.conversion.relaxation_knobs import too_few_steps
 from attention.io.targets import target
 from attention.plan import AttentionPlan
-from orchestrator.config.schema import DECODE
+from orchestrator.config.schema import DECODE, SearchConfig
 from orchestrator.conversion import dha_distances
 from orchestrator.conversion.calibrating import checkpoint_calibration
 from orchestrator.search.candidates import Candidate
 from orchestrator.serving.decode_times import DecodeTimes
+from orchestrator.storage.paths import SearchFolder
+from orchestrator.tracking.sync import MlflowSync
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.relaxation.stages import SETUP_KNOBS
 from trainers.jobs.train_job import TrainJob
@@ -105,6 +107,17 @@ class TrialContext:
         """The relaxation of the trial in `folder`; None if its recipe has none."""
         steps = self.relaxation_steps(recipe)
         return relaxation_spec(recipe, (folder / "plan.json").read_text("utf-8"), steps, settings) if steps else None
+
+
+@dataclass(frozen=True)
+class SearchSession:
+    """What the steps of a search, or of a promotion from it, have in common. `parallel`: trials at a time."""
+
+    config: SearchConfig
+    folder: SearchFolder
+    context: TrialContext
+    mlflow: MlflowSync
+    parallel: int
 
 
 def relaxation_steps(recipe: Recipe, rungs: Sequence[int]) -> int:

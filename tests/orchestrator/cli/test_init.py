@@ -18,8 +18,8 @@ from orchestrator.config.first import FirstConfig, Place
 from orchestrator.config.parsing import ConfigError, read_yaml
 from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.resources.disk import Storage
-from orchestrator.search.estimate import Work
-from orchestrator.search.validation import search_inputs, search_problem
+from orchestrator.search.estimate import storage_of
+from orchestrator.search.validation import search_problem
 
 GIGA = 2**30
 LAPTOP, ONE_GPU, NODE = Place(0, 80 * GIGA, 8), Place(1, 24 * GIGA, 16), Place(8, 80 * GIGA, 64)
@@ -181,5 +181,4 @@ def test_a_large_model_on_one_gpu_takes_disk_that_there_is_or_says_so(
 
 def stored(config: SearchConfig) -> Storage:
     problem = search_problem(config, geometry_of(checkpoint.load_config(config.model.path)))
-    work = Work.of(config, problem)
-    return Storage.of(search_inputs(config, problem), work.trials, work.trainings)
+    return storage_of(config, problem)

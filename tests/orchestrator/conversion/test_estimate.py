@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from benchmarks.models import llama
 from benchmarks.needs.memory import measured
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimate import announce, estimate, estimate_conversion, needs_layerwise
+from orchestrator.conversion.estimate import announce, estimate_conversion, needs_layerwise
+from orchestrator.resources import estimate
+from orchestrator.resources.estimate import ConversionEstimate, Estimate, Machine
 from orchestrator.resources.size import Conversion, Size
 from search_spaces.recipes.catalogue import recipe
 
@@ -29,7 +30,7 @@ SMALL: dict[str, Any] = {"calibration_tokens": 1024, "eval_tokens": 512, "sequen
 
 def of(config: LlamaConfig, name: str = "headfold_gqa", ratio: float = 0.25, tokens: int = 16_384, **changes: Any):
     conversion = Conversion(config, recipe(name, **changes), ratio, tokens, 4096, 256, torch.bfloat16)
-    return estimate(conversion, base=500 * 2**20)
+    return ConversionEstimate.of(conversion, Machine(0), base=500 * 2**20)
 
 
 def test_the_parameters_are_those_of_the_checkpoint(demo_dir: Path, demo_model: Any) -> None:
@@ -77,8 +78,7 @@ def test_a_model_that_does_not_fit_is_streamed_by_itself(
     demo_dir: Path, tmp_path: Path, little_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
-    module = sys.modules["orchestrator.conversion.estimate"]
-    monkeypatch.setattr(module, "available_bytes", lambda device=None: 2**20)
+    monkeypatch.setattr(estimate, "available_bytes", lambda device: 2**20)
     assert needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
     assert needs_layerwise(demo_dir, "headfold", 0.5, **SMALL)
     assert not needs_layerwise(demo_dir, "directshare", 1.0, **SMALL)  # it cannot be, so it is tried in memory
@@ -95,18 +95,35 @@ def test_it_is_said_first_and_what_does_not_fit_is_refused(
     announce(demo_dir, "headfold", [0.5, 0.25], out, layerwise=None, **SMALL)
     said = capsys.readouterr().err
     assert re.fullmatch(r"estimate: about \d+ (s|min), \d\.\d\d GiB of memory, 0\.\d\d GiB of disk\n", said), said
-    module = sys.modules["orchestrator.conversion.estimate"]
-    monkeypatch.setattr(module, "available_bytes", lambda device=None: 2**20)
+    monkeypatch.setattr(estimate, "available_bytes", lambda device: 2**20)
     refused = r"memory: this conversion does not fit: it takes about \d\.\d\d GiB, and 0\.00 GiB are available; "
     with pytest.raises(ConfigError, match=refused + "layer by layer it would be"):
         announce(demo_dir, "gqa", [0.5], out, layerwise=None, **SMALL)
     with pytest.raises(ConfigError, match=refused + ".*sharing"):
         announce(demo_dir, "directshare", [1.0], None, layerwise=None, **SMALL)
     monkeypatch.undo()
-    monkeypatch.setattr(module, "disk_free", lambda folder: 1000)
+    monkeypatch.setattr("orchestrator.conversion.estimate.disk_free", lambda folder: 1000)
     with pytest.raises(ConfigError, match=r"out: the result does not fit.*0\.00 GiB are free at .*out"):
         announce(demo_dir, "gqa", [0.5], out, layerwise=None, **SMALL)
     announce(demo_dir, "gqa", [0.5], None, layerwise=None, **SMALL)  # nothing is written
+
+
+def test_where_memory_is_not_known_what_is_said_is_what_is_done(
+    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on systems without /proc: the conversion runs in memory, so that is what the estimate is of."""
+    monkeypatch.setattr(estimate, "available_bytes", lambda device: 0)
+    assert not needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
+    point = estimate_conversion(demo_dir, "gqa", 0.5, **SMALL)
+    announce(demo_dir, "gqa", [0.5], tmp_path / "out", layerwise=None, **SMALL)
+    memory = f"{point.resident / GIGA:.1f}"
+    assert re.search(rf"{re.escape(memory)}\d GiB of memory", capsys.readouterr().err)
+
+
+def test_what_follows_shares_memory_and_adds_time_and_disk() -> None:
+    first, second = Estimate(memory=3, disk=5, seconds=1.0, scratch=2), Estimate(memory=4, disk=6, seconds=2.0)
+    assert first + second == Estimate(memory=4, disk=11, seconds=3.0, scratch=2)
+    assert Estimate(2**30, 2**29, 90.0, 2**28).describe() == "about 2 min, 1.00 GiB of memory, 0.75 GiB of disk"
 
 
 @pytest.mark.extended

@@ -26,7 +26,7 @@ from orchestrator import main
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.conversion import loading
 from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimate import describe, estimate_conversion
+from orchestrator.conversion.estimate import estimate_conversion
 from orchestrator.conversion.layer_by_layer import convert_layerwise
 from orchestrator.conversion.request import asked_ratios
 from orchestrator.conversion.several_ratios import convert_curve
@@ -117,7 +117,7 @@ def test_an_estimate_of_several_ratios_rounds_down_as_the_conversion_does(groupe
     assert (found.kv_ratio_asked, found.kv_ratio) == (0.7, 0.5)
     assert found.kv_bytes_per_token * 2 == found.kv_bytes_per_token_original
     said = "50% of the checkpoint's (requested 70%, using 50%: 4 of 8 KV heads): 256 of 512 KV bytes"
-    assert said in describe(found)["cache"]
+    assert said in found.describe()["cache"]
 
 
 def run(verb: str, model: Path, *more: str) -> int | str | None:

@@ -17,8 +17,7 @@ from orchestrator.promotion import promote
 from orchestrator.promotion.state import CANDIDATE, PROMOTED, REFUSED, REGISTERED
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
-from orchestrator.search.prepare import SearchSession
-from orchestrator.search.trials.context import TrialContext
+from orchestrator.search.trials.context import SearchSession, TrialContext
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.paths import SearchFolder

@@ -13,8 +13,7 @@ from promotions import trial
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.training import Training
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.prepare import SearchSession
-from orchestrator.search.trials.context import TrialContext
+from orchestrator.search.trials.context import SearchSession, TrialContext
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
 from search_spaces.recipes.catalogue import recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ray.util import accelerators as ray_names
 
 from orchestrator.resources.accelerators import GIGA, in_words, memory_of
 
@@ -20,3 +21,10 @@ def test_what_is_not_known_is_said() -> None:
     assert memory_of("TPU-V4") is None
     assert "not known" in in_words("TPU-V4")
     assert "accelerator_type:A100-80G" in in_words("A100")  # a larger card of the same name
+
+
+@pytest.mark.parametrize(
+    "name", ["TESLA_K80", "TESLA_P4", "TESLA_T4", "TESLA_V100", "TESLA_A10G", "L4", "A100", "H100"]
+)
+def test_names_are_those_that_ray_gives(name: str) -> None:
+    assert memory_of(getattr(ray_names, f"NVIDIA_{name}")) is not None

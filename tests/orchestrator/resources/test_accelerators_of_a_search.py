@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from orchestrator.config.schema import ConfigError, SearchConfig, load_config
 from orchestrator.conversion import loading
 from orchestrator.main import app
+from orchestrator.resources.processes import Need
 from orchestrator.search import validation
 from orchestrator.search.estimate import estimate_search
 from orchestrator.search.validation import check_accelerators, search_problem, validate_search
@@ -44,8 +45,8 @@ def check(config: SearchConfig) -> None:
     check_accelerators(config, search_problem(config, geometry))
 
 
-def processes(config: SearchConfig, tmp_path: Path) -> dict[str, dict[str, Any]]:
-    return {need["process"]: need for need in estimate_search(config, tmp_path).processes}
+def processes(config: SearchConfig, tmp_path: Path) -> dict[str, Need]:
+    return {need.process: need for need in estimate_search(config, tmp_path).processes}
 
 
 def test_the_shipped_configuration_fits_its_gpus(model: Path, tmp_path: Path) -> None:
@@ -55,15 +56,15 @@ def test_the_shipped_configuration_fits_its_gpus(model: Path, tmp_path: Path) ->
     found = processes(config, tmp_path)
     assert set(found) == {"driver", "original model", "planning", "training worker", "promotion worker", "gate"}
     parameters = 2 * 32_000 * 4096 + 32 * (4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096) + 4096
-    parts = found["training worker"]["parts"]
+    parts = found["training worker"].parts
     assert parts["weights"] == parts["gradients"] == parts["teacher"] == round(2 * parameters / 8)
     assert parts["optimiser"] == round(12 * parameters / 8)
     assert parts["gathered"] == 2 * (2 * 10**9 + 3 * 32_000 * 4096)
     assert parts["optimiser's step"] == round(8 * parameters / 8)  # larger than activations and logits at their time
-    assert found["training worker"]["limit"] == 40 * 10**9
-    assert found["driver"]["total"] < GIGA  # no weights
-    assert 1 < found["planning"]["total"] / (2 * parameters) < 2  # one copy of the model
-    assert all(need["fits"] for need in found.values())
+    assert found["training worker"].limit == 40 * 10**9
+    assert found["driver"].total < GIGA  # no weights
+    assert 1 < found["planning"].total / (2 * parameters) < 2  # one copy of the model
+    assert all(need.fits for need in found.values())
 
 
 @pytest.mark.parametrize("kind", ["A10G", "T4", "V100"])
@@ -75,7 +76,7 @@ def test_what_does_not_fit_is_refused_with_what_would(model: Path, tmp_path: Pat
     assert line.startswith(f"resources.accelerator_type: {kind} has ")
     assert "of it optimiser; what helps: train.zero_stage=3 with more train.num_workers, train.tuning=lora" in line
     (larger,) = re.findall(r"resources\.accelerator_type=(\S+)$", line)
-    assert processes(config_of(model, f"resources.accelerator_type={larger}"), tmp_path)["training worker"]["fits"]
+    assert processes(config_of(model, f"resources.accelerator_type={larger}"), tmp_path)["training worker"].fits
 
 
 def test_the_remedy_is_for_what_takes_most(model: Path) -> None:

@@ -14,9 +14,10 @@ from attention.io import checkpoint
 from orchestrator.cli import estimates
 from orchestrator.config.schema import SearchConfig, load_config
 from orchestrator.main import app
+from orchestrator.resources import search_estimate, time
+from orchestrator.resources.search_estimate import SearchEstimate
 from orchestrator.resources.size import Size
-from orchestrator.search import estimate
-from orchestrator.search.estimate import describe_search, estimate_search
+from orchestrator.search.estimate import estimate_search
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONFIGS = REPOSITORY / "configs"
@@ -27,14 +28,14 @@ def config_of(name: str, *changes: str) -> SearchConfig:
     return load_config(CONFIGS / f"{name}.yaml", [model, "resources.tokens_per_second=1000", *changes])
 
 
-def of(config: SearchConfig, tmp_path: Path, **more: Any) -> estimate.SearchEstimate:
+def of(config: SearchConfig, tmp_path: Path, **more: Any) -> SearchEstimate:
     return estimate_search(config, tmp_path, **more)
 
 
 @pytest.fixture(autouse=True)
 def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate of a matrix product, which a busy machine has less of."""
-    monkeypatch.setattr(estimate, "matmul_rate", lambda dtype: 1e11)
+    monkeypatch.setattr(time, "matmul_rate", lambda dtype: 1e11)
 
 
 def test_trials_and_tokens_are_counted(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_hours_and_price_follow_the_rate(tmp_path: Path) -> None:
 def test_what_cannot_fit_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("demo")
     assert of(config, tmp_path).warnings == ()
-    monkeypatch.setattr(estimate, "available_bytes", lambda: 2**28)
+    monkeypatch.setattr(search_estimate, "available_bytes", lambda: 2**28)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**20))
     memory, disk = of(config, tmp_path).warnings
     assert "memory" in memory and "resources.max_concurrent" in memory
@@ -115,10 +116,10 @@ def test_workers_with_gpus_are_not_measured_on_a_machine_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of("demo", "train.gpus_per_worker=1", "resources.tokens_per_second=null")
-    monkeypatch.setattr(estimate.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(time.torch.cuda, "is_available", lambda: False)
     found = of(config, tmp_path)
     assert found.rate is None and found.hours is None
-    assert "resources.tokens_per_second" in describe_search(found, config)["rate"]
+    assert "resources.tokens_per_second" in found.describe(config)["rate"]
 
 
 def test_the_rate_is_measured_where_it_can_be(tmp_path: Path) -> None:

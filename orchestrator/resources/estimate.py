@@ -1,0 +1,197 @@
+"""What work takes, summed up, and the estimate of a conversion."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attention.base.memory import memory_now
+from attention.base.text import gib
+from attention.base.timing import duration
+from attention.ratios import own_heads, percent
+from orchestrator.resources.memory import available_bytes, layerwise_stages, resident_peak
+from orchestrator.resources.size import READ, READING, SPARE, Conversion, Size
+from orchestrator.resources.time import START_SECONDS, matmul_rate, operations
+from orchestrator.storage.records import unmet
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Peak memory, bytes that stay on disk, and seconds. `scratch`: bytes that lie on disk on the way.
+
+    `a + b` is a followed by b: the larger peak of the two, and the sum of what stays and of the time.
+    """
+
+    memory: int = 0
+    disk: int = 0
+    seconds: float = 0.0
+    scratch: int = 0
+
+    def __add__(self, other: Estimate) -> Estimate:
+        return Estimate(
+            memory=max(self.memory, other.memory),
+            disk=self.disk + other.disk,
+            seconds=self.seconds + other.seconds,
+            scratch=max(self.scratch, other.scratch),
+        )
+
+    def describe(self) -> str:
+        """Return all three in one line."""
+        disk = gib(self.disk + self.scratch)
+        return f"about {duration(self.seconds)}, {gib(self.memory)} of memory, {disk} of disk"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where work is to run. `memory`: bytes that it may take there (0: not known), of the machine or, with `on_gpu`,
+    of one GPU; `elsewhere`: whether that is another machine than this one."""
+
+    memory: int
+    on_gpu: bool = False
+    elsewhere: bool = False
+
+    @classmethod
+    def here(cls, device: torch.device) -> Machine:
+        return cls(available_bytes(device), on_gpu=device.type == "cuda")
+
+    @classmethod
+    def named(cls, device: str, gpus: int | None, gpu_memory: int | None) -> Machine | None:
+        """Return the machine that `--device`, `--gpus` and `--gpu-memory` (GiB) name; None where it is this one."""
+        if device == "cpu" or gpus == 0:
+            return None
+        no_gpu_here = device.startswith("cuda") and not torch.cuda.is_available()
+        if gpus is None and gpu_memory is None and not no_gpu_here:
+            return None
+        return cls((gpu_memory or 0) * 2**30, on_gpu=True, elsewhere=True)
+
+
+@dataclass(frozen=True)
+class ConversionEstimate:
+    """Bytes, floating-point operations, seconds.
+
+    `kv_bytes_per_token`, `kv_bytes_per_token_original`: of the converted and of the original model, heads alone.
+    `resident`, `layerwise`: peak memory of the process in either way, all it needs besides included; `stages`: what it
+    comes to at each stage, by name; `available`: memory that is free for it, of the machine or, with `on_gpu`, of one
+    GPU (0: not known); `elsewhere`: whether that is another machine than this one; `layerwise_possible`: whether there
+    is the second way, else `why_not` says why.
+    `disk`: of the result; `scratch`: of what lies beside it on the way. `flops` of the way layer by layer; `seconds` of
+    it at the speed that a matrix product has here (`rate`, operations a second). `ceiling`: what is used in place of a
+    ratio that cannot be met, in words.
+    """
+
+    kv_ratio: float
+    kv_ratio_asked: float
+    kv_bytes_per_token: int
+    kv_bytes_per_token_original: int
+    parameters: int
+    resident: int
+    layerwise: int
+    stages: dict[str, int]
+    layerwise_possible: bool
+    why_not: str
+    available: int
+    disk: int
+    scratch: int
+    flops: float
+    rate: float
+    seconds: float
+    ceiling: str = ""
+    on_gpu: bool = False
+    elsewhere: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        conversion: Conversion,
+        machine: Machine,
+        *,
+        why_not: str = "",
+        requested_ratio: float | None = None,
+        ceiling: str = "",
+        base: int | None = None,
+    ) -> ConversionEstimate:
+        """Memory, disk and time of a conversion. `why_not`: why it cannot run layer by layer, if so; `base`: bytes of
+        the process before it starts (default: as it is now)."""
+        size, g = Size.of(conversion.config), conversion.geometry
+        base = memory_now() if base is None else base
+        width, written = conversion.working.itemsize, conversion.dtype.itemsize
+        tokens = conversion.used_tokens + conversion.eval_tokens
+        stages = {name: base + READ + held for name, held in layerwise_stages(conversion, size, width, tokens).items()}
+        stages["texts"] = base + READING
+        flops = operations(conversion, size, tokens)
+        rate = matmul_rate(conversion.working)
+        projections = own_heads(g) * g.head_dim * g.hidden_size
+        parameters_left = size.total - projections + round(projections * conversion.kv_ratio)
+        original = own_heads(g) * g.head_dim * written
+        return cls(
+            kv_ratio=conversion.kv_ratio,
+            kv_ratio_asked=conversion.kv_ratio if requested_ratio is None else requested_ratio,
+            kv_bytes_per_token=round(original * conversion.kv_ratio),
+            kv_bytes_per_token_original=original,
+            parameters=size.total,
+            resident=base + READ + resident_peak(conversion, size, width),
+            layerwise=max(stages.values()),
+            stages=stages,
+            layerwise_possible=not why_not,
+            why_not=why_not,
+            available=machine.memory,
+            disk=written * parameters_left,
+            scratch=4 * width * tokens * g.hidden_size + conversion.plan_files(width),
+            flops=flops,
+            rate=rate,
+            seconds=START_SECONDS + flops / rate,
+            ceiling=ceiling,
+            on_gpu=machine.on_gpu,
+            elsewhere=machine.elsewhere,
+        )
+
+    @property
+    def in_memory(self) -> Estimate:
+        return Estimate(self.resident, self.disk, self.seconds)
+
+    @property
+    def layer_by_layer(self) -> Estimate:
+        return Estimate(self.layerwise, self.disk, self.seconds, self.scratch)
+
+    @property
+    def too_large(self) -> bool:
+        """Whether it is known not to fit into memory as a whole."""
+        return self.available > 0 and self.resident > SPARE * self.available
+
+    def describe(self) -> Mapping[str, str]:
+        """Return the estimate in words, by what they are about."""
+        largest = max(self.stages, key=lambda name: self.stages[name])
+        memory = "GPU memory" if self.on_gpu else "memory of the machine"
+        giga = 2.0**30
+        kv_bytes = f"{self.kv_bytes_per_token:,} of {self.kv_bytes_per_token_original:,} KV bytes per token"
+        layerwise = f"{self.layerwise / giga:.1f} GiB of {memory}, most of it {STAGES[largest]}"
+        on_gpu = "; how long on the GPU is not known here" if self.elsewhere else ""
+        return {
+            "cache": f"{percent(self.kv_ratio)} of the checkpoint's{unmet(vars(self))}: {kv_bytes}",
+            "in memory": f"{self.resident / giga:.1f} GiB of {memory}",
+            "layer by layer": layerwise if self.layerwise_possible else self.why_not,
+            "of each GPU" if self.elsewhere else "available now": (
+                f"{self.available / giga:.1f} GiB" if self.available else "unknown"
+            ),
+            "disk": f"{self.disk / giga:.2f} GiB, and {self.scratch / giga:.2f} GiB on the way (layer by layer)",
+            "work": f"{self.flops:.2g} operations; about {duration(self.seconds)} on this machine's "
+            f"{os.cpu_count()} CPUs{on_gpu}",
+        }
+
+
+STAGES = {
+    "texts": "while texts are read",
+    "sensitivity": "while it is measured how much each layer's output matters",
+    "embedding": "while tokens are embedded",
+    "calibrate": "while statistics of a layer are collected",
+    "plan": "while a layer is planned",
+    "convert": "while a layer is converted",
+    "refine": "while a layer is refined",
+    "write": "while a layer is written",
+    "head": "while losses are measured",
+    "outside": "while embeddings and output head are written",
+}
+"""When the memory of a conversion layer by layer is highest, in words, by the names of `layerwise_stages`."""

@@ -1,0 +1,187 @@
+"""What a search will take: trials and tokens are counted, memory and disk are sums of what is held or written, time is
+tokens over a rate that is configured or measured here on random weights.
+
+The starts of processes and the search phases of DHA are left out; what a plan takes beyond its operations is not known
+beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from attention.base.text import compact, gib
+from attention.base.timing import duration
+from orchestrator.config.schema import SearchConfig
+from orchestrator.resources.disk import Storage
+from orchestrator.resources.memory import available_bytes
+from orchestrator.resources.processes import Need, Needs
+from orchestrator.resources.size import SPARE, SearchInputs
+from orchestrator.resources.time import planning_seconds, training_rate
+
+
+@dataclass(frozen=True)
+class SearchWork:
+    """What a search will do, counted: trials, those of them that are probes, trainings of the promotion, tokens.
+
+    `tokens`: trained on if every rung stops as many as it should; `tokens_most`: if it stops none.
+    """
+
+    trials: int
+    probes: int
+    trainings: int
+    tokens: int
+    tokens_most: int
+    tokens_measured: int
+
+    @property
+    def converted(self) -> int:
+        """Trials that are converted, and may be trained."""
+        return self.trials - self.probes
+
+
+@dataclass(frozen=True)
+class SearchTime:
+    """`rate`: tokens a second of one worker, None where it is not known; `rate_from`: "configured", "measured here", or
+    why it is not known. `cpu_hours`, `gpu_hours`: of trials and promotion; `hours`: on the wall with as many trials at
+    a time as there is room for; `price`: of these hours."""
+
+    rate: float | None
+    rate_from: str
+    cpu_hours: float | None
+    gpu_hours: float | None
+    hours: float | None
+    price: float | None
+
+    @classmethod
+    def of(cls, inputs: SearchInputs, needs: Needs, work: SearchWork, parallel: int) -> SearchTime:
+        config, train, resources = inputs.config, inputs.config.train, inputs.config.resources
+        length, configured = config.data.sequence_length, resources.tokens_per_second
+        rate, source = training_rate(inputs.model, train, length, inputs.size, configured)
+        if rate is None:
+            return cls(rate=None, rate_from=source, cpu_hours=None, gpu_hours=None, hours=None, price=None)
+        # What a recipe's recovery changes may be a distillation, which wants the original model too.
+        # A measured token goes forward alone, a trained one back as well, which is twice the work; where there is
+        # distillation both go forward through the original model too
+        share = 1 / 2 if any(each.distillation != "none" for each in inputs.trainings(train)) else 1 / 3
+        training = (work.tokens + work.tokens_measured * share) / rate / 3600
+        driving = planning_seconds(needs.conversions, inputs.size, config.search.num_samples) / 3600
+        cpu = training * train.cpus_per_worker + driving * max(1.0, resources.trial_cpus)
+        gpu = training * train.gpus_per_worker + driving * resources.trial_gpus
+        price = resources.price_per_hour
+        return cls(
+            rate=rate,
+            rate_from=source,
+            cpu_hours=cpu,
+            gpu_hours=gpu,
+            hours=(training / train.num_workers + driving) / parallel,
+            price=None if price is None else price * (gpu if train.gpus_per_worker else cpu),
+        )
+
+
+@dataclass(frozen=True)
+class SearchEstimate(SearchTime, SearchWork):
+    """Counts, hours, bytes, and what of it does not fit (`warnings`).
+
+    `parallel`: trials at a time. `worker_bytes`, `driver_bytes`: peak memory of a training worker and of a trial's own
+    process; `processes`: these and all others by parts, and `refusals`: which of them do not fit the GPU that they ask
+    for. `disk`: bytes in the storage at the moment of most, `disk_parts` by what they are of (each at its own most),
+    `disk_kept` in the end, `disk_free`: what is free there.
+    """
+
+    parallel: int
+    worker_bytes: int
+    driver_bytes: int
+    memory_free: int
+    disk: int
+    disk_parts: dict[str, int]
+    disk_kept: int
+    disk_free: int
+    warnings: tuple[str, ...]
+    processes: tuple[Need, ...]
+    refusals: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        inputs: SearchInputs,
+        work: SearchWork,
+        storage: Path,
+        *,
+        parallel: int,
+        alone: bool,
+        gpu_bytes: int | None = None,
+        warnings: Sequence[str] = (),
+    ) -> SearchEstimate:
+        """The estimate of a search with `parallel` trials at a time that writes into `storage`.
+
+        Memory is held against that of this machine where it is the only one (`alone`), and that of processes with a GPU
+        against `gpu_bytes`, the memory of each of its GPUs, where that is given. `warnings`: what else is to be said.
+        """
+        train = inputs.config.train
+        stored = Storage.of(inputs, work.converted, work.trainings, storage)
+        needs = Needs(inputs, stored.mixed)
+        worker, driver, processes = needs.trainings()[0].total, needs.planning().total, needs.all()
+        total = parallel * (driver + train.num_workers * worker)
+        memory = available_bytes() if alone and not train.gpus_per_worker else 0
+        found = []
+        if memory and total > SPARE * memory:
+            found.append(
+                f"memory: {parallel} trial(s) at a time take about {gib(total)}, and {gib(memory)} are available; "
+                "lower resources.max_concurrent, train.micro_batch_size or train.num_workers"
+            )
+        found += [
+            f"memory: {need.process} takes {gib(need.total)} of a GPU, and each has {gib(gpu_bytes)}"
+            for need in processes
+            if gpu_bytes is not None and need.share and need.total > gpu_bytes * min(1.0, need.share)
+        ]
+        if shortage := stored.shortage(parallel):
+            found.append(f"disk: {shortage}")
+        disk = stored.disk(parallel)
+        return cls(
+            **asdict(work),
+            **asdict(SearchTime.of(inputs, needs, work, parallel)),
+            parallel=parallel,
+            worker_bytes=worker,
+            driver_bytes=driver,
+            memory_free=memory,
+            disk=disk.most,
+            disk_parts=disk.parts,
+            disk_kept=disk.kept,
+            disk_free=stored.free,
+            warnings=(*found, *warnings),
+            processes=tuple(processes),
+            refusals=tuple(needs.refusals()),
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return asdict(self) | {"processes": [need.record() for need in self.processes]}
+
+    def describe(self, config: SearchConfig) -> Mapping[str, str]:
+        """Return the estimate in words, by what they are about."""
+        probes = f", {self.probes} of them probes" if self.probes else ""
+        words = {
+            "trials": f"{self.trials}{probes}; {self.trainings} full training(s) in the promotion",
+            "tokens": f"about {compact(self.tokens)} to train on, {compact(self.tokens_most)} at most; "
+            f"{compact(self.tokens_measured)} to measure on",
+            "rate": f"{self.rate:.0f} tokens/s a worker, {self.rate_from}" if self.rate else self.rate_from,
+        }
+        if self.hours is not None and self.cpu_hours is not None:
+            unit = f"{self.gpu_hours:.2f} GPU-hours" if self.gpu_hours else f"{self.cpu_hours:.2f} CPU-hours"
+            wall = f"about {duration(3600 * self.hours)} with {self.parallel} trial(s) at a time, starts left out"
+            words["time"] = f"{unit}; {wall}"
+        if self.price is not None:
+            words["price"] = f"{self.price:.2f} at {config.resources.price_per_hour:g} an hour"
+        for need in self.processes:
+            words[f"memory, {need.process}"] = need.describe()
+        free = f" ({gib(self.memory_free)} available here)" if self.memory_free else ""
+        total = self.parallel * (self.driver_bytes + config.train.num_workers * self.worker_bytes)
+        words["memory"] = f"{gib(total)} with {self.parallel} trial(s) at a time{free}"
+        parts = ", ".join(f"{name} {gib(value)}" for name, value in self.disk_parts.items() if value)
+        words["disk"] = (
+            f"up to {gib(self.disk)} ({gib(self.disk_free)} free), {gib(self.disk_kept)} in the end; at most {parts}"
+        )
+        return words
