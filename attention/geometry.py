@@ -121,10 +121,7 @@ class HeadGeometry:
             )
 
     def layer(self, index: int) -> HeadGeometry:
-        """Return the geometry of layer `index`.
-
-        Without rotary embedding where that layer has none.
-        """
+        """Return the geometry of layer `index`, which may have no rotary embedding."""
         if self.rotary_layers is None or self.rotary_layers[index]:
             return self
         return replace(self, rotary=RotaryLayout.none(self.head_dim))

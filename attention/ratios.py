@@ -142,9 +142,11 @@ def own_bytes(geometry: HeadGeometry, dtype: Any) -> int:
 
 
 def own_cache(geometry: HeadGeometry, dtype: Any = None) -> str:
-    """Describe the checkpoint's own cache.
+    """Describe the checkpoint's own cache, in bytes if `dtype` is given.
 
-    In bytes where `dtype` (a torch dtype or its name) is given.
+    Args:
+        geometry: That of the checkpoint.
+        dtype: A torch dtype or its name.
     """
     heads = geometry.num_kv_heads
     shared = "" if heads == geometry.num_heads else f" for {geometry.num_heads} query heads"

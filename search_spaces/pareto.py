@@ -52,9 +52,9 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
 
 
 def _ranks_by_pairs(points: np.ndarray) -> list[int]:
-    """`ranks` of points `[n, m]`.
+    """Return `ranks` of points `[n, m]`.
 
-    Each compared with all that come before it in lexicographic order.
+    Each point is compared with all that come before it in lexicographic order.
     """
     order = np.lexsort(points.T[::-1])
     points, levels = points[order], np.zeros(len(points), dtype=int)

@@ -21,9 +21,9 @@ def canonical(groups: Iterable[Iterable[int]]) -> Partition:
 
 
 def largest_group(num_heads: int, groups: int, equal_sizes: bool) -> int:
-    """Members of the largest group allowed.
+    """Return the number of members of the largest group allowed.
 
-    With `equal_sizes` as few as so many groups can have at most.
+    With `equal_sizes` it is the least that so many groups can have.
     """
     return -(-num_heads // groups) if equal_sizes else num_heads - groups + 1
 
@@ -67,10 +67,7 @@ def cut_into(order: Sequence[int], sizes: Sequence[int]) -> Partition:
 def random_partition(
     num_heads: int, groups: int, generator: np.random.Generator, sizes: Sizes = group_sizes
 ) -> Partition:
-    """Return a uniformly drawn partition into groups of (nearly) equal size.
-
-    Or of what `sizes` says.
-    """
+    """Return a uniformly drawn partition into groups of (nearly) equal or given `sizes`."""
     return cut_into([int(h) for h in generator.permutation(num_heads)], sizes(num_heads, groups))
 
 

@@ -87,10 +87,7 @@ def comparison(
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of reading a prompt (`prefill`) and of generating (`decode`).
-
-    One sequence.
-    """
+    """Tokens per second for one sequence, of reading a prompt and of generating with the cache."""
 
     prefill: float
     decode: float
@@ -224,10 +221,7 @@ def _now(like: Tensor) -> float:
 def _totals(
     model: Any, teacher: Any, sequences: Tensor, share: Iterable[tuple[list[int], int]]
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of `_score` over batches of rows.
-
-    And the mean loss of each row that counts.
-    """
+    """Return the sums of `_score` over batches of rows, and the mean loss of each counted row."""
     module = model.model if isinstance(model, CachedTeacher) else model
     device = next(module.parameters()).device
     totals = torch.zeros(3, dtype=torch.float64, device=device)

@@ -84,17 +84,17 @@ def group_of_one() -> None:
 def initialize(
     model: nn.Module, config: dict[str, Any], groups: list[dict[str, Any]] | None = None
 ) -> Any:
-    """DeepSpeed's engine of a model.
+    """Return DeepSpeed's engine of a model.
 
-    Of one that is not trained without groups of parameters, and with ZeRO 3 alone.
+    A model that is not trained has no groups of parameters; that takes ZeRO 3.
     """
     return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]  # pyright: ignore[reportArgumentType]
 
 
 def load_trainable(folder: str | Path, settings: TrainSettings) -> PreTrainedModel:
-    """Return a checkpoint as an engine with these settings takes it.
+    """Load a checkpoint as an engine with these settings takes it.
 
-    With ZeRO 3 split over the workers, who call together.
+    With ZeRO 3 it is split over the workers, who call together.
     """
     if settings.zero_stage < 3:
         return checkpoint.load(folder, DTYPES[settings.dtype])

@@ -136,9 +136,9 @@ class LayerStatistics:
         return total / len(self.mixed_moments)
 
     def key_gram(self, heads: LayerHeads) -> Tensor:
-        """Return the mean of k_i k_j^T before RoPE and key norm.
+        """Return the mean of k_i k_j^T before RoPE and key norm, `[G, G, d, d]` float64.
 
-        With biases, `[G, G, d, d]` float64.
+        Biases are included.
         """
         return _gram(augmented(heads.k, heads.k_bias), self.input_moment)
 
@@ -171,9 +171,7 @@ class LayerStatistics:
         under: Sequence[int],
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """Return the mean of u_hi u_hj^T.
-
-        Where u_hi is value head i mixed by the weights of head h.
+        """Return the mean of u_hi u_hj^T, u_hi being value head i mixed by the weights of head h.
 
         u_hh is what head h hands to the output projection; the others are what it would hand on
         with another's values.

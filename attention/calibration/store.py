@@ -247,9 +247,9 @@ def _verified(path: Path, entry: dict[str, Any], noted: int) -> bool:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what killed writers of the same have left.
+    """Remove what killed writers have left.
 
-    Of a living one, here or on another node, nothing is so old.
+    What a living writer has, here or on another node, is never so old.
     """
     for left in target.parent.glob(f".{target.name}.*.new"):
         with suppress(FileNotFoundError):  # finished just now

@@ -76,7 +76,7 @@ def check_predicts(sequences: Tensor) -> None:
 def drawn_cost(predicted: Final, generator: torch.Generator) -> Tensor:
     """Return the summed loss of next tokens drawn from the predictions.
 
-    With gradients to the states.
+    It has gradients to the states.
     """
     labels = _drawn(predicted, generator)
     return in_chunks(predicted, labels, language_modelling) * labels[:, 1:].numel()

@@ -163,10 +163,7 @@ def _check_rope(config: Any) -> None:
 
 
 def ropes_of(config: Any) -> list[dict[str, Any]]:
-    """Return the rotary settings of a config.
-
-    One for each kind of layer if it has several kinds.
-    """
+    """Return the rotary settings of a config, one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [part for part in rope.values() if isinstance(part, dict)]
     return kinds or [rope]

@@ -1,6 +1,6 @@
-"""Families with separate q, k, v, o projections under `decoder.layers[i].self_attn`.
+"""Families with separate projections under `decoder.layers[i].self_attn`, as Llama has.
 
-As Llama has.
+They are q, k, v and o.
 """
 
 from __future__ import annotations

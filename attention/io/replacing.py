@@ -203,9 +203,9 @@ def stranger(folder: Path) -> str | None:
 
 
 def foreign(folder: Path) -> str | None:
-    """`stranger`, or the list itself where nothing that it names is there.
+    """Return `stranger`, or the list itself where nothing that it names is there.
 
-    Then it is somebody's file of that name.
+    It is then somebody's file of that name.
     """
     listed = any((folder / name).exists() for name in digests(folder))
     return stranger(folder) or (None if listed else DIGESTS)
@@ -277,10 +277,7 @@ def recover(folder: Path) -> None:
 
 
 def _left_by_us(spare: Path) -> bool:
-    """Whether a spare folder is what a killed swap has left.
-
-    And not somebody's folder of that name.
-    """
+    """Whether a spare folder is what a killed swap has left, and not a user's."""
     return stranger(spare) is None and bool(digests(spare))
 
 
@@ -326,9 +323,9 @@ def unused(folder: Path) -> Path:
 
 @contextmanager
 def parents_made(folder: Path, keep: bool = True) -> Iterator[None]:
-    """Make what `folder` lies in.
+    """Make the parent folders of `folder`.
 
-    If the body fails, or without `keep`, what was made and is empty goes again.
+    If the body fails, or without `keep`, those that were made and are empty are removed.
     """
     missing = [parent for parent in folder.parents if not parent.exists()]
     done = False

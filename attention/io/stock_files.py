@@ -124,9 +124,9 @@ def older_form(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(model_type: str, rope: dict[str, Any]) -> dict[str, Any] | None:
-    """`rope_scaling` of transformers 4.
+    """Return `rope_scaling` of transformers 4.
 
-    Where it is there transformers 5 reads it in the place of `rope_parameters`, so that it must be
+    If it is there, transformers 5 reads it in place of `rope_parameters`, so that it must be
     complete.
     """
     kind = rope.get("rope_type", "default")

@@ -143,7 +143,7 @@ def _way_out(
 ) -> str:
     """Return the command that writes what engines load.
 
-    In the plan's own bytes, else the stock form that takes more.
+    It keeps the plan's own bytes if a target can, else it writes the stock form, which takes more.
     """
     before = plan.kv_bytes_per_token(dtype)
     if exact := exact_targets(config, plan, dtype):

@@ -1,7 +1,4 @@
-"""A second model beside one that is there.
-
-Which takes no second copy of what the two have in common.
-"""
+"""A second model beside an existing one, without a second copy of what they have in common."""
 
 from __future__ import annotations
 

@@ -148,10 +148,7 @@ def family_fields(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def plan_of(model: PreTrainedModel) -> AttentionPlan:
-    """Return the plan that a model carries out.
-
-    For a stock checkpoint, its own grouping (identity for MHA).
-    """
+    """Return the plan of a model; of a stock checkpoint its own grouping (identity for MHA)."""
     return plan_of_config(model.config)
 
 

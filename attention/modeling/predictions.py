@@ -48,10 +48,7 @@ def positions_at_once(vocabulary: int) -> int:
 
 
 def most_logit_bytes(vocabulary: int, positions: int) -> int:
-    """Most that all logits.
-
-    And what is made of them, take at once in a batch of so many positions.
-    """
+    """Return the most bytes of all logits, and of what is made of them, for so many positions."""
     return CHUNKS_AT_ONCE * _FLOAT * vocabulary * min(positions, positions_at_once(vocabulary))
 
 
@@ -164,7 +161,7 @@ def _at_the_head(
 ) -> Tensor:
     """Run a forward pass in which the output head returns `instead` of its input.
 
-    And nothing follows.
+    Nothing follows after the head.
     """
     head = model.get_output_embeddings()
 

@@ -83,11 +83,9 @@ def pair_products(gram: Tensor, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
 
 
 def pair_maps(real: Tensor, imaginary: Tensor, layout: RotaryLayout) -> Tensor:
-    """Return the maps `[..., d, d]` that multiply each pair by a complex number.
+    """Return the maps `[..., d, d]` that multiply each rotary pair by a complex number.
 
-    In parts `[..., P]`.
-
-    Zero in the free dims.
+    Its parts are `[..., P]`.
     """
     first = list(layout.first)
     second = list(layout.second)

@@ -99,9 +99,7 @@ def layer_of(model: PreTrainedModel, module: nn.Module) -> nn.Module:
 
 
 class Streams:
-    """The hidden states `[B, T, D]` that enter one decoder layer.
-
-    For each batch of sequences `[N, T]`.
+    """The hidden states `[B, T, D]` that enter one decoder layer, batch by batch.
 
     Layers are best visited in ascending order: those below run once, and only what enters the
     present one, `layer`, is kept. Going back to a lower one starts again from the embeddings.

@@ -116,10 +116,7 @@ class SharedProjection(nn.Module):
         return self.block_size * (block - sum(other < block for other in self._borrowed))
 
     def _weights(self) -> list[tuple[Tensor, ...]]:
-        """Return the weight of each lender in parts.
-
-        And the owned one last, so that `_OWN` is its index.
-        """
+        """Return the weight of each lender in parts, and the owned one last, at index `_OWN`."""
         parts = [
             _weight(m).split(s, self.dim) for m, s in zip(self._lenders, self._splits, strict=True)
         ]

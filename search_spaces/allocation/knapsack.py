@@ -75,9 +75,7 @@ def knapsack(
 def towards_even(
     curves: Sequence[Mapping[int, float]], budget: int, at_most: int
 ) -> list[tuple[int, ...]]:
-    """Return plans of exactly `budget` heads, from least summed error to the most even one.
-
-    Each once.
+    """Return different plans of exactly `budget` heads, from least summed error to most even.
 
     Errors of single sites add up only roughly: where many come down to one head the model loses
     more than their sum. Each plan minimises the sum of the errors plus w x log(G / even)^2 over the
@@ -207,13 +205,7 @@ def best_measured(
 ) -> Counts:
     """Return the plan of least measured loss among `finalists` of `towards_even`.
 
-    Without a measure the first of them.
-
-    `sides` with counts of their own: ("key", "value"), or ("both",). The other knobs are for
-    whoever measures.
-
-    Raises:
-        ValueError: Without error curves.
+    If nothing is measured it is the first of them.
     """
     if problem.curves is None:
         raise ValueError("this allocation needs measured error curves: a model and token sequences")

@@ -56,9 +56,9 @@ def best_of_runs(
     schedules: Iterable[Iterable[float]],
     generator: np.random.Generator,
 ) -> Grouping:
-    """Return the best of one `swap_search` per schedule of temperatures.
+    """Return the best result of `swap_search` over schedules of temperatures.
 
-    Each from a random partition.
+    Each run starts from a random partition.
     """
     runs = []
     for temperatures in schedules:

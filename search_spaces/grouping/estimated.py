@@ -1,7 +1,4 @@
-"""Grouping where a price is dear.
-
-By estimates of the cost, each closer and dearer than the one before.
-"""
+"""Grouping by estimates of a cost that is expensive, each closer than the one before."""
 
 from __future__ import annotations
 

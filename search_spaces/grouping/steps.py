@@ -70,15 +70,7 @@ def propose(
 
 @dataclass
 class Walk:
-    """The state of one walk.
-
-    Where it is, the best so far, and the partition whose score it waits for.
-
-    `propose_next` and `tell` alternate: the body of the loop of AsymGQA, Alg. 1 and 2. Pickled and
-    read back, the walk goes on with the same decisions. `count` heads are put into `groups` groups,
-    at least two and fewer than `count`; it starts at random ones of `full_sizes`. Probabilities and
-    `neighbours` as in `asym_walk`.
-    """
+    """The state of one walk: its partition, the best so far, and the one to be scored."""
 
     count: int
     groups: int

@@ -103,7 +103,7 @@ def walk_symmetric(
     equal_sizes: bool = True,
     **knobs: Any,
 ) -> Grouping:
-    """Return the walk by swaps: group sizes are kept.
+    """Return the walk by swaps, which keep group sizes.
 
     Without `equal_sizes` one group may be smaller than the others, as in Table 1 (sizes of 3 and 6
     for 32 heads).

@@ -30,14 +30,9 @@ OFTEN = 4  # the size of most groups
     needs=("statistics",),
 )
 def least_squares(site: Site) -> GroupCost:
-    """Return what least-squares fusion of the group loses.
+    """Return what least-squares fusion of the group loses of attention logits or output.
 
-    Of attention logits (keys), of attention output (values).
-
-    Where both sides count, each is taken relative to its cost with all heads in one group, since
-    logits and outputs have no common unit. Where value heads are so many and wide that a search by
-    their costs is `DEAR`, there are estimates; in these the cost in one group is that under the
-    pooled moment.
+    They are logits for keys and outputs for values.
     """
     statistics = site.need_statistics("objective=least_squares")
     keys: list[Cost] = [KeyCost(site.heads, statistics, site.geometry)] if "key" in site.by else []

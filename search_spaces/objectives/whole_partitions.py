@@ -1,7 +1,4 @@
-"""Objectives that score whole partitions.
-
-By the layer's output, or by the loss of the whole model.
-"""
+"""Objectives that score whole partitions, by the layer's output or the loss of the model."""
 
 from __future__ import annotations
 

@@ -137,9 +137,9 @@ class PlanningContext:
 
     @property
     def layers_at_once(self) -> int:
-        """How many layers' loss increases are best asked for together.
+        """Return how many layers' loss increases are best requested together.
 
-        As many as are fitted beside each other.
+        They are as many as are fitted at the same time.
         """
         if self.model is None:
             return 1

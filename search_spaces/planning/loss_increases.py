@@ -100,10 +100,7 @@ class LayerTrials:
             self._write(layer, layer_heads)
 
     def module(self, layer: int, heads: LayerHeads, plan: LayerPlan) -> nn.Module:
-        """Return an attention module of its own, in float32, with `heads` in the shapes of `plan`.
-
-        To be fitted, say.
-        """
+        """Return a new attention module, in float32, with `heads` in the shapes of `plan`."""
         module = copy.deepcopy(self.modules[layer]).float()
         self.family.reshape(module, self.geometry, plan)
         attach(module, plan)

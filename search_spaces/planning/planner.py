@@ -55,10 +55,7 @@ def make_plan(
 def site_generators(
     generator: np.random.Generator, layers: int
 ) -> tuple[list[np.random.Generator], ...]:
-    """Return the generators of the sites for grouping, and for measured curves.
-
-    Two a layer each.
-    """
+    """Return the generators of the sites for grouping and for curves, two per layer each."""
     return generator.spawn(2 * layers), generator.spawn(2 * layers)
 
 
@@ -172,7 +169,7 @@ class Planner:
     def _objective(self, site: Site) -> Objective:
         """Return the recipe's objective at a site.
 
-        Of the last site only, since it holds the site's moments.
+        Only that of the last site is cached, since it holds the site's moments.
         """
         key = (site.layer, site.sides)
         name = str(self.recipe.objective)

@@ -199,12 +199,10 @@ RECIPES: dict[str, Recipe] = {named.recipe.name: named.recipe for named in NAMED
 
 
 def recipe(name: str, /, **overrides: Any) -> Recipe:
-    """Return a named recipe.
-
-    With other choices where `overrides` say so (see `Recipe.with_changes`).
+    """Return a named recipe, with other choices for `overrides` (see `Recipe.with_changes`).
 
     Raises:
-        RecipeError: With the known names for an unknown one.
+        RecipeError: For an unknown name or choice.
     """
     if name not in RECIPES:
         raise RecipeError(one_of("recipe", sorted(RECIPES), name))

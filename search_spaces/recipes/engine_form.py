@@ -1,6 +1,4 @@
-"""What an engine represents exactly of a family without a larger cache.
-
-And what recipes that leaves.
+"""What an engine represents exactly of a family in the same cache, and which recipes suit it.
 
 Nothing here knows an engine: the export target is asked about a few plans
 (`attention.io.targets.Target.held`).

@@ -115,10 +115,7 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the parts must be handed.
-
-        Of "statistics", "model", "sequences" and internal marks.
-        """
+        """What the parts need: of "statistics", "model", "sequences" and internal marks."""
         return frozenset().union(*(part.needs for part in self.parts().values()))
 
     @property

@@ -40,9 +40,10 @@ def used(axis: str, chosen: Mapping[str, Any]) -> bool:
 
 
 def makes_equal_groups(grouping: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a grouping makes groups of one size.
+    """Return whether a grouping makes groups of one size with these settings.
 
-    With these settings ("axis.knob") and its defaults.
+    Args:
+        settings: By "axis.knob"; others are at their defaults.
     """
     part = GROUPING.get(grouping)
     default = next(

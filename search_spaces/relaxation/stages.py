@@ -1,7 +1,4 @@
-"""The relaxations, as far as a plan shows them.
-
-Which plans training reaches one after the other.
-"""
+"""The plans that training with a relaxation reaches one after the other."""
 
 from __future__ import annotations
 
@@ -135,10 +132,7 @@ def lagrangian(
 
 
 def _in_groups_of(size: int, plan: AttentionPlan) -> AttentionPlan:
-    """Every group of more than `size` heads cut into pieces of `size`.
-
-    In the order of the heads.
-    """
+    """Split every group of more than `size` heads into pieces of `size`, in head order."""
 
     def cut(groups: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         return [group[i : i + size] for group in groups for i in range(0, len(group), size)]

@@ -94,9 +94,7 @@ def match_parts(
 def match_heads(
     heads: Sequence[LayerHeads], alpha: float | Fraction, sides: str = "qk"
 ) -> tuple[HeadShare, ...]:
-    """Return the α·L·H heads that resemble an earlier head most.
-
-    And those heads (Cao 2024, Alg. 1).
+    """Return the α·L·H heads that most resemble an earlier head, and those (Cao 2024, Alg. 1).
 
     They are compared by query and key weights. Q, K and V all follow the one match; biases play no
     part in it (**silent**).

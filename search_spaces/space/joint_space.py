@@ -123,10 +123,7 @@ class JointSpace:
     # ---- deciding ------------------------------------------------------------------------------
 
     def next(self, point: Mapping[str, Any]) -> Domain | None:
-        """Return the next decision after those in `point` (by name or field).
-
-        Or None at the end.
-        """
+        """Return the next decision after those in `point` (by name or field); None at the end."""
         full, pending = self._forced(by_field(point))
         if pending is not None:
             return self._domain(pending, self._allowed(full, pending))
@@ -164,10 +161,7 @@ class JointSpace:
     # ---- inside --------------------------------------------------------------------------------
 
     def _forced(self, values: Mapping[str, Any]) -> tuple[SpacePoint, str | None]:
-        """All decided fields with those that have one option only.
-
-        And the first field still open, if any.
-        """
+        """Return all decided fields, with those of one option, and the first open field, if any."""
         full: SpacePoint = {}
         for name in ORDER:
             allowed = self._allowed(full, name)

@@ -24,12 +24,9 @@ def below(address: str, path: str) -> str:
 
 @lru_cache(maxsize=64)
 def open_location(location: str) -> tuple[Any, str]:
-    """Return the file system (pyarrow's) of an address or of an absolute folder.
+    """Return the file system of an address or of an absolute folder, and the path in it.
 
-    And the path in it.
-
-    Raises:
-        ValueError: NotImplementedError, ImportError or OSError for what nothing here serves.
+    The file system is pyarrow's.
     """
     from pyarrow import fs
 

@@ -193,9 +193,12 @@ class CheckpointStore:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the checkpoint on its way.
+        """Wait for the checkpoint that is on its way.
 
-        One that did not come is told and left out; with a report it raises CheckpointNotSentError.
+        One that did not arrive is reported and left out.
+
+        Raises:
+            CheckpointNotSentError: If it has a report.
         """
         if self._sending is None:
             return
@@ -265,10 +268,7 @@ class CheckpointStore:
     # ---- reading -------------------------------------------------------------------------------
 
     def newest_whole(self) -> tuple[SavedCheckpoint | None, list[dict[str, Any]], list[str]]:
-        """Return the newest undamaged checkpoint, the reports up to it.
-
-        And the damage of newer ones.
-        """
+        """Return the newest undamaged checkpoint, the reports up to it, and newer damage."""
         checkpoints, reports = gather_objects(
             self.read() if self.rank == 0 else None, self.world_size
         )[0]

@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 
 
 class WorkerTraining(WorkerShare):
-    """One worker's training of a job.
-
-    Where it starts, and what it does at a step and at a milestone.
-    """
+    """One worker's training of a job, from its start through steps and milestones."""
 
     def __init__(
         self,
@@ -249,10 +246,7 @@ class WorkerTraining(WorkerShare):
         dist.barrier()
 
     def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
-        """Write the weights down if none were better so far.
-
-        And add to the report which are the best.
-        """
+        """Write the weights if none were better so far, and note the best in the report."""
         best_so_far = {key: self.metrics[key] for key in best.BEST_KEYS if key in self.metrics}
         step = metrics["step"]
         # Never with NaN; of equal steps the earlier one stays.
@@ -277,9 +271,9 @@ class WorkerTraining(WorkerShare):
         dist.barrier()
 
     def _speed(self) -> float:
-        """Tokens a second since the last milestone.
+        """Return the tokens per second since the last milestone.
 
-        Of the relaxation, with its own measuring, where it was all.
+        They are those of the relaxation, with its measurements, if that was all.
         """
         if self.steps or self.relaxed is None:
             return self.steps * self.tokens_a_step / self.train_seconds

@@ -121,10 +121,7 @@ def _centre(projection: Any, block: int, size: int, mean: Tensor, columns: bool)
 
 
 def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
-    """Move the lent blocks of a projection to the means of their stars.
-
-    And store the differences.
-    """
+    """Move the lent blocks of a projection to their stars' means, and store the differences."""
     columns = site.kind is SharedColumns
     size = site.size
     borrowers: dict[_Block, list[_Block]] = {}

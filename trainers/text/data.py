@@ -356,9 +356,12 @@ def default_length(positions: int, *tokens: int) -> int:
 
 
 class LoadedTexts(NamedTuple):
-    """Calibration and held-out token sequences `[N, T]` int64.
+    """Calibration and held-out token sequences, and where they come from.
 
-    And `facts` of their source for a record.
+    Attributes:
+        calibration: `[N, T]` int64.
+        held_out: `[N, T]` int64.
+        facts: Of their source, for a record.
     """
 
     calibration: Tensor

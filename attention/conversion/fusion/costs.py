@@ -208,10 +208,7 @@ class ValueCost(Cost):
     def _error(self, group: Tensor) -> Tensor:
         """Return the errors of `fit` without sweeps, without building it.
 
-        In coordinates in which every metric is 1.
-
-        In float32 but for the smallest matrices: what a basis captures is stationary in the basis,
-        so the result is good to about 1e-6 of the members' energy.
+        They are in coordinates in which every metric is 1.
         """
         units, which = self._units(group)
         own_gnn = self._of(units, group)
@@ -238,10 +235,7 @@ class ValueCost(Cost):
         return (energy - read.sum(1)).clamp_min(0).sum()
 
     def _units(self, group: Tensor) -> tuple[list[int], Tensor]:
-        """Return the different value heads of a group as numbers in `first`.
-
-        And that of each member.
-        """
+        """Return the different value heads of a group, as numbers in `first`, and each member's."""
         units, which = self.which[group].unique(return_inverse=True)
         return units.tolist(), which.to(self.metrics.device)
 
@@ -290,7 +284,7 @@ class ValueCost(Cost):
     def different(self, group: Tensor) -> list[int]:
         """Return the different value heads among the members, ascending.
 
-        Each by the first that has it.
+        Each is named by the first head that has it.
         """
         return [self.first[unit] for unit in self._units(group)[0]]
 
@@ -306,10 +300,7 @@ class ValueCost(Cost):
 
 
 def under_norm(heads: LayerHeads) -> LayerHeads:
-    """Return the heads with the weights of the norms that follow folded in.
-
-    Without norm weights.
-    """
+    """Fold the weights of the norms that follow into the heads, which then have none."""
     rows = {"q": heads.q_norm, "k": heads.k_norm, "q_bias": heads.q_norm, "k_bias": heads.k_norm}
     for name, weight in rows.items():
         if weight is not None:

@@ -96,7 +96,7 @@ class PooledValueCost(Cost):
     def start(self, members: int, count: int) -> Tensor:
         """Return the first `count` of the members' dims, one of each in turn.
 
-        Where most energy is.
+        These have most energy.
         """
         order = torch.arange(count, device=self.gram.device)
         return order % members * self.dim + order // members

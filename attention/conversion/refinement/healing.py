@@ -137,11 +137,9 @@ def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
 def heal_layer(
     fit: SideBySide, check: SideBySide, layer: int, number: int, ridge: float, carry: float
 ) -> LayerFit:
-    """Refit one layer's output projection of the converted model in place.
+    """Refit one layer's output projection of the converted model in place, if that helps.
 
-    If that helps on `check`.
-
-    Both models are at the next layer afterwards.
+    It helps if the error on `check` is lower. Both models are at the next layer afterwards.
 
     Args:
         fit: The models on the sequences to fit on.

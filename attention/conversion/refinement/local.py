@@ -156,9 +156,9 @@ def sequences_a_step(length: int, step_tokens: int = STEP_TOKENS) -> int:
 
 
 def steps_in_all(steps: int, layers: int) -> float:
-    """Adam steps of the local fits of so many `layers` together.
+    """Return the Adam steps of the local fits of `layers` layers together.
 
-    Where few layers get `steps` each.
+    `steps` is what each of a few layers gets.
     """
     return steps * min(layers, max(FEW_LAYERS, _LEAST_SHARE * layers))
 

@@ -71,15 +71,18 @@ def refine(
 ) -> tuple[LayerFit, ...]:
     """Run the refinement `name` on `converted` in place.
 
-    One entry per layer and step, in the order in which they ran.
-
-    `sequences` `[N, T]` are calibration tokens.
-
     Args:
-        original: An `Original` where others look at the same layers.
+        name: A part of the axis.
+        original: The model to come close to; an `Original` where others look at the same layers.
+        converted: The model that is changed.
+        sequences: `[N, T]` calibration tokens.
+        settings: Knobs of the part.
         first: The number in its checkpoint of the models' first layer, where they are a window of a
             larger model; layers are seeded and reported by their numbers there.
-        layer_steps: Of a local fit of each layer, where it is not the same for all.
+        layer_steps: Steps of a local fit of each layer, where it is not the same for all.
+
+    Returns:
+        One entry per layer and step, in the order in which they ran.
 
     Raises:
         ValueError: For an unknown name or setting, or if the part needs sequences and there are

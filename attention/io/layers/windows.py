@@ -176,10 +176,7 @@ def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> Pret
 
 
 def empty(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Return a model in evaluation mode whose weights are not set.
-
-    And take no memory before they are.
-    """
+    """Return a model in evaluation mode whose weights take no memory before they are set."""
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     nn.Module.to(model, device)
@@ -359,9 +356,10 @@ class OutputHead:
         self.device = device
 
     def final(self, stream: Tensor) -> Final:
-        """Return the inputs of the output matrix for the last layer's outputs `[B, T, D]`.
+        """Return the inputs of the output matrix, and that matrix.
 
-        And that matrix.
+        Args:
+            stream: `[B, T, D]`, the output of the last layer.
         """
         stream = stream.to(self.model.device, self.model.dtype)
         # The layer, whose weights were never read, hands on the stream instead of what it is given.

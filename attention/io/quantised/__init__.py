@@ -1,4 +1,1 @@
-"""Quantised sources.
-
-And the checkpoint of plain floating-point safetensors that is made of them.
-"""
+"""Quantised sources, and the checkpoint of plain safetensors that is made of them."""

@@ -132,10 +132,7 @@ class GGUFFile:
         return config
 
     def _rope(self, architecture: str) -> dict[str, Any]:
-        """Return the scaling of rotary embedding in the file.
-
-        Which transformers' reader leaves out.
-        """
+        """Return the scaling of rotary embedding, which transformers' reader leaves out."""
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         base = float(self.field(f"{architecture}.rope.freq_base", 10_000.0))
         if (factors := self._tensors().get(_ROPE_FREQUENCIES)) is not None:

@@ -47,9 +47,12 @@ def method_of(settings: Any) -> str | None:
 
 @dataclass(frozen=True)
 class _PlainTensor:
-    """How one plain tensor is made.
+    """How one plain tensor is made of stored ones.
 
-    Of which stored tensors (by their part in `make`), and its shape.
+    Attributes:
+        shape: That of the plain tensor.
+        sources: The stored tensors, by their part in `make`.
+        make: Makes the plain tensor.
     """
 
     shape: tuple[int, ...]

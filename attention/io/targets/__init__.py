@@ -161,9 +161,9 @@ def target(name: str, more: Sequence[str] = ()) -> Target:
 
 
 def _unknown(name: str, names: Sequence[str]) -> str:
-    """Return what is said of a target that does not exist.
+    """Return the error message for a target that does not exist.
 
-    For software that is named, the target that it loads.
+    If it is the name of software, the message names the target which that loads.
     """
     plain = str(name).lower().replace("_", "-").replace(" ", "-")
     listed = f"target must be one of {list(names)}, got {name!r}"

@@ -27,7 +27,7 @@ Pairs = dict[tuple[int, int], list[int]]
 def pairs_of(layer: LayerPlan) -> Pairs:
     """Return query heads by the (key head, value head) pair that they read.
 
-    In order of appearance.
+    Pairs are in order of appearance.
     """
     pairs: Pairs = {}
     for head, pair in enumerate(zip(layer.key_map, layer.value_map, strict=True)):

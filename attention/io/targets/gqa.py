@@ -33,7 +33,7 @@ from attention.plan import AttentionPlan
 def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTrainedModel:
     """Return an empty stock model with these counts.
 
-    Of the same family, or Mistral where Llama's config forbids them.
+    It is of the same family, or Mistral where Llama's config forbids them.
     """
     config = _stock_config(model.config, heads, kv_heads)
     return family_of(config).model_class._from_config(config, dtype=model.dtype)

@@ -70,10 +70,7 @@ def attend(
     composed_cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention with scores and weights composed.
-
-    As an attention function of transformers.
-    """
+    """Compute attention with scores and weights composed: an attention function of transformers."""
     composition = module.composition
     weights = module.composition.key_weights(composed_input)
     if composed_cache is not None and weights is not None:

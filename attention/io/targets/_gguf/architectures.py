@@ -97,10 +97,7 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
 
 
 def _check_qwen3_moe(config: Any) -> None:
-    """Check that every layer has experts, weighted so that those in use sum to one.
-
-    As in llama.cpp.
-    """
+    """Check that every layer has experts whose weights in use sum to one, as in llama.cpp."""
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
         raise TargetError(
             f"llama.cpp has no qwen3_moe with layers without experts "
