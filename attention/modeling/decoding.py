@@ -53,8 +53,8 @@ class HeadSlots:
         groups = groups_of(head_map)
         width = max(len(g) for g in groups)
         heads = [member for g in groups for member in (*g, *[g[0]] * (width - len(g)))]
-        place = [head_map[h] * width + groups[head_map[h]].index(h) for h in range(len(head_map))]
-        return cls(len(groups), width, _index(heads), _index(place))
+        slots = [head_map[h] * width + groups[head_map[h]].index(h) for h in range(len(head_map))]
+        return cls(len(groups), width, _index(heads), _index(slots))
 
     def gather(self, x: Tensor) -> Tensor:
         """`[B, H, n]` -> `[B, G, m, n]`."""

@@ -112,23 +112,23 @@ def in_chunks(
 
     def share(labels: Tensor, states: Tensor, guide: Tensor | None = None) -> Tensor:
         logits = predicting.head(states)
-        wanted = None
+        reference_logits = None
         if reference is not None and guide is not None:
             with torch.no_grad():
-                wanted = reference.head(guide)[: len(labels)]
+                reference_logits = reference.head(guide)[: len(labels)]
         if not len(labels):
             return logits.new_zeros(())
-        return cost(logits[: len(labels)], labels, wanted) * (len(labels) / counted)
+        return cost(logits[: len(labels)], labels, reference_logits) * (len(labels) / counted)
 
     total: Any = 0
     for index, chunk in enumerate(zip(*parts, strict=True)):
-        mine = labels[index * size : min(counted, index * size + size)]
+        chunk_labels = labels[index * size : min(counted, index * size + size)]
         if again:
             total = total + checkpoint(
-                share, mine, *chunk, use_reentrant=False, preserve_rng_state=False
+                share, chunk_labels, *chunk, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            total = total + share(mine, *chunk)
+            total = total + share(chunk_labels, *chunk)
     return total
 
 
@@ -172,12 +172,12 @@ def _at_the_head(
 
     head.forward = once
     config = _config(model)
-    own = {name: getattr(config, name) for name in AFTER_THE_HEAD if hasattr(config, name)}
+    values = {name: getattr(config, name) for name in AFTER_THE_HEAD if hasattr(config, name)}
     try:
-        for name in own:
+        for name in values:
             setattr(config, name, AFTER_THE_HEAD[name])
         return model(input_ids=ids, use_cache=False, **more).logits
     finally:
         head.__dict__.pop("forward", None)
-        for name, value in own.items():
+        for name, value in values.items():
             setattr(config, name, value)

@@ -144,12 +144,12 @@ class Streams:
         present = self.modules[self.layer]
         outputs = iter(attended or ())
         for index, batch in enumerate(self.batches):
-            known = (
+            replayed = (
                 nullcontext()
                 if attended is None
                 else _shadowed([present], _giving(next(outputs), None))
             )
-            with self.entering(index), known:
+            with self.entering(index), replayed:
                 reached.append(
                     run_to(self.model, self.layers[layer], batch, through=False).stream.clone()
                 )

@@ -109,5 +109,5 @@ def share(model: PreTrainedModel, plan: AttentionPlan) -> None:
                 block: (site.projection(source), theirs)
                 for block, (source, theirs) in borrowed.items()
             }
-            made = site.kind(site.projection(layer), plan.num_heads, site.size, lenders)
-            setattr(site.owners[layer], site.name, made)
+            shared = site.kind(site.projection(layer), plan.num_heads, site.size, lenders)
+            setattr(site.owners[layer], site.name, shared)

@@ -172,19 +172,21 @@ class SharedRows(SharedProjection):
         return torch.cat([parts[piece.owner][piece.part] for piece in self._pieces])
 
     def forward(self, x: Tensor) -> Tensor:
-        own = (
+        owned = (
             ()
             if self.own_weight is None
             else F.linear(x, self.own_weight, self.own_bias).split(self._own_sizes, -1)
         )
         weights = self._weights()
         biases = self._biases()
-        made: dict[Piece, Tensor] = {}  # two blocks may be the same one of a lender
+        outputs: dict[Piece, Tensor] = {}  # two blocks may be the same one of a lender
         for piece in self._pieces:
-            if piece.owner != _OWN and piece not in made:
+            if piece.owner != _OWN and piece not in outputs:
                 bias = biases[piece.owner][piece.part] if biases[piece.owner] else None
-                made[piece] = F.linear(x, weights[piece.owner][piece.part], bias)
-        return torch.cat([own[p.part] if p.owner == _OWN else made[p] for p in self._pieces], -1)
+                outputs[piece] = F.linear(x, weights[piece.owner][piece.part], bias)
+        return torch.cat(
+            [owned[p.part] if p.owner == _OWN else outputs[p] for p in self._pieces], -1
+        )
 
     @torch.no_grad()
     def write(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -209,18 +211,18 @@ class SharedColumns(SharedProjection):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self._weights()
-        own = []
+        owned = []
         inputs = dict[Piece, Tensor]()
         for piece, part in zip(
             self._pieces, x.split([p.size for p in self._pieces], -1), strict=True
         ):
             if piece.owner == _OWN:
-                own.append(part)
+                owned.append(part)
             else:
                 inputs[piece] = inputs[piece] + part if piece in inputs else part
         terms = [F.linear(part, weights[piece.owner][piece.part]) for piece, part in inputs.items()]
         if self.own_weight is not None:
-            return sum(terms, F.linear(torch.cat(own, -1), self.own_weight, self.own_bias))
+            return sum(terms, F.linear(torch.cat(owned, -1), self.own_weight, self.own_bias))
         return sum(terms[1:], terms[0]) if self.own_bias is None else sum(terms, self.own_bias)
 
     @torch.no_grad()

@@ -55,13 +55,13 @@ def exact_partition(
             group_cost.table(num_heads, range(1, largest + 1)), num_heads, max(requested_sizes)
         )
         return {g: programme.best(g) for g in requested_sizes}
-    found = {}
+    results = {}
     for g in requested_sizes:
         largest = largest_group(num_heads, g, equal_sizes)
         size = largest if num_heads % g == 0 else None
         table = group_cost.table(num_heads, range(1, largest + 1) if size is None else [size])
-        found[g] = Programme(table, num_heads, g, size=size).best(g)
-    return found
+        results[g] = Programme(table, num_heads, g, size=size).best(g)
+    return results
 
 
 def shared_exact_partition(

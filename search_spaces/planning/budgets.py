@@ -223,8 +223,8 @@ def nearest_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     most = most_heads(kv_ratio, geometry)
     totals = possible_totals(recipe, geometry)
     position = bisect_right(totals, most)
-    if found := _met(recipe, totals[:position][::-1], geometry):
-        return Fraction(found[0], heads)
+    if reachable := _met(recipe, totals[:position][::-1], geometry):
+        return Fraction(reachable[0], heads)
     if geometry.num_kv_heads == 1:
         raise ValueError(f"one KV head: nothing to share; {own_cache(geometry)}")
     if least := _met(recipe, totals[position:], geometry):

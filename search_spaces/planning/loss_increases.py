@@ -169,9 +169,9 @@ class LayerIncreases:
         def increase(index: int) -> float:
             layer, plan = plans[index]
             find = self._measured if measures else self._estimated
-            found = find(layer, plan.layers[layer], tasks.get(layer))
+            result = find(layer, plan.layers[layer], tasks.get(layer))
             report()
-            return found
+            return result
 
         if measures:  # runs the whole model
             return [increase(index) for index in range(len(plans))]

@@ -59,10 +59,10 @@ class EngineForm:
             ]
             plan = AttentionPlan(tuple(maps), geometry.head_dim, **more)
             try:
-                held = engine_target.held(config, plan)
+                support = engine_target.held(config, plan)
             except TargetError:
                 return False
-            return held.bytes_per_token("float16") <= plan.kv_bytes_per_token("float16")
+            return support.bytes_per_token("float16") <= plan.kv_bytes_per_token("float16")
 
         # Uneven on purpose: all but the first group have one head
         groups = {

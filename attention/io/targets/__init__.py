@@ -114,12 +114,12 @@ class Target:
 @cache
 def targets() -> dict[str, Target]:
     """All targets by name."""
-    found = {}
+    by_name = {}
     for info in pkgutil.iter_modules(__path__):
         if not info.name.startswith("_"):
             target = importlib.import_module(f"{__name__}.{info.name}").TARGET
-            found[target.name] = target
-    return found
+            by_name[target.name] = target
+    return by_name
 
 
 GGUF_READERS = (
@@ -207,26 +207,28 @@ def best_target(
     Raises:
         TargetError: If no target can represent the plan.
     """
-    held = {}
-    others = {}
+    cache_bytes = {}
+    refusals = {}
     for name, one in targets().items():
         try:
-            held[name] = one.held(config, plan).bytes_per_token(dtype)
+            cache_bytes[name] = one.held(config, plan).bytes_per_token(dtype)
         except TargetError as error:
-            others[name] = str(error)
-    if not held:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in others.items())
+            refusals[name] = str(error)
+    if not cache_bytes:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
         raise TargetError(
             f"no target holds this plan ({reasons}); keep it in Headfold's own format"
         )
-    best = min(held, key=lambda name: (held[name], -len(targets()[name].engines), name))
-    for name in held.keys() - {best}:
-        bytes_ = held[name]
+    best = min(
+        cache_bytes, key=lambda name: (cache_bytes[name], -len(targets()[name].engines), name)
+    )
+    for name in cache_bytes.keys() - {best}:
+        bytes_ = cache_bytes[name]
         engines = " and ".join(targets()[name].engines)
-        more = f"{bytes_} KV bytes per token instead of {held[best]}"
-        others[name] = (
+        more = f"{bytes_} KV bytes per token instead of {cache_bytes[best]}"
+        refusals[name] = (
             more
-            if bytes_ > held[best]
+            if bytes_ > cache_bytes[best]
             else f"the same {bytes_} KV bytes per token, read by {engines}"
         )
-    return best, dict(sorted(others.items()))
+    return best, dict(sorted(refusals.items()))
