@@ -20,7 +20,7 @@ from attention.modeling.growing_cache import cache_of, next_output
 from attention.modeling.predictions import Final, final, in_chunks, mean_cost
 from attention.modeling.running import AT_ONCE, batch_of, evaluating
 from trainers.losses import kl, prediction_losses
-from trainers.shortage import give_back, is_shortage
+from trainers.out_of_memory import free_memory, is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ def evaluate(
             )
             break
         except RuntimeError as error:
-            if reduce is not None or at_once == 1 or not is_shortage(error):
+            if reduce is not None or at_once == 1 or not is_out_of_memory(error):
                 raise
-        give_back()
+        free_memory()
         at_once //= 2
         notes = (f"out of memory with {batch_size} sequences at once: evaluated with {at_once}",)
     if reduce is not None:

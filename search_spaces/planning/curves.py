@@ -24,7 +24,7 @@ from attention.conversion.refinement.windows import windows
 from attention.io.files import write_whole
 from search_spaces.partitions import Partition
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.kept_files import alone
+from search_spaces.planning.folder_lock import locked_folder
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES
 
@@ -152,7 +152,7 @@ class Curves:
     def _save(self) -> None:
         if self.file is None:
             return
-        with alone(self.file.parent):
+        with locked_folder(self.file.parent):
             # What another process has measured meanwhile stays; equal points are equal by
             # construction.
             self.points.update({**_read(self.file), **self.points})

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from attention.io.files import write_whole
-from search_spaces.planning.kept_files import alone
+from search_spaces.planning.folder_lock import locked_folder
 from search_spaces.site import Site
 
 
@@ -47,7 +47,7 @@ class StoredPrices:
 
     def add(self, prices: Mapping[int, np.ndarray]) -> None:
         """Raise OSError if the folder cannot be written."""
-        with alone(self.file.parent):
+        with locked_folder(self.file.parent):
             every = self.read() | dict(prices)
             write_whole(
                 self.file,

@@ -21,7 +21,7 @@ from trainers.jobs.share import teacher_of
 from trainers.jobs.train_job import TrainJob
 from trainers.jobs.training import WorkerTraining
 from trainers.loop import TrainingDiverged
-from trainers.shortage import give_back, is_shortage
+from trainers.out_of_memory import free_memory, is_out_of_memory
 
 
 def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
@@ -43,13 +43,13 @@ def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
     try:
         return _attempt(fitting, link, notes)
     except RuntimeError as error:
-        if not is_shortage(error):
+        if not is_out_of_memory(error):
             raise
         cause = reason(error)
     memory.lower_micro_batch(fitting, cause, already=bool(notes))
     if link.world_size > 1:
         raise memory.MicroBatchLoweredError(f"rank {link.rank}: {cause}")
-    give_back()
+    free_memory()
     return run_job(job, link)
 
 

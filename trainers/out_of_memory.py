@@ -1,4 +1,4 @@
-"""Out of memory: how it is recognised, and what is given back before another try."""
+"""Out of memory: how it is recognised, and what is freed before another try."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
-def is_shortage(error: RuntimeError) -> bool:
-    """Whether torch, CUDA or its libraries ran out of memory.
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether torch, CUDA or its libraries ran out of memory.
 
     They do not all say so by the type.
     """
     return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
 
 
-def give_back() -> None:
-    """Free what a failed attempt held. Its exception must be gone: the tensors hang on it."""
+def free_memory() -> None:
+    """Free what a failed attempt held. Its exception must be gone: it refers to the tensors."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
