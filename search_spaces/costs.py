@@ -124,9 +124,11 @@ class GroupCost:
         )
 
     def score(self, partition: Partition) -> float:
+        """Return minus the total cost of a partition."""
         return -sum(self.cost(group) for group in partition)
 
     def scores(self, partitions: Sequence[Partition]) -> list[float]:
+        """Return the scores of several partitions."""
         costs = dict.fromkeys(group for partition in partitions for group in partition)
         costs = dict(zip(costs, self.costs(costs), strict=True))
         return [-sum(costs[group] for group in partition) for partition in partitions]

@@ -190,6 +190,7 @@ class SplitModel:
         return self._engine.module
 
     def close(self) -> None:
+        """Release the engine."""
         close(self._engine)
         self._engine = None
 

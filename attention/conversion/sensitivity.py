@@ -115,6 +115,8 @@ class SummedGradients:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
+        """Collect gradients at the attention modules while the body runs."""
+
         def watch(module: nn.Module, _: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             if tensor.requires_grad:

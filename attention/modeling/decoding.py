@@ -50,6 +50,7 @@ class HeadSlots:
 
     @classmethod
     def of(cls, head_map: Sequence[int]) -> HeadSlots:
+        """Return the slots of a map from query heads to kept heads."""
         groups = groups_of(head_map)
         width = max(len(g) for g in groups)
         heads = [member for g in groups for member in (*g, *[g[0]] * (width - len(g)))]
@@ -89,6 +90,7 @@ class HeadMaps:
 
     @classmethod
     def of(cls, plan: LayerPlan) -> HeadMaps:
+        """Return the maps of a layer."""
         keys, values = (
             [h for g in groups for h in g] for groups in (plan.key_groups, plan.value_groups)
         )

@@ -50,6 +50,11 @@ class GroupingProblem:
         check_groups(self.num_heads, self.groups)
 
     def need_similarity(self) -> np.ndarray:
+        """Return the similarity.
+
+        Raises:
+            ValueError: If there is none.
+        """
         if self.similarity is None:
             raise ValueError(
                 "this grouping is guided by a similarity; choose one on the similarity axis"
@@ -57,6 +62,11 @@ class GroupingProblem:
         return self.similarity
 
     def need_objective(self) -> Objective:
+        """Return the objective.
+
+        Raises:
+            ValueError: If there is none.
+        """
         if self.objective is None:
             raise ValueError("this grouping needs an objective; choose one on the objective axis")
         return self.objective

@@ -72,6 +72,7 @@ class Planner:
     _last_objective: tuple[Any, Objective] | None = field(default=None, init=False)
 
     def plan(self) -> AttentionPlan:
+        """Group the heads of all sites and return the plan."""
         counts = self.counts()
         with stage("grouping heads", len(counts), "layers") as progress:
             for layer, of_layer in enumerate(counts):

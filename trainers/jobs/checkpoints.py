@@ -115,6 +115,7 @@ class CheckpointStore:
 
     @classmethod
     def of(cls, job: TrainJob, rank: int = 0, world_size: int = 1) -> CheckpointStore:
+        """Return the store of a job, as worker `rank` of `world_size` sees it."""
         return cls(job.storage_path, job.run_name, rank, world_size, job.checkpoint_address)
 
     def of_run(self, run_name: str) -> CheckpointStore:

@@ -170,12 +170,14 @@ class TrainJob:
         return replace(self, settings=self.settings.on(workers), relaxation=spec)
 
     def to_json(self) -> str:
+        """Return the job as JSON, for the processes that run it."""
         record = {f.name: getattr(self, f.name) for f in fields(self)}
         record["relaxation"] = self.relaxation.to_dict() if self.relaxation else None
         return json.dumps({**record, "settings": self.settings.model_dump()}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> TrainJob:
+        """Read a job from the text that `to_json` returns."""
         record = json.loads(text)
         record["settings"] = TrainSettings(**record["settings"])
         if record.get("relaxation") is not None:

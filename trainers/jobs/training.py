@@ -145,6 +145,7 @@ class WorkerTraining(WorkerShare):
         return int(state["step"])
 
     def on_step(self, step: int, loss: float) -> None:
+        """Count a step, and write a checkpoint or a line of the curve where one is due."""
         self.first_step_at = self.first_step_at or time.time()
         self.store.advance()
         lap = self.lap()

@@ -96,6 +96,7 @@ class RelaxationSpec:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> RelaxationSpec:
+        """Read a relaxation from its record."""
         settings = record.get("settings")
         return cls(
             **{**record, "settings": None if settings is None else TrainSettings(**settings)}

@@ -551,6 +551,7 @@ class BatchStream:
         self._order = torch.empty(0, dtype=torch.int64)
 
     def next(self) -> Tensor:
+        """Return the next batch, `[B, T]`."""
         rows = [self._row(self._position + row) for row in self._mine]
         self._position += self._batch_size
         return self._sequences[rows].long()
@@ -570,6 +571,7 @@ class BatchStream:
         self._position += sequences
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position in the stream, as plain values."""
         return {"position": self._position, "seed": self._seed, "sequences": len(self._sequences)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -59,6 +59,7 @@ class Shard:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Shard:
+        """Read a shard from its record."""
         return cls(int(record["size"]), str(record["sha256"]), TextPosition(*record["end"]))
 
 

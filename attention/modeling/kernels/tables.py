@@ -40,6 +40,7 @@ class Tables:
 
     @classmethod
     def of(cls, plan: LayerPlan) -> Tables:
+        """Return the tables of a layer, on the CPU."""
         units = [
             (key, group[start : start + _MOST])
             for key, group in enumerate(plan.key_groups)
@@ -56,6 +57,7 @@ class Tables:
         )
 
     def on(self, device: torch.device) -> Tables:
+        """Return the tables on a device, copied once."""
         if device == self.keys.device:
             return self
         if device not in self._copies:
