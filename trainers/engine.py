@@ -205,7 +205,7 @@ class TrainEngine:
         return state["client"]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each weight and persistent buffer by name, whole and on the CPU, as it is asked for.
+        """Each weight and persistent buffer by name, whole and on the CPU, as it is used.
 
         All workers must go through them together, and only rank 0 is given any.
 

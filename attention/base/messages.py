@@ -1,4 +1,4 @@
-"""What every package says of a mistake.
+"""Messages about mistakes that every package uses.
 
 Names that were nearly right, and what a library below had to say, whole.
 """

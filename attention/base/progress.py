@@ -2,11 +2,11 @@
 
 The stage, what is done of all, and the time left, on stderr.
 
-Code that works long opens a `stage`. Nothing is shown unless somebody asks for it with
-`show_progress`, as the command line does for a whole verb; a stage within one that counts is not
-shown, the outer one says enough. On a terminal a stage that counts has a bar, which goes away when
-it is done. Elsewhere, as in a log, a thread writes a line every few seconds, so that nothing looks
-hung, however long a step takes or libraries load.
+Code that works long opens a `stage`. Nothing is shown outside of `show_progress`, as the command
+line does for a whole verb; a stage within one that counts is not shown, the outer one says enough.
+On a terminal a stage that counts has a bar, which goes away when it is done. Elsewhere, as in a
+log, a thread writes a line every few seconds, so that nothing looks hung, however long a step takes
+or libraries load.
 """
 
 from __future__ import annotations

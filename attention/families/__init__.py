@@ -105,7 +105,7 @@ def family_of(config: Any) -> Family:
 
 
 def _multimodal(model_type: str, text_type: Any) -> str:
-    """Return what a user of a multimodal checkpoint is told."""
+    """Return the message for a multimodal checkpoint."""
     message = f"a {model_type} is multimodal, and its language model, a {text_type},"
     if text_type not in families():
         return f"{message} is of no supported type; supported are {', '.join(sorted(families()))}"

@@ -51,7 +51,7 @@ TensorSource = Stored | Stacked
 
 
 def stacks(converter: WeightConverter) -> bool:
-    """Whether transformers does no more by `converter` than `Stacked` says."""
+    """Whether `converter` of transformers does no more than `Stacked` describes."""
     merge, *more = converter.operations
     joined = all(isinstance(one, Concatenate) and one.dim == 1 for one in more)
     return isinstance(merge, MergeModulelist) and merge.dim == 0 and joined and len(more) < 2

@@ -38,7 +38,7 @@ class ExportReport:
         kv_heads: Of each layer, as the engines hold them.
         kv_bytes_per_token_original: Of the model that was converted; None where that was not
             recorded.
-        check: What an engine that loaded it has shown, empty if none was asked.
+        check: What an engine that loaded it has shown, empty if none was requested.
         zero_query_heads: In all layers, and `extra_attention`: their work over that of the model's
             own query heads.
     """

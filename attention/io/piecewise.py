@@ -79,8 +79,8 @@ def save_as(
 ) -> Path:
     """Write the model of the checkpoint folder `source` with other weights, atomically.
 
-    `tensors` gives each of its parameters and persistent buffers once, by name, when it is asked
-    for; no more than `shard` bytes of them, or one, are kept at a time.
+    `tensors` gives each of its parameters and persistent buffers once, by name, when it is used; no
+    more than `shard` bytes of them, or one, are kept at a time.
 
     Returns:
         Its folder.

@@ -50,7 +50,7 @@ def _most_stored(folder: Path) -> str | None:
     """Return the floating-point dtype of most numbers in a folder's safetensors, or None."""
     counts: Counter[str] = Counter()
     for path in sorted(folder.glob("*.safetensors")):
-        with suppress(WeightsError):  # a file that cannot be read is told of when it is loaded
+        with suppress(WeightsError):  # a file that cannot be read is reported when it is loaded
             for tensor in tensors_of_file(folder, path.name).values():
                 counts[tensor.dtype] += tensor.numbers
     kinds = [kind for kind, _ in counts.most_common() if kind in STORED]

@@ -71,7 +71,7 @@ def check_folder(
 
 
 def cannot_write(path: str | Path, error: Exception, key: str) -> OutputError:
-    """Return what a user is told of an error of the system.
+    """Return the message for an error of the system.
 
     No permission, no room, a parent that is a file, a loop.
     """

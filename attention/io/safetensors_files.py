@@ -2,7 +2,7 @@
 
 Which tensor lies where, in what shape.
 
-A file that cannot be read is told by name, with what it is instead and what to do.
+A file that cannot be read is reported by name, with what it is instead and what to do.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every parameter by name and shape.
 
-transformers fills what a checkpoint lacks at random and goes on. Here that is an error, told from
+transformers fills what a checkpoint lacks at random and goes on. Here that is an error, found from
 the headers of the safetensors files before any weight is read (`check_weights`), and for hub names
 from what was loaded (`check_loaded`).
 """
@@ -72,7 +72,7 @@ def check_weights(source: str | Path, config: PretrainedConfig) -> dict[str, Ten
     """Where each tensor of the config's model lies, by the model's names; empty for a hub name.
 
     Headers alone are read, unless both of two tied matrices are stored: those are compared. Surplus
-    tensors are told in a warning.
+    tensors are reported in a warning.
 
     Raises:
         WeightsError: For quantised weights, for files that cannot be read, and unless every

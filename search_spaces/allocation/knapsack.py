@@ -19,7 +19,7 @@ from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
 
 BY_CURVES = ("knapsack", "layerwise")
-# Times the model's, zeros included, that unequal groups may lead to unless they are asked for.
+# Times the model's, zeros included, that unequal groups may lead to unless they are requested.
 _MOST_QUERY_HEADS = 2
 POWERS = range(-12, 7)  # of 2: weights of evenness, relative to the mean error
 

@@ -26,7 +26,7 @@ class AllocationProblem:
     Attributes:
         admissible: Head counts that the grouping can make of one site, ascending, at most U.
         usual: Those of them that are considered where each site has a count of its own, unless
-            others are asked for.
+            others are requested.
     """
 
     num_layers: int

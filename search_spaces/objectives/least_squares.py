@@ -17,7 +17,7 @@ from search_spaces.site import Site
 DEAR = 1e12
 """Multiply-adds of a search by value costs from which it goes by estimates of them: about a minute
 of one core."""
-_SEARCHED = 6000  # prices that a search asks for
+_SEARCHED = 6000  # prices that a search needs
 OFTEN = 4  # the size of most groups
 
 

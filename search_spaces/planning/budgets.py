@@ -1,4 +1,4 @@
-"""Which KV ratios a recipe can keep, as far as can be told without weights.
+"""Which KV ratios a recipe can keep, as far as can be known without weights.
 
 A ratio that a user gives is a ceiling: `nearest_budget` is the budget that is used, `check_budget`
 the exact one.

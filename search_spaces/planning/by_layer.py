@@ -105,7 +105,7 @@ def curves_of_layer(
     """
     planner = Planner(recipe, 1, context, [], generators)
     for side, requested in counts.items():
-        # Who calls tells which layer of the checkpoint it is.
+        # The caller knows which layer of the checkpoint it is.
         planner.curves_of([(0, side)], requested, shown=False)
     return planner.curves.points
 

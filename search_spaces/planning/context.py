@@ -189,7 +189,7 @@ class PlanningContext:
 
     @cached_property
     def fit_texts(self) -> FitTexts:
-        """What layers are fitted on before their loss increases are told."""
+        """What layers are fitted on before their loss increases are measured."""
         return FitTexts.of(self.looked_at, self.measured_on(FIT_TOKENS))
 
     def output_metric(self, layer: int, tokens: int) -> Tensor:

@@ -21,7 +21,7 @@ MATCHES = ("qk", "q", "k", "v", "qkv", "apart")
 class SharingProblem:
     """`heads`: lifted, one entry per layer.
 
-    `mlps()` reads the MLP of every layer, if it is asked for.
+    `mlps()` reads the MLP of every layer, if it is used.
     """
 
     heads: Sequence[LayerHeads]

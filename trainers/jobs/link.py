@@ -1,4 +1,4 @@
-"""A worker's way to whoever wants a job done."""
+"""A worker's way to the process that wants a job done."""
 
 from __future__ import annotations
 

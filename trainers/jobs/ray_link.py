@@ -1,4 +1,4 @@
-"""What a worker of Ray Train tells: reports, with where a checkpoint lies, and gauges."""
+"""What a worker of Ray Train reports: reports, with where a checkpoint lies, and gauges."""
 
 from __future__ import annotations
 

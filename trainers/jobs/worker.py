@@ -47,14 +47,14 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
     train_loss (mean since the last milestone), tokens_per_second (of training alone), seconds (of
     the job, start-up of processes not counted) and checkpoint_path; of a relaxation, whose tokens
     and seconds count, also relaxation_steps, collapsed_loss (before any recovery),
-    relaxation_history, relaxation_remaining (share of its way) and relaxed_dir; `notes` tell of a
+    relaxation_history, relaxation_remaining (share of its way) and relaxed_dir; `notes` name a
     smaller micro-batch or a damaged checkpoint. The last report has `out_dir` and `weights_digest`
     of the finished weights. A job that is started again first repeats its earlier reports.
     `callbacks` are Ray Train's. Inside a Tune trial pass `TuneReportCallback()`.
 
     Raises:
         TrainingDiverged: When the loss is no longer finite, and Ray's TrainingFailedError when
-            workers failed more than `max_failures` times.
+        workers failed more than `max_failures` times.
     """
     config = {"job": job.to_json()}
     minutes = job.checkpoint_minutes
@@ -91,7 +91,7 @@ def serve_pool(pool: Any, group: str, shape: Shape, storage_path: str) -> None:
     Workers of a shape take jobs from the pool's actor until it has no more.
 
     `pool.next(group, rank, number, worker)` gives job `number` as JSON, or None to end;
-    `pool.report(group, metrics, last)` is told rank 0's milestones and says whether to go on;
+    `pool.report(group, metrics, last)` takes rank 0's milestones and returns whether to go on;
     `pool.finished(group, rank, ended)` what `run_job` returned, or {"failed"} with the traceback.
 
     Returns:

@@ -138,7 +138,7 @@ class Relaxation(nn.Module, ABC):
 
     @abstractmethod
     def finished(self) -> bool:
-        """Whether collapsing would now change as little as the method asks for.
+        """Whether collapsing would now change as little as the method requires.
 
         The same on all workers.
         """

@@ -125,7 +125,7 @@ class RelaxationSpec:
 def relaxed_objective(
     relaxation: Relaxation, loss_fn: LossFunction, step: Callable[[], int]
 ) -> LossFunction:
-    """`loss_fn` plus the penalty; `step()` tells how many steps are done."""
+    """`loss_fn` plus the penalty; `step()` returns how many steps are done."""
 
     def objective(model: Any, batch: Tensor) -> Tensor:
         now = step()

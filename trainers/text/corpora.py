@@ -9,7 +9,7 @@ A *source* is one of
 - `synthetic:NAME`: the tasks of Xiao 2024, see `trainers.text.synthetic_corpus`;
 
 and files and data sets may end in `:split`. Text that belongs to no split, or to `train`, is
-divided by the md5 rule below, of small files with a larger held-out side where that is asked for
+divided by the md5 rule below, of small files with a larger held-out side where that is requested
 (`Division`); text of any other split (`validation`, `test`) is held out as a whole.
 
 A record of a file or data set has its text in one field, or a conversation in `messages` (role,
@@ -183,7 +183,7 @@ class Corpus:
     def most_tokens(self) -> int | None:
         """More tokens cannot be in the text, beginning and end tokens included.
 
-        None where only reading it tells.
+        None where only reading it shows that.
         """
         if self.kind not in (STDLIB, BUILTIN) and not (
             self.files and self.files[0].suffix in _PLAIN
@@ -212,7 +212,7 @@ class Corpus:
             mixed: Of `builtin` only as much code as there is prose.
 
         Raises:
-            DataError: When the source is missing, has no `text_field`, is held out and asked to
+            DataError: When the source is missing, has no `text_field`, is held out and used to
                 train, or cannot be divided.
         """
         if side == "train" and self.wholly_held_out:
@@ -445,7 +445,7 @@ def _open(corpus: Corpus) -> Any:
     from datasets import disable_progress_bars, load_dataset, logging
 
     disable_progress_bars()
-    logging.set_verbosity(logging.CRITICAL)  # what goes wrong is raised as well, and told once
+    logging.set_verbosity(logging.CRITICAL)  # what goes wrong is raised as well, and reported once
     try:
         if corpus.kind == "hub":
             return load_dataset(

@@ -500,7 +500,7 @@ def token_set(
 
     Made unless it is there.
 
-    A run that was killed is gone on with. Whatever `tokenise`, the set is the same.
+    A run that was killed is resumed. Whatever `tokenise`, the set is the same.
 
     Raises:
         DataError: When there is too little text.

@@ -166,7 +166,7 @@ PATTERNS: dict[str, Callable[[WordDomain, dict[str, str], np.random.Generator], 
 def all_tasks() -> tuple[Task, ...]:
     """Every pattern with every transformation that fits it, sorted.
 
-    Of a person (`same item`) only the name is said.
+    Of a person (`same item`) there is only the name.
     """
     tasks = []
     for pattern in PATTERNS:

@@ -32,7 +32,7 @@ class WordDomain:
         classes: Class -> its items.
         statement: Of a person and an item.
         listing: Of items alone.
-        other_class: Names what is outside a class ("" if no class may be asked for).
+        other_class: Names what is outside a class ("" if no class may be requested).
     """
 
     name: str

@@ -100,7 +100,7 @@ class Layout:
 class TokenSequences:
     """The sequences of a finished set, `[N, T]`.
 
-    Rows are read from disk when they are asked for, and nothing is kept, so that memory does not
+    Rows are read from disk when they are used, and nothing is kept, so that memory does not
     grow with the number of tokens. `digest`: of all tokens and how they are cut.
     """
 

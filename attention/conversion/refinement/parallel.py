@@ -1,4 +1,4 @@
-"""Layers beside each other: independent work on small layers, a thread each."""
+"""Independent work on small layers at the same time, a thread each."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ EMBEDDING_ROWS = 4096  # rows of an embedding that are looked at together
 class LazyWeights:
     """The tensors of a checkpoint folder by the present model class' names.
 
-    Nothing is read before it is asked for, and no file stays open: pages of a mapped file count as
+    Nothing is read before it is used, and no file stays open: pages of a mapped file count as
     memory of the process.
 
     Raises WeightsError unless the files hold all that the config's model has

@@ -3,7 +3,7 @@
 Its config and tokenizer as transformers reads them, its tensors one at a time.
 
 Families that llama.cpp's target of the export knows are read tensor by tensor, the inverse of what
-it writes; others as a whole by transformers, in the dtype that is asked for.
+it writes; others as a whole by transformers, in the dtype that is requested.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 One tensor at a time.
 
 Every number is the product that the format defines, computed in float32 and rounded once to the
-dtype that is asked for. The scales of a weight may lie in another file than the weight.
+dtype that is requested. The scales of a weight may lie in another file than the weight.
 
 Legend: N rows and K columns of a matrix, E experts, G groups of a row.
 """
@@ -62,7 +62,7 @@ class _PlainTensor:
 
 @dataclass(frozen=True)
 class PlainTensors:
-    """The plain tensors of a quantised checkpoint folder. No tensor is read before it is asked for.
+    """The plain tensors of a quantised checkpoint folder. No tensor is read before it is used.
 
     Attributes:
         copied: Tensors that are stored as plain numbers already.
