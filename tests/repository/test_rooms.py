@@ -14,12 +14,12 @@ PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
 ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 """A module that defines one of these is a family, an export target or an engine; their functions are named alike."""
 SHARED_NAMES = {
-    "ABOUT", "ADAM", "AUTO", "Agreement", "BATCH", "BYTES", "COLUMNS", "DIGITS", "DryRun", "ENGINES",
+    "ABOUT", "AUTO", "Agreement", "BATCH", "BYTES", "COLUMNS", "DIGITS", "DryRun", "ENGINES",
     "EPSILON", "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LARGE", "LEAST", "LIBRARY", "LIMIT",
     "LOOK_SECONDS", "MOST_TOLD", "NAME", "NEAR", "NEW_TOKENS", "NUMBERS", "ORDER", "PACKAGES", "PATIENCE",
-    "POLL_SECONDS", "PREFIX", "PROMOTION", "Part", "RECIPES", "RENAMED", "REPOSITORY", "Recipe", "Run",
+    "POLL_SECONDS", "PREFIX", "PROMOTION", "Part", "RECIPES", "REPOSITORY", "Recipe", "Run",
     "SECONDS", "SHORT", "SHOWN", "SIDES", "SIMILARITY", "STAGES", "Section", "Seed", "T", "TEXTS", "TOKENS",
-    "TOLD", "TRAIN_TOKENS", "announce", "check", "compare", "convert", "estimate", "evaluate", "export",
+    "TOLD", "TRAIN_TOKENS", "announce", "check", "compare", "convert", "evaluate", "export",
     "geometry_of", "in_words", "load_config", "promote", "register", "search", "spans", "spread", "tell",
     "text_of", "train", "untrained", "waits_for", "watch",
 }  # fmt: skip
