@@ -60,9 +60,10 @@ ui: $(STAMP) ## show the demo's runs in MLflow on the loopback address
 # One thread a process: the tests and what they start already want more than a core each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
-check: lint ## while you work, in two minutes: lint, types, import rule, and the tests that need neither a process nor a cluster
-	@echo "check: tests marked quick"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m quick
+check: $(TOOLS) ## while you work, in two minutes: style, types, import rule, and tests that need neither a process nor a cluster
+	$(STYLE)
+	@echo "check: pyright, and beside it the tests marked quick"
+	@$(TYPES) & types=$$!; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m quick; tests=$$?; wait $$types && exit $$tests
 
 test: lint ## lint, types, import rule, and the tests: what must be green
 	@echo "test: all but the extended tests (make test-all has them too)"
@@ -102,14 +103,19 @@ docs: $(TOOLS) ## the references of docs/ from the code, and the documentation a
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "docs: build/site/index.html; with search: $(PYTHON) -m http.server --bind 127.0.0.1 --directory build/site"
 
-lint: $(TOOLS) ## style, types and the import rule between the packages
+define STYLE
 	@echo "lint: ruff"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo "lint: run '.venv/bin/ruff format .'"; exit 1; }
-	@echo "lint: pyright"
-	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@echo "lint: import rule"
 	@$(BIN)/lint-imports
+endef
+TYPES := $(BIN)/pyright --pythonpath $(BIN)/python
+
+lint: $(TOOLS) ## style, types and the import rule between the packages
+	$(STYLE)
+	@echo "lint: pyright"
+	@$(TYPES)
 
 bench: $(STAMP) ## measure speed against rivals (some minutes); the table goes on top of benchmarks/LOG.md
 	@$(BIN)/python -m benchmarks --log

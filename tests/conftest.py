@@ -146,8 +146,15 @@ TINY_SETTINGS: dict[str, Any] = {
 }
 
 
-OUTSIDE = ("subprocess", "multiprocessing", "torch.multiprocessing", "ray", "mlflow", "playwright")
-"""Modules by which a test, its fixtures or their helpers start processes or use a cluster, a server or a browser."""
+OUTSIDE = (
+    *("subprocess", "multiprocessing", "torch.multiprocessing", "ray", "mlflow", "moto", "playwright"),
+    *("deepspeed", "trainers.engine", "trainers.jobs"),
+    *("orchestrator.evaluation", "orchestrator.serving", "orchestrator.tracking.runs"),
+)
+"""Modules by which a test, its fixtures or their helpers start processes, or use a cluster, a server, a browser or an
+engine."""
+WEIGHTY = ("demo_model", "demo_calibration", "little_text", "empty_store", "tiny_job")
+"""Fixtures whose tests take seconds: they convert the demo checkpoint, train, or write to a store."""
 PATIENT = ("slow", "extended")
 
 
@@ -155,8 +162,11 @@ PATIENT = ("slow", "extended")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the quick tests, and put files with slow tests first, those that may take longest before all: else the last
     runs beside an idle core."""
+    functions: set[tuple[Path, str]] = set()
     for item in items:
-        if not any(item.get_closest_marker(name) for name in PATIENT) and not _outside(item):
+        function = (item.path, item.nodeid.partition("[")[0])
+        if function not in functions and _quick(item):  # the first case of a test
+            functions.add(function)
             item.add_marker(pytest.mark.quick)
 
     def patience(item: pytest.Item) -> float:
@@ -170,20 +180,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -longest[item.path])
 
 
-def _outside(item: pytest.Item) -> bool:
-    """Whether a test, a fixture that it uses, or a function of the tests that these call, names a module of OUTSIDE."""
-    if not isinstance(item, pytest.Function):
-        return True
+def _quick(item: pytest.Item) -> bool:
+    """Whether a test is neither marked as slow nor of a property (a hundred examples), has no fixture of WEIGHTY, and
+    names no module of OUTSIDE: neither itself, nor its fixtures, nor functions of the tests that these call."""
+    if not isinstance(item, pytest.Function) or any(item.get_closest_marker(name) for name in PATIENT):
+        return False
+    if hasattr(item.function, "hypothesis") or not set(WEIGHTY).isdisjoint(item.fixturenames):
+        return False
     defined = item._fixtureinfo.name2fixturedefs
     reached = {item.function, *(fixture.func for name in item.fixturenames for fixture in defined.get(name, ()))}
     waiting = list(reached)
     while waiting:
         modules, functions = _named(waiting.pop())
         if any(module == name or module.startswith(f"{name}.") for module in modules for name in OUTSIDE):
-            return True
+            return False
         waiting += functions - reached
         reached |= functions
-    return False
+    return True
 
 
 @cache

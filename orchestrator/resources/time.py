@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -134,8 +135,10 @@ def planning_operations(conversion: Conversion, size: Size, forward: float) -> f
     )
 
 
+@cache
 def matmul_rate(dtype: torch.dtype, size: int = 1024) -> float:
-    """Operations a second of a matrix product in `dtype` here: the fastest of ten, as others may be held up."""
+    """Operations a second of a matrix product in `dtype` here: the fastest of ten, as others may be held up. Measured
+    once in a process."""
     a, seconds = torch.ones(size, size, dtype=dtype), []
     for _ in range(10):
         started = time.perf_counter()

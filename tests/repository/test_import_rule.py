@@ -1,4 +1,4 @@
-"""The import rule between the packages holds, and import-linter really finds what breaks it."""
+"""What breaks the import rule between the packages is found; that the rule holds, `make lint` sees."""
 
 from __future__ import annotations
 
@@ -37,11 +37,6 @@ def _lint(folder: Path) -> subprocess.CompletedProcess[str]:
         "--no-cache",
     ]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
-
-
-def test_rule_holds() -> None:
-    done = _lint(REPOSITORY)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_violation_is_found(tmp_path: Path) -> None:

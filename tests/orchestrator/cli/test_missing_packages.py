@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tomllib
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bad_input_folder import make_folder
 from clean_environment import CleanEnvironment, build_wheel
 from command_line import run_here
 from command_process import CommandProcess, commands
@@ -22,7 +23,6 @@ from journals import write_journal
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LEFT_OUT = ("ray", "deepspeed", "mlflow", "optuna", "peft")
-SIZES = ("--eval-tokens", "1024", "--sequence-length", "128", "--data")
 
 
 def names(lines: list[str]) -> dict[str, str]:
@@ -44,18 +44,17 @@ def without() -> Iterator[CommandProcess]:
         yield run
 
 
-def work_through(run: Any, folder: Path, model: Path, text: str) -> None:
-    """Convert, evaluate, inspect, export, estimate and list recipes, in this order: each must end with 0."""
+def work_through(run: Any, folder: Path, model: Path, sizes: Sequence[str | Path]) -> None:
+    """Convert, evaluate, inspect, export, estimate and list recipes: each must end with 0."""
     half = ["--model", model, "--recipe", "gqa", "--kv-ratio", "0.5"]
-    calibration = ["--calibration-tokens", "1024", *SIZES, text]
-    evaluation = ["--original", model, "--speed-tokens", "4", "--json", folder / "evaluated.json", *SIZES, text]
     page = ["--compare", "none", "--kv-ratio", "0.5", "--out", folder / "page.html", "--cache", folder / "cache"]
+    result = ["--speed-tokens", "4", "--json", folder / "evaluated.json"]
     for command in (
         ["recipes", model],
         ["estimate", *half],
-        ["convert", *half, "--out", folder / "half", *calibration],
-        ["evaluate", folder / "half", *evaluation],
-        ["inspect", model, *page, *calibration],
+        ["convert", *half, "--out", folder / "half", "--calibration-tokens", "64", *sizes],
+        ["evaluate", folder / "half", "--original", model, *result, *sizes],
+        ["inspect", model, *page, "--calibration-tokens", "64", *sizes],
         ["export", folder / "half", "--target", "gqa", "--out", folder / "stock"],
     ):
         done = run(*command)
@@ -65,9 +64,14 @@ def work_through(run: Any, folder: Path, model: Path, text: str) -> None:
 
 
 def test_conversion_evaluation_and_export_need_none_of_them(
-    without: CommandProcess, tmp_path: Path, demo_dir: Path, little_text: str
+    without: CommandProcess, tmp_path: Path, tiny_model: Any
 ) -> None:
-    work_through(without, tmp_path, demo_dir, little_text)
+    inputs = tmp_path / "inputs"
+    inputs.mkdir()
+    make_folder(inputs, inputs, tiny_model)
+    text = inputs / "texts" / "notes.txt"
+    sizes = ["--eval-tokens", "64", "--sequence-length", "32", "--data", text]
+    work_through(without, tmp_path, inputs / "model", sizes)
 
 
 TRAINING = "--steps 1 --learning-rate 1e-3 --out trained"
@@ -78,7 +82,6 @@ TRAINING = "--steps 1 --learning-rate 1e-3 --out trained"
     [
         ("search configs/demo.yaml --dry-run", "ray"),
         ("demo", "ray"),
-        ("estimate configs/demo.yaml", "ray"),
         (f"train --architecture DEMO {TRAINING}", "ray"),
         (f"finetune --model DEMO {TRAINING}", "ray"),
         ("promote SEARCH", "ray"),
@@ -101,8 +104,10 @@ def test_a_verb_that_needs_one_names_it(
     assert "Traceback" not in done.stderr
 
 
-def test_the_folder_of_the_demo_checkpoint_needs_none(without: CommandProcess) -> None:
-    assert without("demo", "--path").returncode == 0
+@pytest.mark.parametrize("command", ["demo --path", "estimate configs/demo.yaml"])
+def test_what_only_looks_needs_none(command: str, without: CommandProcess) -> None:
+    done = without(*command.split())
+    assert done.returncode == 0, done.stderr
 
 
 def test_adapters_are_missed_before_anything_starts(
@@ -137,6 +142,6 @@ def test_an_environment_of_the_requirements_is_enough(tmp_path: Path, demo_dir: 
     def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
         return clean.run("headfold", *arguments, cwd=tmp_path)
 
-    work_through(run, tmp_path, demo_dir, little_text)
+    work_through(run, tmp_path, demo_dir, ["--eval-tokens", "1024", "--sequence-length", "128", "--data", little_text])
     refused = run("search", REPOSITORY / "configs" / "demo.yaml", "--dry-run")
     assert refused.returncode == 2 and "search needs the package ray" in refused.stderr

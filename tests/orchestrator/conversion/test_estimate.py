@@ -21,6 +21,7 @@ from orchestrator.conversion.estimate import announce, estimate_conversion, need
 from orchestrator.resources import estimate
 from orchestrator.resources.estimate import ConversionEstimate, Estimate, Machine
 from orchestrator.resources.size import Conversion, Size
+from orchestrator.resources.time import matmul_rate
 from search_spaces.recipes.catalogue import recipe
 
 GIGA = 2**30
@@ -118,6 +119,10 @@ def test_where_memory_is_not_known_what_is_said_is_what_is_done(
     announce(demo_dir, "gqa", [0.5], tmp_path / "out", layerwise=None, **SMALL)
     memory = f"{point.resident / GIGA:.1f}"
     assert re.search(rf"{re.escape(memory)}\d GiB of memory", capsys.readouterr().err)
+
+
+def test_the_rate_of_this_machine_is_measured_once() -> None:
+    assert matmul_rate(torch.float32, 64) == matmul_rate(torch.float32, 64) > 0
 
 
 def test_what_follows_shares_memory_and_adds_time_and_disk() -> None:
