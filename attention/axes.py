@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("int", "float", "log_float", "choice", "bool")
 AUTO = "auto"
 """What a knob may be set to whose value then follows from what is at hand (`Knob.auto`)."""
-IN_WORDS = {"int": "a whole number", "float": "a number", "log_float": "a number"}
+_IN_WORDS = {"int": "a whole number", "float": "a number", "log_float": "a number"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ class Knob:
         declared = next((parameter.default for parameter in named if parameter is not None), empty)
         if (declared is empty) == (self.default is empty):
             names = [function.__name__ for function in functions]
-            raise ValueError(f"knob {self.name}: its default must stand once, in the signature of one of {names}")
+            raise ValueError(
+                f"knob {self.name}: its default must stand once, in the signature of one of {names}"
+            )
         return self if declared is empty else replace(self, default=declared)
 
     def check(self, value: Any) -> Any:
@@ -77,8 +79,10 @@ class Knob:
         wanted = int if self.kind == "int" else (int, float)
         if isinstance(value, bool) or not isinstance(value, wanted):
             or_auto = f" or {AUTO!r}" if self.auto else ""
-            raise ValueError(f"{self.name} must be {IN_WORDS[self.kind]}{or_auto}, got {value!r}")
-        if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
+            raise ValueError(f"{self.name} must be {_IN_WORDS[self.kind]}{or_auto}, got {value!r}")
+        if (self.low is not None and value < self.low) or (
+            self.high is not None and value > self.high
+        ):
             raise ValueError(f"{self.name} must lie in [{self.low}, {self.high}], got {value!r}")
         return value
 
@@ -140,8 +144,12 @@ class Axis:
         def add(function: F) -> F:
             if name in self._parts:
                 raise ValueError(f"axis {self.name} already has a part named {name!r}")
-            with_defaults = tuple(knob.of((function, *filter(None, (passes_to,)))) for knob in knobs)
-            self._parts[name] = Part(self.name, name, function, source, with_defaults, frozenset(needs))
+            with_defaults = tuple(
+                knob.of((function, *filter(None, (passes_to,)))) for knob in knobs
+            )
+            self._parts[name] = Part(
+                self.name, name, function, source, with_defaults, frozenset(needs)
+            )
             return function
 
         return add

@@ -25,8 +25,14 @@ class RotaryLayout:
     def __post_init__(self) -> None:
         if self.style not in ROTARY_STYLES:
             raise ValueError(f"rotary style must be one of {ROTARY_STYLES}, got {self.style!r}")
-        if self.dims % 2 or not 0 <= self.dims <= self.head_dim or (self.style == "none") != (self.dims == 0):
-            raise ValueError(f"rotary dims must be even and in [0, {self.head_dim}], got {self.dims} ({self.style})")
+        if (
+            self.dims % 2
+            or not 0 <= self.dims <= self.head_dim
+            or (self.style == "none") != (self.dims == 0)
+        ):
+            raise ValueError(
+                f"rotary dims must be even and in [0, {self.head_dim}], got {self.dims} ({self.style})"
+            )
 
     @classmethod
     def none(cls, head_dim: int) -> RotaryLayout:
@@ -86,9 +92,18 @@ class HeadGeometry:
         return self.qk_norm and not self.whole_norm and not self.centred_norm
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_heads", "head_dim", "max_positions", "vocab_size"):
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_heads",
+            "head_dim",
+            "max_positions",
+            "vocab_size",
+        ):
             if getattr(self, name) < 1:
-                raise ValueError(f"the config's {name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"the config's {name} must be at least 1, got {getattr(self, name)}"
+                )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads, got {self.num_kv_heads} and {self.num_heads}"

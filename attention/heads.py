@@ -55,24 +55,34 @@ class LayerHeads:
     def to(self, *args: object, **kwargs: object) -> LayerHeads:
         """Every tensor through `Tensor.to`."""
         return replace(
-            self, **{f.name: t.to(*args, **kwargs) for f in fields(self) if (t := getattr(self, f.name)) is not None}
+            self,
+            **{
+                f.name: t.to(*args, **kwargs)
+                for f in fields(self)
+                if (t := getattr(self, f.name)) is not None
+            },
         )
 
     def mapped(self, **maps: Tensor) -> LayerHeads:
         """The heads of the projections named (q, k, v) times maps `[heads, d, d]`, with their biases; in float64."""
         changes: dict[str, Tensor | None] = {}
         for name, own in maps.items():
-            rows, bias = getattr(self, name), getattr(self, f"{name}_bias")
+            rows = getattr(self, name)
+            bias = getattr(self, f"{name}_bias")
             own = own.to(rows.device)
             changes[name] = (own @ rows.double()).to(rows.dtype)
-            changes[f"{name}_bias"] = None if bias is None else (own @ bias.double()[..., None])[..., 0].to(bias.dtype)
+            changes[f"{name}_bias"] = (
+                None if bias is None else (own @ bias.double()[..., None])[..., 0].to(bias.dtype)
+            )
         return replace(self, **changes)
 
     def expand(self, key_map: Sequence[int], value_map: Sequence[int]) -> LayerHeads:
         """One key and one value head a query head, by repeating: the lossless lift to MHA (DHA, App. D)."""
         keys = torch.as_tensor(key_map, device=self.k.device)
         values = torch.as_tensor(value_map, device=self.v.device)
-        return self.changed(KEY_SIDE, lambda rows: rows[keys]).changed(VALUE_SIDE, lambda rows: rows[values])
+        return self.changed(KEY_SIDE, lambda rows: rows[keys]).changed(
+            VALUE_SIDE, lambda rows: rows[values]
+        )
 
     def permute(self, order: Sequence[int]) -> LayerHeads:
         """Query heads (and the columns of o) in another order. Keys and values stay where they are."""
@@ -81,7 +91,10 @@ class LayerHeads:
 
     def changed(self, names: Iterable[str], change: Callable[[Tensor], Tensor]) -> LayerHeads:
         """The tensors named, as far as they are there, each through `change`."""
-        return replace(self, **{name: change(rows) for name in names if (rows := getattr(self, name)) is not None})
+        return replace(
+            self,
+            **{name: change(rows) for name in names if (rows := getattr(self, name)) is not None},
+        )
 
 
 def distinct(*parts: Tensor | None) -> tuple[list[int], Tensor]:
@@ -92,7 +105,11 @@ def distinct(*parts: Tensor | None) -> tuple[list[int], Tensor]:
     first: list[int] = []
     which: list[int] = []
     for head in range(len(given[0])):
-        same = (n for n, other in enumerate(first) if all(torch.equal(part[head], part[other]) for part in given))
+        same = (
+            n
+            for n, other in enumerate(first)
+            if all(torch.equal(part[head], part[other]) for part in given)
+        )
         which.append(next(same, len(first)))
         if which[-1] == len(first):
             first.append(head)

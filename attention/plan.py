@@ -11,11 +11,27 @@ import json
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
-from attention.plan_parts import Composition, HeadShare, LayerPlan, PlanError, resolve_shares, shortened
+from attention.plan_parts import (
+    Composition,
+    HeadShare,
+    LayerPlan,
+    PlanError,
+    resolve_shares,
+    shortened,
+)
 
-FORMAT = 1
-SHARES = ("shares", "mlp_shares", "query_shares", "key_shares", "value_shares", "output_shares")  # fields of a plan
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+_FORMAT = 1
+# Fields of a plan.
+SHARES = ("shares", "mlp_shares", "query_shares", "key_shares", "value_shares", "output_shares")
+BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -46,16 +62,26 @@ class AttentionPlan:
         heads = self.layers[0].num_heads
         for index, layer in enumerate(self.layers):
             if layer.num_heads != heads:
-                raise PlanError(f"layer {index}: key_map has {layer.num_heads} query heads, layer 0 has {heads}")
+                raise PlanError(
+                    f"layer {index}: key_map has {layer.num_heads} query heads, layer 0 has {heads}"
+                )
         for name in SHARES:
             shares = getattr(self, name)
             for s in shares:
-                if s.layer >= len(self.layers) or not (0 <= s.head < heads and 0 <= s.source_head < heads):
-                    raise PlanError(f"{name}: {s} lies outside {len(self.layers)} layers of {heads} heads")
+                if s.layer >= len(self.layers) or not (
+                    0 <= s.head < heads and 0 <= s.source_head < heads
+                ):
+                    raise PlanError(
+                        f"{name}: {s} lies outside {len(self.layers)} layers of {heads} heads"
+                    )
             if shares != resolve_shares(shares):
-                raise PlanError(f"{name} must be sorted and resolved to their roots; use resolve_shares()")
+                raise PlanError(
+                    f"{name} must be sorted and resolved to their roots; use resolve_shares()"
+                )
         if self.shares and (self.query_shares or self.key_shares or self.value_shares):
-            raise PlanError("shares are of whole heads: query_shares, key_shares and value_shares must be empty beside")
+            raise PlanError(
+                "shares are of whole heads: query_shares, key_shares and value_shares must be empty beside"
+            )
         for index in sorted({i for s in self.head_shares for i in (s.layer, s.source_layer)}):
             if not self.layers[index].is_identity:
                 raise PlanError(
@@ -64,7 +90,9 @@ class AttentionPlan:
                     f"{self.layers[index].value_map}; group the heads or share them, not both"
                 )
         if self.composition and heads % self.composition.groups:
-            raise PlanError(f"composition: groups must divide the {heads} heads, got {self.composition.groups}")
+            raise PlanError(
+                f"composition: groups must divide the {heads} heads, got {self.composition.groups}"
+            )
 
     @classmethod
     def identity(cls, num_layers: int, num_heads: int, head_dim: int) -> AttentionPlan:
@@ -82,7 +110,12 @@ class AttentionPlan:
 
     def shares_of(self, side: str) -> tuple[HeadShare, ...]:
         """The shares of one projection: "q", "k", "v" or "o"."""
-        own = {"q": self.query_shares, "k": self.key_shares, "v": self.value_shares, "o": self.output_shares}[side]
+        own = {
+            "q": self.query_shares,
+            "k": self.key_shares,
+            "v": self.value_shares,
+            "o": self.output_shares,
+        }[side]
         return own if side == "o" else own or self.shares
 
     @property
@@ -117,7 +150,11 @@ class AttentionPlan:
         name = str(dtype).removeprefix("torch.")
         if name not in BYTES:
             raise ValueError(f"dtype must be one of {sorted(BYTES)}, got {name!r}")
-        composed = self.num_layers * self.composition.cached_values(self.num_heads) if self.composition else 0
+        composed = (
+            self.num_layers * self.composition.cached_values(self.num_heads)
+            if self.composition
+            else 0
+        )
         return (self.kv_heads * self.head_dim + composed) * BYTES[name]
 
     @property
@@ -139,14 +176,18 @@ class AttentionPlan:
     def to_dict(self) -> dict[str, Any]:
         """The same as plain JSON values."""
         record = {
-            "format": FORMAT,
+            "format": _FORMAT,
             "head_dim": self.head_dim,
-            "layers": [{"key_map": list(x.key_map), "value_map": list(x.value_map)} for x in self.layers],
+            "layers": [
+                {"key_map": list(x.key_map), "value_map": list(x.value_map)} for x in self.layers
+            ],
             "shares": [],
             "composition": self.composition.to_dict() if self.composition else None,
         }
         # All but `shares` are left out when empty, so that plans from before keep their digests
-        return record | {n: [asdict(share) for share in shares] for n in SHARES if (shares := getattr(self, n))}
+        return record | {
+            n: [asdict(share) for share in shares] for n in SHARES if (shares := getattr(self, n))
+        }
 
     @classmethod
     def from_json(cls, text: str) -> AttentionPlan:
@@ -160,9 +201,11 @@ class AttentionPlan:
     @classmethod
     def from_dict(cls, record: Any) -> AttentionPlan:
         """Inverse of `to_dict`. Raises PlanError naming what is wrong."""
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
+        if not isinstance(record, dict) or record.get("format") != _FORMAT:
             form = record.get("format") if isinstance(record, dict) else type(record).__name__
-            raise PlanError(f"a plan must be a JSON object with format {FORMAT}, got {shortened(form)}")
+            raise PlanError(
+                f"a plan must be a JSON object with format {_FORMAT}, got {shortened(form)}"
+            )
         unknown = sorted(set(record) - {"format", "head_dim", "layers", "composition", *SHARES})
         if unknown:
             raise PlanError(f"a plan has no field {unknown[0]!r}")
@@ -171,7 +214,10 @@ class AttentionPlan:
             raise PlanError(f"a plan without {missing[0]} is incomplete")
         layers = tuple(_layer(index, item) for index, item in enumerate(_listed(record, "layers")))
         shares = {
-            name: tuple(_built(HeadShare, item, f"{name} {index}") for index, item in enumerate(_listed(record, name)))
+            name: tuple(
+                _built(HeadShare, item, f"{name} {index}")
+                for index, item in enumerate(_listed(record, name))
+            )
             for name in SHARES
         }
         composed = record.get("composition")
@@ -203,8 +249,12 @@ def _built(kind: type[Built], item: Any, where: str) -> Built:
         if name not in known:
             raise PlanError(f"{where} has no field {name!r}; it has {sorted(known)}")
         if type(value).__name__ != known[name].type:
-            raise PlanError(f"{where}: {name} must be of type {known[name].type}, got {shortened(value)}")
-    missing = [name for name, field in known.items() if name not in item and field.default is MISSING]
+            raise PlanError(
+                f"{where}: {name} must be of type {known[name].type}, got {shortened(value)}"
+            )
+    missing = [
+        name for name, field in known.items() if name not in item and field.default is MISSING
+    ]
     if missing:
         raise PlanError(f"{where} needs {missing[0]}, got none")
     return kind(**item)
@@ -220,7 +270,9 @@ def _layer(index: int, item: Any) -> LayerPlan:
         raise PlanError(f"{where} has no field {unknown[0]!r}")
     for name in ("key_map", "value_map"):
         if not isinstance(item[name], list):
-            raise PlanError(f"{where}: {name} must be a list of integers, got {shortened(item[name])}")
+            raise PlanError(
+                f"{where}: {name} must be a list of integers, got {shortened(item[name])}"
+            )
     try:
         return LayerPlan(tuple(item["key_map"]), tuple(item["value_map"]))
     except PlanError as error:

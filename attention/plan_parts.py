@@ -34,11 +34,15 @@ def map_of(groups: Iterable[Iterable[int]], num_heads: int) -> tuple[int, ...]:
     for index, group in enumerate(groups):
         for head in group:
             if head in owner or not 0 <= head < num_heads:
-                raise PlanError(f"groups must cover heads 0..{num_heads - 1} once each; head {head} is wrong")
+                raise PlanError(
+                    f"groups must cover heads 0..{num_heads - 1} once each; head {head} is wrong"
+                )
             owner[head] = index
     missing = [h for h in range(num_heads) if h not in owner]
     if missing:
-        raise PlanError(f"groups must cover heads 0..{num_heads - 1} once each; head {missing[0]} is in none")
+        raise PlanError(
+            f"groups must cover heads 0..{num_heads - 1} once each; head {missing[0]} is in none"
+        )
     return dense(owner[h] for h in range(num_heads))
 
 
@@ -73,7 +77,10 @@ class LayerPlan:
 
     @classmethod
     def from_groups(
-        cls, key_groups: Iterable[Iterable[int]], value_groups: Iterable[Iterable[int]], num_heads: int
+        cls,
+        key_groups: Iterable[Iterable[int]],
+        value_groups: Iterable[Iterable[int]],
+        num_heads: int,
     ) -> LayerPlan:
         return cls(map_of(key_groups, num_heads), map_of(value_groups, num_heads))
 
@@ -176,11 +183,17 @@ class Composition:
         if self.rank < 1:
             raise PlanError(f"composition: rank must be at least 1, got {self.rank}")
         if (self.query_side or self.key_side) and not (self.projection or self.gate):
-            raise PlanError("composition: at least one of projection and gate must be on where a side is")
+            raise PlanError(
+                "composition: at least one of projection and gate must be on where a side is"
+            )
         if not (self.query_side or self.key_side or self.static_base):
-            raise PlanError("composition: at least one of query_side, key_side, static_base must be on")
+            raise PlanError(
+                "composition: at least one of query_side, key_side, static_base must be on"
+            )
         if not (self.before_softmax or self.after_softmax):
-            raise PlanError("composition: at least one of before_softmax and after_softmax must be on")
+            raise PlanError(
+                "composition: at least one of before_softmax and after_softmax must be on"
+            )
         if self.groups < 1 or self.window < 0 or self.window_pattern < 1:
             raise PlanError(
                 f"composition: groups and window_pattern must be at least 1 and window at least 0, got "

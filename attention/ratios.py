@@ -37,7 +37,9 @@ def whole_heads(kv_ratio: float | Fraction, heads: int) -> int:
         raise ValueError(f"kv_ratio must lie in (0, 1), got {float(kv_ratio)}")
     exact = float(kv_ratio) * heads
     if abs(exact - round(exact)) > 1e-6 * heads or round(exact) < 1:
-        raise ValueError(f"kv_ratio {float(kv_ratio):g} of {heads} heads is {exact:g}, not a whole number")
+        raise ValueError(
+            f"kv_ratio {float(kv_ratio):g} of {heads} heads is {exact:g}, not a whole number"
+        )
     return round(exact)
 
 
@@ -49,7 +51,8 @@ def most_heads(kv_ratio: float | Fraction, geometry: HeadGeometry) -> int:
     """
     if not 0 < kv_ratio <= 1:
         raise ValueError(f"kv_ratio must lie in (0, 1), got {float(kv_ratio)}")
-    own, stored = own_heads(geometry), geometry.num_kv_heads
+    own = own_heads(geometry)
+    stored = geometry.num_kv_heads
     exact = float(kv_ratio) * own
     if abs(exact - round(exact)) <= 1e-6 * own:
         return round(exact)
@@ -91,7 +94,9 @@ def amount(ratio: float, unit: str, geometry: HeadGeometry, dtype: Any) -> str:
     return f"{round(ratio * own_bytes(geometry, dtype)):,}" if unit == "bytes" else percent(ratio)
 
 
-def ceiling_note(requested: float, used: float, unit: str, geometry: HeadGeometry, dtype: Any) -> str:
+def ceiling_note(
+    requested: float, used: float, unit: str, geometry: HeadGeometry, dtype: Any
+) -> str:
     """`requested 50%, using 48.89%: 44 of 90 KV heads`; empty where what was requested is met."""
     if is_met(requested, used):
         return ""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attention.conversion.conversion import build
+from attention.conversion.convert import build
 from attention.modeling.composition import reset
 from attention.modeling.growing_cache import cache_argument
 from attention.plan import AttentionPlan, Composition

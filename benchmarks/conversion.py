@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import convert
+from attention.calibration.calibrate import calibrate
+from attention.conversion.convert import convert
 from attention.conversion.refinement.refine import refine
 from benchmarks.models import DEMO, decoupled_plan, llama, random_model, tokens
 from benchmarks.report import Row, Scale, benchmark, medians

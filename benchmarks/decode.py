@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import pack_gqa, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from attention.conversion.conversion import build
+from attention.conversion.convert import build
 from attention.modeling.decoding import HeadMaps, decode
 from attention.modeling.grouped import expand
 from attention.modeling.growing_cache import GrowingLayer, cache_argument

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.io.files import write_whole
 from attention.plan import AttentionPlan, LayerPlan

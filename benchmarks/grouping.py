@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import lift
+from attention.calibration.calibrate import calibrate
+from attention.conversion.convert import lift
 from attention.conversion.fusion.costs import KeyCost, ValueCost
 from attention.families import geometry_of
 from benchmarks.models import llama, random_model, tokens

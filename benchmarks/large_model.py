@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import convert
+from attention.calibration.calibrate import calibrate
+from attention.conversion.convert import convert
 from attention.plan import LayerPlan
 from benchmarks.decode import RIVALS, stepper
 from benchmarks.models import DEMO, LLAMA_7B, decoupled_plan, llama, random_model, tokens

@@ -41,8 +41,8 @@ from search_spaces.grouping.merge_anneal import merge_anneal
 from search_spaces.grouping.problem import Grouping, GroupingProblem
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.loss_increases import FIT_DECAY
-from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import recipe
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes.catalogue import recipe
 
 Result = TypeVar("Result")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

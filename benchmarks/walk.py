@@ -8,14 +8,14 @@ from functools import partial
 
 import numpy as np
 
-from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import lift
+from attention.calibration.calibrate import calibrate
+from attention.conversion.convert import lift
 from attention.families import geometry_of
 from benchmarks.models import DEMO, llama, random_model, tokens
 from benchmarks.report import Row, Scale, benchmark, medians
 from search_spaces.grouping.steps import Walk
 from search_spaces.planning.context import PlanningContext
-from search_spaces.recipes.recipes import AXES, recipe
+from search_spaces.recipes.catalogue import AXES, recipe
 from search_spaces.site import Site, plan_of_sites
 
 

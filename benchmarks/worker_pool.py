@@ -23,7 +23,7 @@ from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.trials.trial import run_trial
 from orchestrator.storage.json_files import read_json, write_json
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.settings import TrainSettings
 from trainers.text.data import TextCut, read_sequences, token_set

@@ -48,11 +48,15 @@ class GroupCost:
         estimates: Sequence[Callable[[], GroupCost]] = (),
         preparation: float = 0.0,
     ) -> None:
-        self._cost, self._many, self.remembered, self.effort_of_one = cost, many, remembered, effort
+        self._cost = cost
+        self._many = many
+        self.remembered = remembered
+        self.effort_of_one = effort
         self._known: dict[Members, float] = {}
         self._table: np.ndarray | None = None
         self.programmes: dict[Any, Any] = {}
-        self.estimates, self.preparation = tuple(estimates), preparation
+        self.estimates = tuple(estimates)
+        self.preparation = preparation
         self.kept: KeptPrices | None = None
         self.priced = 0
 
@@ -60,7 +64,9 @@ class GroupCost:
         """Multiply-adds to prepare and to price every group of these sizes; 0 if nobody has said what one takes."""
         if self.effort_of_one is None:
             return 0.0
-        return self.preparation + sum(comb(num_heads, size) * self.effort_of_one(size) for size in sizes)
+        return self.preparation + sum(
+            comb(num_heads, size) * self.effort_of_one(size) for size in sizes
+        )
 
     def cost(self, members: Members) -> float:
         """Cost of one group. `members` ascend."""
@@ -71,7 +77,9 @@ class GroupCost:
     def costs(self, groups: Iterable[Members]) -> list[float]:
         """Costs of many groups, those of one size in one batch where `many` is there."""
         groups = list(groups)
-        missing = sorted({group for group in groups if group not in self._known}, key=lambda g: (len(g), g))
+        missing = sorted(
+            {group for group in groups if group not in self._known}, key=lambda g: (len(g), g)
+        )
         priced = dict(zip(groups, (self._known.get(group) for group in groups), strict=True))
         for _, some in groupby(missing, len):
             batch = list(some)
@@ -88,7 +96,14 @@ class GroupCost:
 
     def afresh(self) -> GroupCost:
         """The same cost, with a count of its own of what is priced: how far a search gets must not depend on others."""
-        return GroupCost(self.cost, self._many, self.remembered, self.effort_of_one, self.estimates, self.preparation)
+        return GroupCost(
+            self.cost,
+            self._many,
+            self.remembered,
+            self.effort_of_one,
+            self.estimates,
+            self.preparation,
+        )
 
     def score(self, partition: Partition) -> float:
         return -sum(self.cost(group) for group in partition)
@@ -113,7 +128,11 @@ class GroupCost:
         if self._table is None or len(self._table) != 1 << num_heads:
             self._table = np.full(1 << num_heads, np.nan)
         count = np.bitwise_count(np.arange(1 << num_heads, dtype=np.uint32))
-        missing = [size for size in np.flatnonzero(wanted).tolist() if np.isnan(self._table[(1 << size) - 1])]
+        missing = [
+            size
+            for size in np.flatnonzero(wanted).tolist()
+            if np.isnan(self._table[(1 << size) - 1])
+        ]
         kept = self.kept.read() if self.kept is not None and missing else {}
         new: dict[int, np.ndarray] = {}
         for size in missing:
@@ -138,7 +157,9 @@ class PairCost(GroupCost):
         if pairs.ndim != 2 or pairs.shape[0] != pairs.shape[1]:
             raise ValueError(f"a pair cost must be a square matrix, got shape {pairs.shape}")
         if not np.isfinite(pairs).all():
-            raise ValueError("a pair cost must be finite, got nan or inf; check the similarity it was made from")
+            raise ValueError(
+                "a pair cost must be finite, got nan or inf; check the similarity it was made from"
+            )
         np.fill_diagonal(pairs, 0.0)
         self.pairs = (pairs + pairs.T) / 2
         super().__init__(self._of_group)

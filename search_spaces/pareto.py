@@ -30,7 +30,9 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
     if any(len(point) > 2 for point in values):
         return _ranks_by_pairs(np.asarray(values, dtype=float))
     order = sorted(range(len(values)), key=lambda i: tuple(values[i]))
-    levels, lowest, previous = [0] * len(values), [], None
+    levels = [0] * len(values)
+    lowest = []
+    previous = None
     for i in order:
         if previous is not None and tuple(values[i]) == tuple(values[previous]):
             levels[i] = levels[previous]
@@ -40,7 +42,8 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
         last = values[i][-1]
         rank = bisect.bisect_right(lowest, last)
         lowest[rank : rank + 1] = [last]
-        levels[i], previous = rank, i
+        levels[i] = rank
+        previous = i
     return levels
 
 
@@ -91,10 +94,16 @@ def epsilon_net(values: Sequence[Sequence[float]], count: int) -> list[int]:
 
 def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
     """`epsilon_net` without arrays: with few different KV bytes a rung of thousands has hundreds of ranks of few."""
-    columns = [(min(column), max(column) - min(column) or 1.0) for column in zip(*values, strict=True)]
-    points = [[(x - low) / spread for x, (low, spread) in zip(own, columns, strict=True)] for own in values]
+    columns = [
+        (min(column), max(column) - min(column) or 1.0) for column in zip(*values, strict=True)
+    ]
+    points = [
+        [(x - low) / spread for x, (low, spread) in zip(own, columns, strict=True)]
+        for own in values
+    ]
     left = sorted(range(len(points)), key=points.__getitem__)
-    taken, left = left[:1], sorted(left[1:])
+    taken = left[:1]
+    left = sorted(left[1:])
     while left and len(taken) < count:
         farthest = max(left, key=lambda i: min(math.dist(points[i], points[t]) for t in taken))
         left.remove(farthest)
@@ -111,7 +120,8 @@ def select(values: Sequence[Sequence[float]], count: int, ties: str = "crowding"
         by_rank.setdefault(rank, []).append(index)
     kept: list[int] = []
     for rank in range(len(by_rank)):
-        room, front = count - len(kept), by_rank[rank]
+        room = count - len(kept)
+        front = by_rank[rank]
         if room <= 0:
             break
         own = [values[i] for i in front]
@@ -130,9 +140,12 @@ def hypervolume(values: Sequence[Sequence[float]], reference: Sequence[float]) -
     Zitzler 1999: the larger, the better the front. Raises ValueError for other than two objectives.
     """
     if len(reference) != 2:
-        raise ValueError(f"the hypervolume is that of two objectives, got a reference with {len(reference)}")
+        raise ValueError(
+            f"the hypervolume is that of two objectives, got a reference with {len(reference)}"
+        )
     right, above = reference
-    area, lowest = 0.0, above
+    area = 0.0
+    lowest = above
     for x, y in sorted((float(x), float(y)) for x, y in values if x < right and y < above):
         if y < lowest:
             area += (right - x) * (lowest - y)

@@ -52,7 +52,8 @@ def full_sizes(num_heads: int, groups: int) -> list[int]:
 
 def cut(order: Sequence[int], sizes: Sequence[int]) -> Partition:
     """Consecutive pieces of `order`, of these sizes."""
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     for size in sizes:
         pieces.append(order[start : start + size])
         start += size

@@ -28,8 +28,8 @@ from search_spaces.partitions import Partition
 from search_spaces.site import Site
 
 CACHE_BYTES = 256 * 2**20
-TOGETHER = 64  # query heads worked on at once
-MEASURED = 1 << 16  # losses of whole models that are remembered
+_TOGETHER = 64  # query heads worked on at once
+_MEASURED = 1 << 16  # losses of whole models that are remembered
 Norm = Callable[[Tensor], Tensor]
 
 
@@ -76,12 +76,16 @@ class LayerOutputScore:
         """
         inputs = site.need_statistics("objective=layer").inputs
         if not inputs.numel():
-            raise ValueError("objective=layer needs calibration inputs; calibrate with sample_tokens above 0")
+            raise ValueError(
+                "objective=layer needs calibration inputs; calibrate with sample_tokens above 0"
+            )
         length = min(length, tokens, inputs.shape[1])
         inputs = inputs[: max(1, tokens // length), :length].float()
         geometry = site.geometry
         if site.model is None and (geometry.rotary.dims or geometry.qk_norm):
-            raise ValueError("objective=layer needs the model for its rotary tables and norms; pass it in the context")
+            raise ValueError(
+                "objective=layer needs the model for its rotary tables and norms; pass it in the context"
+            )
         if site.heads.k_norm is not None:
             raise ValueError(
                 f"objective=layer has no form for {geometry.family}, whose norm of queries and keys has weights of "
@@ -93,7 +97,17 @@ class LayerOutputScore:
             module = family_of(site.model.config).attention_modules(site.model)[site.layer]
             norms = _norms(module) if geometry.qk_norm else None
         query_norm, key_norm = norms or (None, None)
-        return cls(site.heads, inputs, geometry, site.sides, site.units, rotary, query_norm, key_norm, module)
+        return cls(
+            site.heads,
+            inputs,
+            geometry,
+            site.sides,
+            site.units,
+            rotary,
+            query_norm,
+            key_norm,
+            module,
+        )
 
     def score(self, partition: Partition) -> float:
         """Minus the relative error. Only groups not met before are computed."""
@@ -104,7 +118,9 @@ class LayerOutputScore:
         """`score` of each; new groups are computed together, as many as may be remembered at a time."""
         values = []
         for some in self._fitting(partitions):
-            self._make_known(dict.fromkeys(group for partition in some for group in partition if len(group) > 1))
+            self._make_known(
+                dict.fromkeys(group for partition in some for group in partition if len(group) > 1)
+            )
             values += [self._sum(partition) for partition in some]
         return values
 
@@ -121,7 +137,8 @@ class LayerOutputScore:
             more = {group for group in partition if len(group) > 1}
             if some and len(groups | more) > self.limit:
                 yield some
-                some, groups = [], set()
+                some = []
+                groups = set()
             some.append(partition)
             groups |= more
         yield some
@@ -131,11 +148,14 @@ class LayerOutputScore:
         for group in partition:
             if len(group) > 1:
                 change += self._effects[group]
-        return -float(change.double().pow(2).sum()) / max(self._energy, torch.finfo(torch.float64).tiny)
+        return -float(change.double().pow(2).sum()) / max(
+            self._energy, torch.finfo(torch.float64).tiny
+        )
 
     def _make_known(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Have the effects of all these groups, and forget the oldest of the others as far as they take their place."""
-        missing, others = [], len(self._effects)
+        missing = []
+        others = len(self._effects)
         for group in groups:
             if group in self._effects:
                 self._effects.move_to_end(group)
@@ -146,7 +166,7 @@ class LayerOutputScore:
             self._effects.popitem(last=False)
         for _, some in groupby(sorted(missing, key=len), len):
             alike = list(some)
-            step = max(1, TOGETHER // (len(alike[0]) * len(self.units[0])))
+            step = max(1, _TOGETHER // (len(alike[0]) * len(self.units[0])))
             for start in range(0, len(alike), step):
                 batch = alike[start : start + step]
                 self._effects.update(zip(batch, self._effects_of(batch), strict=True))
@@ -154,7 +174,8 @@ class LayerOutputScore:
     def _effects_of(self, groups: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """What pooling each of these groups of one size adds to the layer's output, `[S, T, D]` each."""
         members = [[h for unit in group for h in self.units[unit]] for group in groups]
-        size, flat = len(members[0]), [h for mine in members for h in mine]
+        size = len(members[0])
+        flat = [h for mine in members for h in mine]
 
         def pooled(x_HSTd: Tensor) -> Tensor:
             x = x_HSTd[flat].unflatten(0, (-1, size))
@@ -163,20 +184,30 @@ class LayerOutputScore:
         k = pooled(self._k) if "key" in self.sides else self._k[flat]
         v = pooled(self._v) if "value" in self.sides else self._v[flat]
         mixed = self._mixed(flat, self._rotated(k, self.key_norm), v) - self._own[flat]
-        return [self._output(mine, own) for mine, own in zip(members, mixed.split(size), strict=True)]
+        return [
+            self._output(mine, own) for mine, own in zip(members, mixed.split(size), strict=True)
+        ]
 
     def _mixed(self, members: list[int], k_gSTd: Tensor, v_gSTd: Tensor) -> Tensor:
         """What the query heads `members` read from these (rotated) keys and values, `[g, S, T, d]`."""
-        q_gSTd, sinks = self._q[members], self.heads.sinks
-        scaling, softcap = getattr(self.module, "scaling", None), getattr(self.module, "attn_logit_softcapping", None)
+        q_gSTd = self._q[members]
+        sinks = self.heads.sinks
+        scaling = getattr(self.module, "scaling", None)
+        softcap = getattr(self.module, "attn_logit_softcapping", None)
         window = getattr(self.module, "sliding_window", None) or 0
         if sinks is None and softcap is None and not 0 < window < q_gSTd.shape[2]:
-            return scaled_dot_product_attention(q_gSTd, k_gSTd, v_gSTd, is_causal=True, scale=scaling)
-        seen = torch.ones(q_gSTd.shape[2], q_gSTd.shape[2], dtype=torch.bool, device=q_gSTd.device).tril()
+            return scaled_dot_product_attention(
+                q_gSTd, k_gSTd, v_gSTd, is_causal=True, scale=scaling
+            )
+        seen = torch.ones(
+            q_gSTd.shape[2], q_gSTd.shape[2], dtype=torch.bool, device=q_gSTd.device
+        ).tril()
         seen = seen.triu(1 - window) if window else seen
         q, k, v = (x.transpose(0, 1) for x in (q_gSTd, k_gSTd, v_gSTd))
         own = None if sinks is None else sinks[members].float()
-        return explicit_attention(q, k, v, seen, scaling, softcap=softcap, sinks=own).transpose(0, 1)
+        return explicit_attention(q, k, v, seen, scaling, softcap=softcap, sinks=own).transpose(
+            0, 1
+        )
 
     def _output(self, members: list[int], mixed_gSTd: Tensor) -> Tensor:
         """Their part in the layer's output, `[S, T, D]` (without the output bias, which no grouping changes)."""
@@ -216,7 +247,7 @@ class ModelScore:
 
     def score(self, partition: Partition) -> float:
         if partition not in self._known:
-            if len(self._known) >= MEASURED:
+            if len(self._known) >= _MEASURED:
                 del self._known[next(iter(self._known))]
             self._known[partition] = -self.measure(self.plan_with(partition))
         return self._known[partition]

@@ -56,7 +56,9 @@ class Site:
         return self.similarity
 
 
-def plan_of_sites(partitions: Mapping[tuple[int, str], Partition], geometry: HeadGeometry) -> AttentionPlan:
+def plan_of_sites(
+    partitions: Mapping[tuple[int, str], Partition], geometry: HeadGeometry
+) -> AttentionPlan:
     """The plan of partitions of units by (layer, side); sites without one keep what the checkpoint has."""
     units = groups_of(geometry.kv_map)
     own = tuple((unit,) for unit in range(len(units)))

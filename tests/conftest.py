@@ -52,10 +52,10 @@ from transformers import (
 )
 from xdist.scheduler import LoadFileScheduling
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 from trainers.text.data import write_sequences
 

@@ -20,8 +20,10 @@ from attention.families import family_of
 from attention.modeling.composition import compositions
 from attention.modeling.shared_weights import SharedProjection, sharing_modules
 
-NAME = "default"  # peft's name of the one adapter
-BASE, DOWN, UP = ".base_layer.", f".lora_A.{NAME}.", f".lora_B.{NAME}."
+_NAME = "default"  # peft's name of the one adapter
+BASE = ".base_layer."
+DOWN = f".lora_A.{_NAME}."
+UP = f".lora_B.{_NAME}."
 
 
 def adaptable(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -32,8 +34,13 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Module]:
     could not be merged.
     """
     attention = {id(module) for module in family_of(model.config).attention_modules(model)}
-    layers = [name.rpartition(".")[0] + "." for name, module in model.named_modules() if id(module) in attention]
-    shared, projections = sharing_modules(model), {}
+    layers = [
+        name.rpartition(".")[0] + "."
+        for name, module in model.named_modules()
+        if id(module) in attention
+    ]
+    shared = sharing_modules(model)
+    projections = {}
     for name, module in model.named_modules():
         if not name.startswith(tuple(layers)) or name in shared:
             continue
@@ -61,9 +68,14 @@ class Adapters:
     def sources(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Names of the adapted model's state → for each of the plain model what it is made of: the tensor itself, and
         of a projection that has an adapter the two matrices of it too."""
-        plain = {name.replace(BASE, "."): (name,) for name in names if DOWN not in name and UP not in name}
+        plain = {
+            name.replace(BASE, "."): (name,)
+            for name in names
+            if DOWN not in name and UP not in name
+        }
         adapted = {
-            f"{name}.weight": tuple(f"{name}{part}weight" for part in (BASE, DOWN, UP)) for name in self.transposed
+            f"{name}.weight": tuple(f"{name}{part}weight" for part in (BASE, DOWN, UP))
+            for name in self.transposed
         }
         return plain | adapted
 
@@ -78,7 +90,9 @@ class Adapters:
         return (weight.to(wide) + (change.T if transposed else change)).to(weight.dtype)
 
 
-def add_adapters(model: PreTrainedModel, rank: int, alpha: float, generator: torch.Generator) -> Adapters:
+def add_adapters(
+    model: PreTrainedModel, rank: int, alpha: float, generator: torch.Generator
+) -> Adapters:
     """Freeze a model and give its projections adapters, in place. What it computes stays the same.
 
     Composition stays trained as it is: it is small, and where it was just added it has nothing to be a change of.
@@ -89,12 +103,19 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: float, generator: tor
     projections = adaptable(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that fan_in_fan_out goes by the kind of projection
-        config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=list(projections))  # pyright: ignore[reportArgumentType]
-        inject_adapter_in_model(config, model, adapter_name=NAME)
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,  # pyright: ignore[reportArgumentType]
+            lora_dropout=0.0,
+            bias="none",
+            target_modules=list(projections),
+        )
+        inject_adapter_in_model(config, model, adapter_name=_NAME)
     trained = {id(p) for composition in compositions(model) for p in composition.parameters()}
     missing = set(projections)
     for name, parameter in model.named_parameters():
-        down, up = DOWN in name, UP in name
+        down = DOWN in name
+        up = UP in name
         parameter.requires_grad_(down or up or id(parameter) in trained)
         if down or up:
             parameter.data = parameter.data.to(model.dtype)
@@ -103,4 +124,6 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: float, generator: tor
             nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
     if missing:
         raise ValueError(f"tuning lora: peft gave no adapter to {sorted(missing)}; use tuning=full")
-    return Adapters(alpha / rank, {name: isinstance(module, Conv1D) for name, module in projections.items()})
+    return Adapters(
+        alpha / rank, {name: isinstance(module, Conv1D) for name, module in projections.items()}
+    )

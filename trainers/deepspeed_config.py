@@ -9,7 +9,9 @@ import torch
 
 from trainers.settings import TrainSettings
 
-ADAM_BYTES = 12  # of each trained parameter besides weight and gradient: a float32 copy and two moments
+ADAM_BYTES = (
+    12  # of each trained parameter besides weight and gradient: a float32 copy and two moments
+)
 WRITTEN = {
     "zero_optimization": (
         "sub_group_size", "round_robin_gradients", "parameter_alignment", "legacy_stage1", "offload_optimizer",
@@ -29,7 +31,10 @@ def config_of(settings: TrainSettings) -> dict[str, Any]:
     CPU memory or NVMe, or where `optimizer.params.torch_adam` is false.
     """
     compiled = _offloads(settings) and settings.device == "auto" and torch.cuda.is_available()
-    optimizer: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    optimizer: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "weight_decay": settings.weight_decay,
+    }
     optimizer |= {"betas": [settings.beta1, settings.beta2], "torch_adam": not compiled}
     own = {
         "train_micro_batch_size_per_gpu": settings.device_batch_size,
@@ -49,7 +54,9 @@ def layout_of(settings: TrainSettings) -> dict[str, Any]:
     (`trainers.resharding`): only one of the same layout can be gone on with."""
     layout: dict[str, Any] = {"zero_stage": settings.zero_stage, "dtype": settings.dtype}
     lora = {"tuning": "lora", "lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha}
-    layout |= lora if settings.tuning == "lora" else {"tuning": "kv"} if settings.tuning == "kv" else {}
+    layout |= (
+        lora if settings.tuning == "lora" else {"tuning": "kv"} if settings.tuning == "kv" else {}
+    )
     return layout | ({"deepspeed": given} if (given := _written_by(settings)) else {})
 
 

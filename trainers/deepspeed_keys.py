@@ -34,7 +34,7 @@ OF_ADAM = {
     "torch_adam": bool, "fused": bool, "foreach": bool, "amsgrad": bool, "bias_correction": bool, "eps": float,
     "fp32_optimizer_states": bool,
 }  # fmt: skip
-KEYS: Known = {
+_KEYS: Known = {
     "zero_optimization": None,
     "optimizer": {"params": OF_ADAM},
     "bf16": None,
@@ -52,18 +52,24 @@ KEYS: Known = {
 """Keys that may be set, with the type of a value; None: a section that DeepSpeed checks itself."""
 
 
-def check_keys(given: Mapping[str, Any], known: Known | None = KEYS, path: str = "") -> None:
+def check_keys(given: Mapping[str, Any], known: Known | None = _KEYS, path: str = "") -> None:
     """Raise ValueError for a key that Headfold decides, that there is not, or whose value is of another type."""
     for key, value in given.items():
         name = f"{path}{key}"
         if name in DECIDED:
             raise ValueError(f"{name} is decided by Headfold; {DECIDED[name]}")
         if known is not None and key not in known:
-            raise ValueError(f"{name}: unknown key{near(key, known)}; allowed here: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"{name}: unknown key{near(key, known)}; allowed here: {', '.join(sorted(known))}"
+            )
         kind = known[key] if known is not None else Any
         if kind is None or isinstance(kind, Mapping):
             if not isinstance(value, Mapping):
                 raise ValueError(f"{name}: expected keys and values, got {value!r}")
             check_keys(value, kind, f"{name}.")
-        elif kind is not Any and type(value) is not kind and not (kind is float and type(value) is int):
+        elif (
+            kind is not Any
+            and type(value) is not kind
+            and not (kind is float and type(value) is int)
+        ):
             raise ValueError(f"{name}: expected {kind.__name__}, got {value!r}")

@@ -23,7 +23,7 @@ from trainers.settings import TrainSettings
 TAG = "engine"
 LAYOUT = "layout.json"
 SCALE = "rate_scale"  # in a group of the optimiser: its learning rate over the settings'
-OWN = (SCALE, "weight_decay")  # what a group has of its own
+_OWN = (SCALE, "weight_decay")  # what a group has of its own
 
 
 class Engine:
@@ -45,21 +45,31 @@ class Engine:
         schedule_offset: int = 0,
     ) -> None:
         if schedule_offset > total_steps:
-            raise ValueError(f"expected schedule_offset <= total_steps, got {schedule_offset} and {total_steps}")
+            raise ValueError(
+                f"expected schedule_offset <= total_steps, got {schedule_offset} and {total_steps}"
+            )
         zero.group_of_one()
         if dist.get_world_size() != settings.num_workers:
-            raise ValueError(f"settings say num_workers {settings.num_workers}, the group has {dist.get_world_size()}")
-        self.settings, self.total_steps, self.schedule_offset = settings, total_steps, schedule_offset
+            raise ValueError(
+                f"settings say num_workers {settings.num_workers}, the group has {dist.get_world_size()}"
+            )
+        self.settings = settings
+        self.total_steps = total_steps
+        self.schedule_offset = schedule_offset
         self.steps_done = 0  # by this engine and those that it continues, from the offset on
         if settings.activation_checkpointing:
             cast(Any, model).activation_checkpointing_enable({"use_reentrant": False})
         self._adapters = None
         if settings.tuning == "lora":
             generator = torch.Generator().manual_seed(settings.seed)
-            self._adapters = add_adapters(cast(Any, model), settings.lora_rank, settings.lora_alpha, generator)
+            self._adapters = add_adapters(
+                cast(Any, model), settings.lora_rank, settings.lora_alpha, generator
+            )
         if settings.tuning == "kv":
             freeze_all_but_keys_and_values(cast(Any, model))
-        self._engine: Any = zero.initialize(model, config_of(settings), _parameter_groups(model, settings, groups))
+        self._engine: Any = zero.initialize(
+            model, config_of(settings), _parameter_groups(model, settings, groups)
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -78,7 +88,9 @@ class Engine:
     @property
     def last_rate(self) -> float:
         """Learning rate of the last step; that of the next one before the first."""
-        return self.settings.rate(self.schedule_offset + max(0, self.steps_done - 1), self.total_steps)
+        return self.settings.rate(
+            self.schedule_offset + max(0, self.steps_done - 1), self.total_steps
+        )
 
     @property
     def gradient_norm(self) -> float | None:
@@ -98,10 +110,13 @@ class Engine:
         self._engine.train()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = self.rate * group[SCALE]
-        rows, passes = self.settings.batch_size, self.settings.gradient_accumulation_steps
+        rows = self.settings.batch_size
+        passes = self.settings.gradient_accumulation_steps
         workers = dist.get_world_size()
         if len(batch) not in (rows // workers, -(-rows // workers)):
-            raise ValueError(f"a worker takes {rows} / {workers} sequences a step, got {len(batch)}")
+            raise ValueError(
+                f"a worker takes {rows} / {workers} sequences a step, got {len(batch)}"
+            )
         mean = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, piece in enumerate(batch.to(self.device).tensor_split(passes)):
             # A worker without a row for this pass takes part all the same: the others wait for it
@@ -124,10 +139,15 @@ class Engine:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        state = {"steps_done": self.steps_done, "client": client_state if client_state is not None else {}}
+        state = {
+            "steps_done": self.steps_done,
+            "client": client_state if client_state is not None else {},
+        }
         with contextlib.redirect_stdout(None):  # DeepSpeed prints; errors still come as exceptions
             frozen = self.settings.tuning != "full"
-            self._engine.save_checkpoint(str(folder), tag=TAG, client_state=state, exclude_frozen_parameters=frozen)
+            self._engine.save_checkpoint(
+                str(folder), tag=TAG, client_state=state, exclude_frozen_parameters=frozen
+            )
         if dist.get_rank() == 0:
             layout = {"num_workers": self.settings.num_workers} | layout_of(self.settings)
             (folder / LAYOUT).write_text(json.dumps(layout))
@@ -140,27 +160,33 @@ class Engine:
         file = Path(folder) / LAYOUT
         if not file.is_file():
             raise ValueError(f"expected a training checkpoint in {folder}, found no {LAYOUT} there")
-        written, wanted = json.loads(file.read_text()), layout_of(self.settings)
+        written = json.loads(file.read_text())
+        wanted = layout_of(self.settings)
         workers = written.pop("num_workers")
         if written != wanted:
             raise ValueError(
                 f"training checkpoint {folder} was written with {written}, these settings are {wanted}; use the same, "
                 "or start from the finished weights instead (model_dir) with a fresh optimiser"
             )
-        anew, given = self.settings.zero_stage > 0 and workers != dist.get_world_size(), contextlib.nullcontext(folder)
+        anew = self.settings.zero_stage > 0 and workers != dist.get_world_size()
+        given = contextlib.nullcontext(folder)
         if anew:
             given = resharding.for_any_number(folder, TAG, zero.write_universal)
-        own = [{key: group[key] for key in OWN} for group in self._engine.optimizer.param_groups]
+        own = [{key: group[key] for key in _OWN} for group in self._engine.optimizer.param_groups]
         with given as readable, contextlib.redirect_stdout(None):
             self._engine._config.load_universal_checkpoint = anew
             whole = self.settings.tuning == "full"  # else what is frozen is the model's already
-            path, state = self._engine.load_checkpoint(str(readable), tag=TAG, load_module_strict=whole)
+            path, state = self._engine.load_checkpoint(
+                str(readable), tag=TAG, load_module_strict=whole
+            )
         for group, options in zip(self._engine.optimizer.param_groups, own, strict=True):
             group |= options  # as the settings say; with ZeRO 3 split anew all groups have the first one's [0.19]
         if anew:
             zero.count_apart(self._engine.basic_optimizer)
         if path is None:
-            raise ValueError(f"expected a training checkpoint with tag {TAG!r} in {folder}, found none to read")
+            raise ValueError(
+                f"expected a training checkpoint with tag {TAG!r} in {folder}, found none to read"
+            )
         self.steps_done = int(state["steps_done"])
         return state["client"]
 
@@ -171,7 +197,8 @@ class Engine:
         With bfloat16 these are the weights that the model computes with, not the optimiser's float32 copies. Adapters
         are merged: names and shapes are those of the model that was given.
         """
-        state, adapters = self._engine.module.state_dict(keep_vars=True), self._adapters
+        state = self._engine.module.state_dict(keep_vars=True)
+        adapters = self._adapters
         sources = {name: (name,) for name in state} if adapters is None else adapters.sources(state)
         for name, parts in sources.items():
             tensors = [state[part] for part in parts]
@@ -199,7 +226,9 @@ def _parameter_groups(
     special = {id(p) for group in groups for p in group.parameters}
     trained = [p for p in model.parameters() if p.requires_grad]
     if missing := special - {id(p) for p in trained}:
-        raise ValueError(f"{len(missing)} parameters of the groups are not parameters of the model that are trained")
+        raise ValueError(
+            f"{len(missing)} parameters of the groups are not parameters of the model that are trained"
+        )
     rest = [p for p in trained if id(p) not in special]
     result = [{"params": rest, "weight_decay": settings.weight_decay, SCALE: 1.0}] if rest else []
     for group in groups:

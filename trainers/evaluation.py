@@ -103,12 +103,17 @@ def evaluate(
     `reduce`: a worker that is waited for cannot start again alone.
     """
     if sequences.ndim != 2 or sequences.shape[0] < 1 or sequences.shape[1] < 2:
-        raise ValueError(f"sequences must be [N, T] with N >= 1 and T >= 2, got shape {tuple(sequences.shape)}")
-    started, notes = time.perf_counter(), ()
+        raise ValueError(
+            f"sequences must be [N, T] with N >= 1 and T >= 2, got shape {tuple(sequences.shape)}"
+        )
+    started = time.perf_counter()
+    notes = ()
     at_once = min(batch_of(sequences.shape[1], batch_size), len(sequences))
     while True:
         try:
-            totals, losses = _totals(model, teacher, sequences, _share(len(sequences), at_once, rank, world_size))
+            totals, losses = _totals(
+                model, teacher, sequences, _share(len(sequences), at_once, rank, world_size)
+            )
             break
         except RuntimeError as error:
             if reduce is not None or at_once == 1 or not is_shortage(error):
@@ -121,7 +126,9 @@ def evaluate(
     loss, divergence, tokens = totals.tolist()
     distance = divergence / tokens if teacher is not None else None
     seconds = time.perf_counter() - started
-    return Evaluation(loss / tokens, distance, int(tokens), seconds, notes, losses if world_size == 1 else None)
+    return Evaluation(
+        loss / tokens, distance, int(tokens), seconds, notes, losses if world_size == 1 else None
+    )
 
 
 TEACHER_BYTES = 256 * 2**20
@@ -133,7 +140,8 @@ class CachedTeacher:
     bytes, for the next model that is compared with it on the same sequences."""
 
     def __init__(self, model: Any, most: int = TEACHER_BYTES) -> None:
-        self.model, self.room = model, most
+        self.model = model
+        self.room = most
         self._known: dict[tuple[torch.Size, bytes], Final] = {}
 
     def __call__(self, ids: Tensor) -> Final:
@@ -158,7 +166,9 @@ def decode_speed(model: Any, prompt: Tensor, new: int) -> Speed:
     """Speed on `prompt [1, T]`, then `new` tokens one at a time, each the likeliest. The first token counts as
     prefill; a run of both that is not timed comes first, so that start-up costs are not counted."""
     if prompt.ndim != 2 or prompt.shape[0] != 1 or new < 1:
-        raise ValueError(f"expected a prompt [1, T] and new >= 1, got shape {tuple(prompt.shape)} and {new}")
+        raise ValueError(
+            f"expected a prompt [1, T] and new >= 1, got shape {tuple(prompt.shape)} and {new}"
+        )
     prompt = prompt.to(next(model.parameters()).device)
     with evaluating(model):
         _generate(model, prompt, 1)
@@ -178,7 +188,8 @@ def _generate(model: Any, prompt: Tensor, new: int) -> tuple[float, float]:
 
 def _now(like: Tensor) -> float:
     if like.is_cuda:
-        torch.cuda.synchronize(like.device)  # kernels run on after the call that started them has returned
+        # Kernels run on after the call that started them has returned.
+        torch.cuda.synchronize(like.device)
     return time.perf_counter()
 
 
@@ -188,7 +199,8 @@ def _totals(
     """The sums of `_score` over batches of row numbers, and the mean loss of each row that counts."""
     module = model.model if isinstance(model, CachedTeacher) else model
     device = next(module.parameters()).device
-    totals, losses = torch.zeros(3, dtype=torch.float64, device=device), [torch.zeros(0, dtype=torch.float64)]
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    losses = [torch.zeros(0, dtype=torch.float64)]
     batches = list(share)
     with evaluating(module), stage("measuring the loss", len(batches), "batches") as told:
         for rows, counted in batches:
@@ -208,9 +220,12 @@ def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> tuple[Tenso
     if isinstance(model, CachedTeacher):
         means = in_chunks(model(batch), batch, costs, reference, counted)
     else:
-        means = mean_cost(model, batch, costs, reference, counted)  # also of no rows: all workers run each pass
+        # Also of no rows: all workers run each pass.
+        means = mean_cost(model, batch, costs, reference, counted)
     if not counted:
-        return torch.zeros(3, dtype=torch.float64, device=batch.device), torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(3, dtype=torch.float64, device=batch.device), torch.zeros(
+            0, dtype=torch.float64
+        )
     return means * counted * (batch.shape[1] - 1), costs.of_rows(counted)
 
 
@@ -233,7 +248,9 @@ class PredictionCosts:
         return torch.cat(self._losses).view(rows, -1).mean(1)
 
 
-def _share(count: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[list[int], int]]:
+def _share(
+    count: int, batch_size: int, rank: int, world_size: int
+) -> Iterator[tuple[list[int], int]]:
     """Batches of row numbers of one worker, and how many rows of each count; workers with fewer rows repeat row 0."""
     mine = list(range(rank, count, world_size))
     longest = -(-count // world_size)

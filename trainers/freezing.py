@@ -9,7 +9,7 @@ from attention.geometry import HeadGeometry
 from attention.modeling.composition import compositions
 from attention.modeling.shared_weights import SharedProjection
 
-PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
+_PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
 """What makes keys and values in the families, together with the queries where a family fuses them."""
 
 
@@ -17,15 +17,21 @@ def freeze_all_but_keys_and_values(model: PreTrainedModel) -> None:
     """In place. Composition stays trained, as it does with adapters.
 
     Raises ValueError for a model whose layers share heads, since a weight of one serves others there, and for a family
-    without any of `PROJECTIONS`.
+    without any of `_PROJECTIONS`.
     """
     modules = family_of(model.config).attention_modules(model)
     if any(isinstance(part, SharedProjection) for module in modules for part in module.children()):
-        raise ValueError("tuning kv: layers of this model share heads, and so their weights; use tuning=full")
-    makers = [part for module in modules for name, part in module.named_children() if name in PROJECTIONS]
+        raise ValueError(
+            "tuning kv: layers of this model share heads, and so their weights; use tuning=full"
+        )
+    makers = [
+        part for module in modules for name, part in module.named_children() if name in _PROJECTIONS
+    ]
     trained = {id(p) for part in (*makers, *compositions(model)) for p in part.parameters()}
     if not makers:
-        raise ValueError(f"tuning kv: no attention of this model has any of {', '.join(PROJECTIONS)}; use tuning=full")
+        raise ValueError(
+            f"tuning kv: no attention of this model has any of {', '.join(_PROJECTIONS)}; use tuning=full"
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.conversion.relaxation_knobs import rate_of
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.engine import Engine
 from trainers.loop import train
@@ -35,7 +35,7 @@ from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
 from trainers.text.token_sets import TokenSequences
 
-STEPS = 240
+_STEPS = 240
 
 
 def search_distances(
@@ -43,7 +43,7 @@ def search_distances(
     sequences: Tensor | TokenSequences,
     settings: TrainSettings,
     *,
-    steps: int = STEPS,
+    steps: int = _STEPS,
     rate: float = 1e-2,
     seed: int = 0,
 ) -> dict[str, Tensor]:
@@ -60,14 +60,24 @@ def search_distances(
     goal = replace(plan.unshared, layers=(single,) * plan.num_layers)
 
     def stream() -> BatchStream:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        return BatchStream(sequences, settings.batch_size, rank=rank, world_size=world_size, seed=seed)
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        return BatchStream(
+            sequences, settings.batch_size, rank=rank, world_size=world_size, seed=seed
+        )
 
-    distances = _distances(_lagrangian(lifted(model), goal, steps, rate=rate), settings, steps, stream)
-    return {side: torch.stack([d for d in layers if d is not None]) for side, layers in distances.items()}
+    distances = _distances(
+        _lagrangian(lifted(model), goal, steps, rate=rate), settings, steps, stream
+    )
+    return {
+        side: torch.stack([d for d in layers if d is not None])
+        for side, layers in distances.items()
+    }
 
 
-def _lagrangian(model: PreTrainedModel, goal: AttentionPlan, steps: int, **knobs: Any) -> Lagrangian:
+def _lagrangian(
+    model: PreTrainedModel, goal: AttentionPlan, steps: int, **knobs: Any
+) -> Lagrangian:
     part = RELAXATION.get("lagrangian")
     return part(model, goal, steps=steps, **part.settings(knobs))
 
@@ -76,7 +86,9 @@ def _distances(
     relaxation: Lagrangian, settings: TrainSettings, steps: int, stream: Callable[[], BatchStream]
 ) -> dict[str, list[Tensor | None]]:
     """Those of "key" and "value" in every layer after some steps. `stream` is called when there is a process group."""
-    with closing(Engine(relaxation.model, settings, steps, relaxation.parameter_groups())) as engine:
+    with closing(
+        Engine(relaxation.model, settings, steps, relaxation.parameter_groups())
+    ) as engine:
         train(engine, stream(), steps=steps, loss_fn=objective())
         return {name: relaxation.distances(side) for name, side in (("key", "k"), ("value", "v"))}
 
@@ -92,15 +104,20 @@ def next_stage(
     goal = AttentionPlan.from_json(spec.plans[-1])
     if not is_coarser(plan_of(model), goal):
         model = lifted(model)
-    steps, knobs = spec.regroup_steps, spec.knobs
-    rate = rate_of("lagrangian", knobs["rate"], spec.steps)  # of the fusion that these steps come before
+    steps = spec.regroup_steps
+    knobs = spec.knobs
+    # Of the fusion that these steps come before.
+    rate = rate_of("lagrangian", knobs["rate"], spec.steps)
     relaxation = _lagrangian(model, goal, steps, rate=rate, per_dimension=knobs["per_dimension"])
     distances = _distances(relaxation, settings, steps, lambda: stream)
     return paired_plan(plan_of(model), goal, distances["key"], distances["value"])
 
 
 def paired_plan(
-    now: AttentionPlan, goal: AttentionPlan, keys: Sequence[Tensor | None], values: Sequence[Tensor | None]
+    now: AttentionPlan,
+    goal: AttentionPlan,
+    keys: Sequence[Tensor | None],
+    values: Sequence[Tensor | None],
 ) -> AttentionPlan:
     """`now` with the stored heads of every group of `goal` in pairs. `keys`, `values`: a layer's distances `[S, S]`, of
     which those within groups of `goal` are read; None where nothing is to be fused."""
@@ -108,7 +125,8 @@ def paired_plan(
     for index, (layer, final) in enumerate(zip(now.layers, goal.layers, strict=True)):
         sides: list[list[tuple[int, ...]]] = []
         for name, distance in (("key", keys[index]), ("value", values[index])):
-            before, after = getattr(layer, f"{name}_map"), getattr(final, f"{name}_map")
+            before = getattr(layer, f"{name}_map")
+            after = getattr(final, f"{name}_map")
             groups = coarser_groups(before, after, f"layer {index}, {name}_map")
             pieces = [piece for group in groups for piece in _within(distance, group)]
             heads = getattr(layer, f"{name}_groups")
@@ -131,7 +149,8 @@ def pairs(distance: Sequence[Sequence[float]]) -> Groups:
     The closest first, then two pairs at a time exchange a member while that lowers the total: exact for four heads.
     """
     count = len(distance)
-    open_heads, paired = set(range(count)), []
+    open_heads = set(range(count))
+    paired = []
     for i, j in sorted(combinations(range(count), 2), key=lambda p: (distance[p[0]][p[1]], p)):
         if {i, j} <= open_heads:
             open_heads -= {i, j}
@@ -145,7 +164,8 @@ def pairs(distance: Sequence[Sequence[float]]) -> Groups:
     while improved:
         improved = False
         for a, b in combinations(range(len(paired)), 2):
-            (first, *rest), other = paired[a], paired[b]
+            (first, *rest) = paired[a]
+            other = paired[b]
             for turned in (other, other[::-1]):
                 # The first head of a with one of b, what is left of both together
                 new = tuple(sorted((first, turned[0]))), tuple(sorted((*rest, *turned[1:])))

@@ -41,7 +41,9 @@ class ParameterGroup:
         if not self.parameters:
             raise ValueError("a parameter group needs at least one parameter, got none")
         if self.learning_rate is not None and self.learning_rate <= 0:
-            raise ValueError(f"learning_rate of a parameter group must be above 0, got {self.learning_rate}")
+            raise ValueError(
+                f"learning_rate of a parameter group must be above 0, got {self.learning_rate}"
+            )
         if not 0 <= self.shrink <= 1:
             raise ValueError(f"shrink of a parameter group must lie in [0, 1], got {self.shrink}")
 

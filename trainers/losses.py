@@ -31,20 +31,27 @@ def bild(student: Tensor, teacher: Tensor, k: int = 16) -> Tensor:
     """
     if not 3 <= k <= student.shape[-1]:
         raise ValueError(f"k must lie between 3 and the vocabulary of {student.shape[-1]}, got {k}")
-    student, teacher = wide(student), wide(teacher)
+    student = wide(student)
+    teacher = wide(teacher)
     total = torch.zeros((), dtype=student.dtype, device=student.device)
     for leader in (teacher, student.detach()):
         places = leader.topk(k, dim=-1).indices
-        total = total + divergence(*(_differences(x.gather(-1, places)) for x in (student, teacher)))
+        total = total + divergence(
+            *(_differences(x.gather(-1, places)) for x in (student, teacher))
+        )
     return total
 
 
 def _differences(logits: Tensor) -> Tensor:
-    first, second = torch.triu_indices(logits.shape[-1], logits.shape[-1], offset=1, device=logits.device)
+    first, second = torch.triu_indices(
+        logits.shape[-1], logits.shape[-1], offset=1, device=logits.device
+    )
     return logits[..., first] - logits[..., second]
 
 
-def objective(distillation: str = "none", weight: float = 0.5, teacher: Any = None) -> Callable[[Any, Tensor], Tensor]:
+def objective(
+    distillation: str = "none", weight: float = 0.5, teacher: Any = None
+) -> Callable[[Any, Tensor], Tensor]:
     """The training loss as the loop wants it, `f(model, batch [B, T]) -> scalar`.
 
     "none": language modelling. "kl": `(1 - weight)` of it and `weight` of KL(teacher ‖ model) on the same predictions.
@@ -60,7 +67,9 @@ def objective(distillation: str = "none", weight: float = 0.5, teacher: Any = No
         if guide is None:
             return language_modelling(logits, labels)
         distance = kl(logits, guide) + (bild(logits, guide) if distillation == "kl_bild" else 0)
-        return weight * distance + ((1 - weight) * language_modelling(logits, labels) if weight < 1 else 0)
+        return weight * distance + (
+            (1 - weight) * language_modelling(logits, labels) if weight < 1 else 0
+        )
 
     def loss(model: Any, batch: Tensor) -> Tensor:
         reference = None

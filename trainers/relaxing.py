@@ -23,8 +23,8 @@ from attention.plan import AttentionPlan
 from trainers.engine import Engine
 from trainers.fusion_search import next_stage
 from trainers.jobs.checkpoints import CheckpointStore
-from trainers.jobs.job import TrainJob
 from trainers.jobs.share import WorkerShare, teacher_of, untrained
+from trainers.jobs.train_job import TrainJob
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.relaxations.base import Relaxation
@@ -80,7 +80,11 @@ def relax(job: TrainJob) -> Relaxed:
         sum(r["tokens"] for r in records),
         records[-1]["position"],
         sum(r["seconds"] for r in records),
-        [h | {"step": h["step"] + i * spec.steps} for i, r in enumerate(records) for h in r["history"]],
+        [
+            h | {"step": h["step"] + i * spec.steps}
+            for i, r in enumerate(records)
+            for h in r["history"]
+        ],
         max((r["remaining"] for r in records if r.get("remaining") is not None), default=None),
     )
 
@@ -88,9 +92,14 @@ def relax(job: TrainJob) -> Relaxed:
 class _Stage(WorkerShare):
     """One plan of a relaxation on one worker."""
 
-    def __init__(self, job: TrainJob, spec: RelaxationSpec, index: int, model_dir: str, folder: Path) -> None:
+    def __init__(
+        self, job: TrainJob, spec: RelaxationSpec, index: int, model_dir: str, folder: Path
+    ) -> None:
         super().__init__(job, job.relaxation_settings)
-        self.spec, self.index, self.model_dir, self.folder = spec, index, model_dir, folder
+        self.spec = spec
+        self.index = index
+        self.model_dir = model_dir
+        self.folder = folder
         self.store = CheckpointStore(str(folder), "states", self.rank, self.world_size)
         self.history: list[dict[str, float]] = []
         self.last_loss = 0.0
@@ -100,13 +109,17 @@ class _Stage(WorkerShare):
         relaxation = self._install()
         groups = relaxation.parameter_groups()
         # One schedule over all stages and the recovery; what an earlier stage did not use of it stays unused.
-        offset, total = self.index * self.spec.steps, self.job.schedule_steps
+        offset = self.index * self.spec.steps
+        total = self.job.schedule_steps
         if self.spec.own_schedule:
-            offset, total = 0, self.spec.steps
+            offset = 0
+            total = self.spec.steps
         engine = Engine(relaxation.model, self.settings, total, groups, schedule_offset=offset)
         with closing(engine), teacher_of(self.job, self.settings, engine.device) as teacher:
             start = self._resume(engine)
-            loss_fn = objective(self.settings.distillation, self.settings.distillation_weight, teacher)
+            loss_fn = objective(
+                self.settings.distillation, self.settings.distillation_weight, teacher
+            )
             steps = train(
                 engine,
                 self.stream,
@@ -116,10 +129,12 @@ class _Stage(WorkerShare):
                 on_step=lambda step, loss: self._on_step(engine, relaxation, step, loss),
                 until=relaxation.finished if relaxation.stop_early else None,
             )
-            metrics, remaining = relaxation.metrics(), relaxation.remaining()
+            metrics = relaxation.metrics()
+            remaining = relaxation.remaining()
             if self.history and self.history[-1]["step"] < steps:
                 self.history.append({"step": steps, "train_loss": self.last_loss, **metrics})
-            weights, device = engine.weights(), engine.device
+            weights = engine.weights()
+            device = engine.device
         self._collapse(weights)
         with untrained(self.folder / "collapsed", self.settings, device) as collapsed:
             loss = self.evaluate(collapsed).loss
@@ -145,10 +160,13 @@ class _Stage(WorkerShare):
 
     def _collapse(self, weights: dict[str, Any]) -> None:
         if self.rank == 0:  # which alone has whole weights
-            whole, source = self._install(), self.model_dir
+            whole = self._install()
+            source = self.model_dir
             whole.model.load_state_dict(weights)
             record = checkpoint.carried(source)
-            checkpoint.save(whole.collapsed_model(), self.folder / "collapsed", source, record=record)
+            checkpoint.save(
+                whole.collapsed_model(), self.folder / "collapsed", source, record=record
+            )
         dist.barrier()
 
     def _regrouped(self) -> AttentionPlan | None:
@@ -158,7 +176,9 @@ class _Stage(WorkerShare):
         file = self.folder / "plan.json"
         if not file.exists():
             dist.barrier()  # until all have looked
-            plan = next_stage(self.load(self.model_dir), self.spec, self.settings, copy.deepcopy(self.stream))
+            plan = next_stage(
+                self.load(self.model_dir), self.spec, self.settings, copy.deepcopy(self.stream)
+            )
             if self.rank == 0:
                 write_whole(file, json.dumps(plan.to_dict(), sort_keys=True))
             dist.barrier()
@@ -170,7 +190,8 @@ class _Stage(WorkerShare):
             return 0
         state = engine.load(self.store.folder(newest))
         self.stream.load_state_dict(state["stream"])
-        self.history, self.seconds = state["history"], state["seconds"]
+        self.history = state["history"]
+        self.seconds = state["seconds"]
         return engine.steps_done
 
     def _on_step(self, engine: Engine, relaxation: Relaxation, step: int, loss: float) -> None:
@@ -179,13 +200,18 @@ class _Stage(WorkerShare):
             self.history.append({"step": step, "train_loss": loss, **relaxation.metrics()})
         if step % self.spec.save_every == 0 and step < self.spec.steps:
             self.lap()
-            state = {"stream": self.stream.state_dict(), "history": self.history, "seconds": self.seconds}
+            state = {
+                "stream": self.stream.state_dict(),
+                "history": self.history,
+                "seconds": self.seconds,
+            }
             self.store.save(step, lambda folder: engine.save(folder, state), {"step": step})
 
 
 def _claim(root: Path, job: TrainJob, spec: RelaxationSpec) -> None:
     """Clear what a different job may have left in `root`, and mark it as this job's."""
-    settings = job.relaxation_settings.model_dump(exclude={"micro_batch_size"})  # may be lowered on the way
+    # May be lowered on the way.
+    settings = job.relaxation_settings.model_dump(exclude={"micro_batch_size"})
     parts: list[Any] = [spec.to_dict() | {"settings": settings}, job.schedule_steps]
     parts += [job.model_dir, job.teacher_dir, job.train_file, job.seed]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -20,18 +20,21 @@ import torch.distributed as dist
 from attention.base.messages import reason
 from trainers.jobs.checkpoints import gathered
 
-POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 @contextlib.contextmanager
-def for_any_number(folder: str | Path, tag: str, make: Callable[[Path, Path], None]) -> Iterator[Path]:
+def for_any_number(
+    folder: str | Path, tag: str, make: Callable[[Path, Path], None]
+) -> Iterator[Path]:
     """While the body runs: the checkpoint `tag` in `folder`, as a folder that any number of workers can load it from.
     `make(source, target)` writes the other form.
 
     All workers must enter and leave it together. Rank 0 makes it, and the first worker of each node that does not see
     what rank 0 has made. Raises OSError on all workers if one of them could not.
     """
-    folder, host = Path(folder), socket.gethostname()
+    folder = Path(folder)
+    host = socket.gethostname()
     own = folder.parent / f".{folder.name}-any-{host}"
     hosts = _gathered(host)
     if dist.get_rank() == 0:
@@ -48,7 +51,9 @@ def for_any_number(folder: str | Path, tag: str, make: Callable[[Path, Path], No
     try:
         problem = next(filter(None, _outcomes(made)), None)
         if problem:
-            raise OSError(f"training checkpoint {folder} cannot be split over {len(hosts)} workers: {problem}")
+            raise OSError(
+                f"training checkpoint {folder} cannot be split over {len(hosts)} workers: {problem}"
+            )
         yield place
         _gathered(None)
     finally:
@@ -61,7 +66,7 @@ def _outcomes(made: Future[None] | None) -> list[str | None]:
     while True:
         with contextlib.suppress(TimeoutError):
             if made is not None:
-                made.exception(POLL_SECONDS)
+                made.exception(_POLL_SECONDS)
         if all(_gathered(made is None or made.done())):
             error = made.exception() if made is not None else None
             return _gathered(None if error is None else reason(error))

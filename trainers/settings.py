@@ -22,7 +22,7 @@ from pydantic_core.core_schema import ValidationInfo
 from attention.io.dtype_names import full_name
 from trainers.deepspeed_keys import check_keys
 
-LONGEST = 4096
+_LONGEST = 4096
 """Characters of a text in a configuration: that of the longest path."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator below takes
 
@@ -54,7 +54,9 @@ class Strict(BaseModel):
     """A section of a configuration: unknown keys are refused, and so is what no field can be meant to hold. The
     docstring below a field is its description."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -62,17 +64,22 @@ class Strict(BaseModel):
         """No true or false where a number belongs, no bytes, no text that is no line of text."""
         field = cls.model_fields[str(info.field_name)]
         for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, bool) and bool not in (field.annotation, *get_args(field.annotation)):
+            if isinstance(one, bool) and bool not in (
+                field.annotation,
+                *get_args(field.annotation),
+            ):
                 raise ValueError("expected no true or false here")
             if isinstance(one, bytes):
                 raise ValueError("expected text or a number, not bytes")
             if isinstance(one, str) and not _is_line(one):
-                raise ValueError(f"expected one line of text, at most {LONGEST} characters, none for control")
+                raise ValueError(
+                    f"expected one line of text, at most {_LONGEST} characters, none for control"
+                )
         return value
 
 
 def _is_line(text: str) -> bool:
-    return len(text) <= LONGEST and not any(c < " " or "\ud800" <= c <= "\udfff" for c in text)
+    return len(text) <= _LONGEST and not any(c < " " or "\ud800" <= c <= "\udfff" for c in text)
 
 
 def _known(given: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +112,9 @@ class TrainSettings(Strict):
     """What DeepSpeed splits over workers: 0 nothing, 1 optimiser state, 2 and gradients, 3 and weights."""
     dtype: Annotated[
         Literal["float32", "bfloat16"],
-        BeforeValidator(full_name, json_schema_input_type=Literal["float32", "bfloat16", "fp32", "bf16"]),
+        BeforeValidator(
+            full_name, json_schema_input_type=Literal["float32", "bfloat16", "fp32", "bf16"]
+        ),
     ] = "float32"
     """What training computes in; what a promotion ships has the checkpoint's own. bfloat16 needs zero_stage 1 to 3."""
     distillation: Literal["none", "kl", "kl_bild"] = "none"
@@ -126,7 +135,14 @@ class TrainSettings(Strict):
     """Keys of DeepSpeed's own configuration that are merged into Headfold's last, e.g. `{zero_optimization:
     {overlap_comm: false}}`; what a setting here says already is refused there."""
     num_workers: Annotated[
-        int, Field(ge=1, json_schema_extra={"type": ["integer", "array"], "items": {"type": "integer", "minimum": 1}})
+        int,
+        Field(
+            ge=1,
+            json_schema_extra={
+                "type": ["integer", "array"],
+                "items": {"type": "integer", "minimum": 1},
+            },
+        ),
     ] = 1
     """Workers of one training. `[2, 8]`: as many as there is room for, 2 at least; for a promotion alone."""
     min_workers: Annotated[int | None, Field(ge=1)] = None
@@ -149,7 +165,9 @@ class TrainSettings(Strict):
         if not isinstance(counts, list | tuple):
             return given
         if len(counts) != 2:
-            raise ValueError(f"num_workers must be a number, or the fewest and the most of them, got {list(counts)}")
+            raise ValueError(
+                f"num_workers must be a number, or the fewest and the most of them, got {list(counts)}"
+            )
         return {**given, "min_workers": counts[0], "num_workers": counts[1]}
 
     @model_validator(mode="after")
@@ -180,7 +198,8 @@ class TrainSettings(Strict):
         return self
 
     def __hash__(self) -> int:
-        return hash(json.dumps(self.model_dump(), sort_keys=True))  # a mapping in it has none of its own
+        # A mapping in it has none of its own.
+        return hash(json.dumps(self.model_dump(), sort_keys=True))
 
     @property
     def device_batch_size(self) -> int:
@@ -205,7 +224,13 @@ class TrainSettings(Strict):
     def shape(self) -> Shape:
         device = self.device_with(self.gpus_per_worker)
         fewest = self.min_workers
-        return Shape(self.num_workers, self.cpus_per_worker, self.gpus_per_worker, device=device, fewest=fewest)
+        return Shape(
+            self.num_workers,
+            self.cpus_per_worker,
+            self.gpus_per_worker,
+            device=device,
+            fewest=fewest,
+        )
 
     def device_with(self, gpus: float) -> str:
         """What a process that asked for so many GPUs computes on."""
@@ -221,5 +246,7 @@ class TrainSettings(Strict):
         if step < warmup:
             return self.learning_rate * (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        factor = self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+        factor = (
+            self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+        )
         return self.learning_rate * factor

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 if not torch.accelerator.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # spares the search for others, and a warning that it failed
+    # Spares the search for others, and a warning that it failed.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import deepspeed.ops
@@ -55,8 +56,12 @@ def check_deepspeed(settings: TrainSettings) -> None:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
-        raise ValueError(f"train.deepspeed: {key}: got {first['input']!r}; {first['msg']}") from None
-    except Exception as error:  # its own errors, assertions, and whatever a value of the wrong kind leads to
+        raise ValueError(
+            f"train.deepspeed: {key}: got {first['input']!r}; {first['msg']}"
+        ) from None
+    except (
+        Exception
+    ) as error:  # its own errors, assertions, and whatever a value of the wrong kind leads to
         raise ValueError(f"train.deepspeed: {reason(error)}") from None
 
 
@@ -70,7 +75,9 @@ def group_of_one() -> None:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where a group exists
 
 
-def initialize(model: nn.Module, config: dict[str, Any], groups: list[dict[str, Any]] | None = None) -> Any:
+def initialize(
+    model: nn.Module, config: dict[str, Any], groups: list[dict[str, Any]] | None = None
+) -> Any:
     """DeepSpeed's engine of a model; of one that is not trained without groups of parameters, and with ZeRO 3 alone."""
     return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]  # pyright: ignore[reportArgumentType]
 
@@ -87,12 +94,16 @@ def load_model(folder: str | Path, settings: TrainSettings) -> PreTrainedModel:
     return model
 
 
-def _fill(model: PreTrainedModel, weights: LazyWeights, config: Mapping[str, Any], device: str) -> None:
+def _fill(
+    model: PreTrainedModel, weights: LazyWeights, config: Mapping[str, Any], device: str
+) -> None:
     """Read a model's parameters, those of one module at a time: rank 0 does, and each worker keeps its part."""
-    outlines = dict(model.named_parameters())  # a tied one once, and alive, so that no identity is given away
+    # A tied one once, and alive, so that no identity is given away.
+    outlines = dict(model.named_parameters())
     names = {id(outline): name for name, outline in outlines.items()}
     made: dict[int, nn.Parameter] = {}
-    for module in reversed(list(model.modules())):  # children before parents, whose parameters include theirs
+    # Children before parents, whose parameters include theirs.
+    for module in reversed(list(model.modules())):
         for name, outline in list(module.named_parameters(recurse=False)):
             if id(outline) not in made:
                 whole = torch.empty(outline.shape, dtype=outline.dtype)
@@ -121,7 +132,9 @@ def write_universal(source: Path, target: Path) -> None:
     shutil.rmtree(target.parent, ignore_errors=True)
     target.mkdir(parents=True)
     settings = argparse.Namespace(input_folder=str(source), output_folder=str(target), strict=True)
-    settings.num_extract_workers = settings.num_merge_workers = 1  # more are processes, each with a share in memory
+    settings.num_extract_workers = settings.num_merge_workers = (
+        1  # more are processes, each with a share in memory
+    )
     settings.keep_temp_folder = False
     settings.inject_missing_state = True  # of tensor parallelism, which there is none of
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -166,10 +179,12 @@ def close(engine: Any) -> None:
 
 def _forget(model: nn.Module) -> None:
     """Let go of a model that ZeRO 3 had: a list of modules, and the memory of a method, keep every one [0.19]."""
-    modules, kept = set(model.modules()), parameter_offload.FWD_MODULE_STACK
+    modules = set(model.modules())
+    kept = parameter_offload.FWD_MODULE_STACK
     kept[:] = [module for module in kept if module not in modules]
     name = "_PartitionedParameterCoordinator__params_to_release"
     method: Any = getattr(PartitionedParameterCoordinator, name, None)
-    for cell in getattr(method, "__closure__", None) or ():  # it is wrapped in a function that counts time
+    # It is wrapped in a function that counts time.
+    for cell in getattr(method, "__closure__", None) or ():
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()

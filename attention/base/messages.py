@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
 
-LONGEST = 800
+_LONGEST = 800
 """Characters of what a library says; a longer text loses its middle."""
 
 
@@ -38,4 +38,8 @@ def reason(error: BaseException, hide: Callable[[str], str] = str) -> str:
 
 def cut(text: str) -> str:
     """A text without the middle of a long one: what went wrong is told at its start or its end."""
-    return text if len(text) <= LONGEST else f"{text[: LONGEST * 5 // 8]} ... {text[-LONGEST // 4 :]}"
+    return (
+        text
+        if len(text) <= _LONGEST
+        else f"{text[: _LONGEST * 5 // 8]} ... {text[-_LONGEST // 4 :]}"
+    )

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from attention.base.timing import clock
 
 SAY_SECONDS = 10.0  # between two lines where there is no bar
-LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.5
 
 
 class Stage:
@@ -29,12 +29,23 @@ class Stage:
     `note`: what else its line says; `detail`: asked for it each time, as for what goes on in other processes."""
 
     def __init__(
-        self, label: str, total: int | None = None, unit: str = "", start: float = 0, screen: _Screen | None = None
+        self,
+        label: str,
+        total: int | None = None,
+        unit: str = "",
+        start: float = 0,
+        screen: _Screen | None = None,
     ) -> None:
-        self.label, self.total, self.unit, self.start = label, total, unit, start
-        self.done, self.note, self._screen = float(start), "", screen
+        self.label = label
+        self.total = total
+        self.unit = unit
+        self.start = start
+        self.done = float(start)
+        self.note = ""
+        self._screen = screen
         self.detail: Callable[[], str] | None = None
-        self._lock, self._began = threading.Lock(), time.monotonic()
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
         self._stepped = self._began
 
     def step(self, count: int = 1) -> None:
@@ -51,23 +62,27 @@ class Stage:
     def begin(self, done: float) -> None:
         """So many are done now, and the time so far tells nothing of the rest, such as that which workers start in."""
         with self._lock:
-            self.start, self.done = done, done
+            self.start = done
+            self.done = done
             self._began = self._stepped = time.monotonic()
 
     def _to(self, done: float) -> None:
         if done != self.done:
-            self.done, self._stepped = done, time.monotonic()
+            self.done = done
+            self._stepped = time.monotonic()
         if self._screen is not None:
             self._screen.show(self)
 
     @property
     def left(self) -> float | None:
         """Seconds, if what is left goes as fast as what is done; None before anything is."""
-        made, now = self.done - self.start, time.monotonic()
+        made = self.done - self.start
+        now = time.monotonic()
         if self.total is None or made <= 0:
             return None
         each = (self._stepped - self._began) / made
-        under_way = min(0.75 * each, now - self._stepped)  # one that takes longer has a quarter to come
+        # One that takes longer has a quarter to come.
+        under_way = min(0.75 * each, now - self._stepped)
         return max(0.0, each * (self.total - self.done) - under_way)
 
     def __str__(self) -> str:
@@ -89,8 +104,10 @@ class _Screen:
     """Where the stages of a verb are shown: the newest that is open. `say`: takes its line every so many seconds."""
 
     def __init__(self, label: str, say: Callable[[str], None], every: float) -> None:
-        self._told, self._lock = time.monotonic(), threading.Lock()
-        self._say, self._every = say, every
+        self._told = time.monotonic()
+        self._lock = threading.Lock()
+        self._say = say
+        self._every = every
         self.stages = [Stage(label)]
         self.bar: Progress | None = None
 
@@ -113,7 +130,9 @@ class _Screen:
                 return
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
             told = Console(stderr=True)
-            with Progress(*columns, console=told, transient=True, redirect_stdout=sys.stdout.isatty()) as self.bar:
+            with Progress(
+                *columns, console=told, transient=True, redirect_stdout=sys.stdout.isatty()
+            ) as self.bar:
                 self.bar.add_task(str(stage), total=stage.total, completed=int(stage.start))
                 yield
         finally:
@@ -121,7 +140,7 @@ class _Screen:
             self.stages.remove(stage)
 
     def watch(self, ended: threading.Event) -> None:
-        while not ended.wait(LOOK_SECONDS):
+        while not ended.wait(_LOOK_SECONDS):
             self.show(self.stages[-1])
 
 
@@ -129,10 +148,13 @@ _screen: ContextVar[_Screen | None] = ContextVar("screen", default=None)
 
 
 @contextmanager
-def shown(label: str, say: Callable[[str], None] = _print, every: float | None = None) -> Iterator[None]:
+def shown(
+    label: str, say: Callable[[str], None] = _print, every: float | None = None
+) -> Iterator[None]:
     """While the body runs, show the stages that it opens, and where it has none that it, called `label`, is at work.
     `say`: takes the lines, one in `every` seconds, where they do not go to stderr."""
-    screen, ended = _Screen(label, say, SAY_SECONDS if every is None else every), threading.Event()
+    screen = _Screen(label, say, SAY_SECONDS if every is None else every)
+    ended = threading.Event()
     watcher = threading.Thread(target=screen.watch, args=(ended,), name="progress", daemon=True)
     token = _screen.set(screen)
     watcher.start()
@@ -145,7 +167,9 @@ def shown(label: str, say: Callable[[str], None] = _print, every: float | None =
 
 
 @contextmanager
-def stage(label: str, total: int | None = None, unit: str = "", *, start: float = 0) -> Iterator[Stage]:
+def stage(
+    label: str, total: int | None = None, unit: str = "", *, start: float = 0
+) -> Iterator[Stage]:
     """A stage of `total` things, of which `start` were done before; None for what cannot be counted. `label` says what
     is done, `unit` what is counted: "fitting layers", 32, "layers"."""
     screen = _screen.get()

@@ -23,7 +23,7 @@ from attention.geometry import HeadGeometry
 from attention.modeling.running import entering
 from attention.modeling.scores import capped, softmax_beside
 
-NAME = "headfold_calibration"
+_NAME = "headfold_calibration"
 SLICE_BYTES = 128 * 2**20
 """Of the attention weights in float32 that are held at a time: those of one head, of some sequences or some tokens."""
 
@@ -40,15 +40,24 @@ class Collector:
     """Sums of one layer, on `device`. `see_call` and `see_attention` are called by the model as it runs."""
 
     def __init__(
-        self, module: nn.Module, geometry: HeadGeometry, sampled: int, mixed: Mixed, device: torch.device
+        self,
+        module: nn.Module,
+        geometry: HeadGeometry,
+        sampled: int,
+        mixed: Mixed,
+        device: torch.device,
     ) -> None:
-        family, wide, dim = families()[geometry.family], geometry.hidden_size + 1, geometry.head_dim
+        family = families()[geometry.family]
+        wide = geometry.hidden_size + 1
+        dim = geometry.head_dim
         heads = family.read(module, geometry)
         self.q_HdD = heads.q.float()
         self.q_bias_Hd = None if heads.q_bias is None else heads.q_bias.float()
         self.norm = partial(family.query_norm, module) if geometry.qk_norm else None
         self.dtype = heads.q.dtype
-        self.num_heads, self.sampled, self.tokens = geometry.num_heads, sampled, 0
+        self.num_heads = geometry.num_heads
+        self.sampled = sampled
+        self.tokens = 0
         self.mixed: Mixed = mixed
         double: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.input_sum = torch.zeros(wide, wide, **double)
@@ -80,7 +89,9 @@ class Collector:
         """Moments of the mixed inputs of one head, for some `sequences` of the batch and some of their tokens, whose
         weights are those of the first S tokens."""
         if self.x_BTe is None:
-            raise RuntimeError("attention ran before its input was seen; this model calls its layers in a way unknown")
+            raise RuntimeError(
+                "attention ran before its input was seen; this model calls its layers in a way unknown"
+            )
         # The appended constant becomes the sum of a row of the weights: 1, or less if a sink takes some.
         mixed = (weights_btS @ self.x_BTe[sequences, : weights_btS.shape[2]]).flatten(0, 1)
         total = self.mixed_sum[head * len(self.mixed_sum) // self.num_heads]
@@ -94,14 +105,17 @@ class Collector:
 
     def finish(self) -> LayerStatistics:
         """The means, on the CPU."""
-        mixed, self.mixed_sum = self.mixed_sum, self.mixed_sum[:0]  # not twice in memory longer than need be
+        mixed = self.mixed_sum
+        self.mixed_sum = self.mixed_sum[:0]  # not twice in memory longer than need be
         mixed.div_(self.tokens * (self.num_heads // len(mixed)))
         return LayerStatistics(
             tokens=self.tokens,
             input_moment=(self.input_sum / self.tokens).cpu(),
             mixed_moments=packed(mixed).to(mixed_dtype(self.mixed)).cpu(),
             query_moment=(self.query_sum / self.tokens).cpu(),
-            inputs=torch.cat(self.samples) if self.samples else torch.zeros(0, 0, self.q_HdD.shape[2]),
+            inputs=torch.cat(self.samples)
+            if self.samples
+            else torch.zeros(0, 0, self.q_HdD.shape[2]),
         )
 
 
@@ -122,7 +136,10 @@ def calibration_attention(
     query `[B, H, T, d]`, key and value of as many heads as the checkpoint keeps, additive mask `[B, 1, T, S]`. The
     weights of all heads would be the largest tensor by far: `SLICE_BYTES` of them exist at a time.
     """
-    key, value = (_to_query_heads(module, states, name) for states, name in ((key, "key_map"), (value, "value_map")))
+    key, value = (
+        _to_query_heads(module, states, name)
+        for states, name in ((key, "key_map"), (value, "value_map"))
+    )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     count, heads, length, _ = query.shape
     output_BTHd = value.new_empty(count, length, heads, value.shape[-1])
@@ -159,16 +176,18 @@ def _to_query_heads(module: nn.Module, states: Tensor, name: str) -> Tensor:
     return states.repeat_interleave(int(getattr(module, "num_key_value_groups", 1)), dim=1)
 
 
-AttentionInterface.register(NAME, calibration_attention)
+AttentionInterface.register(_NAME, calibration_attention)
 # Eager's mask is additive and always there, so causality and sliding windows arrive whatever the family.
-AttentionMaskInterface.register(NAME, eager_mask)
+AttentionMaskInterface.register(_NAME, eager_mask)
 
 
 # ---- the model for the time of the pass -------------------------------------------------------------------------
 
 
 @contextmanager
-def collecting(model: PreTrainedModel, geometry: HeadGeometry, sampled: int, mixed: Mixed) -> Iterator[list[Collector]]:
+def collecting(
+    model: PreTrainedModel, geometry: HeadGeometry, sampled: int, mixed: Mixed
+) -> Iterator[list[Collector]]:
     """Hooks and our attention function in place; both gone afterwards, also after an error.
 
     The sums of a single layer stay on its device; those of several would be more than a GPU has.
@@ -176,13 +195,16 @@ def collecting(model: PreTrainedModel, geometry: HeadGeometry, sampled: int, mix
     modules = list(family_of(model.config).attention_modules(model))
     before = str(model.config._attn_implementation)
     device = model.device if len(modules) == 1 else torch.device("cpu")
-    handles, collectors = [], []
+    handles = []
+    collectors = []
     try:
         for module in modules:
             collectors.append(Collector(module, geometry, sampled, mixed, device))
             _collectors[module] = collectors[-1]
-            handles.append(module.register_forward_pre_hook(collectors[-1].see_call, with_kwargs=True))
-        model.set_attn_implementation(NAME)
+            handles.append(
+                module.register_forward_pre_hook(collectors[-1].see_call, with_kwargs=True)
+            )
+        model.set_attn_implementation(_NAME)
         yield collectors
     finally:
         model.set_attn_implementation(before)

@@ -66,7 +66,8 @@ def gram_under(rows: Tensor, triangle: Tensor) -> Tensor:
     M is L + L^T with half of its diagonal in L, so that R L R^T and its transpose make the product; L is unpacked a
     band of rows at a time and what lies above its diagonal is not multiplied.
     """
-    size, half = rows.shape[1], torch.zeros_like(rows)
+    size = rows.shape[1]
+    half = torch.zeros_like(rows)
     lower = rows.new_zeros(min(BAND, size), size)
     for begin in range(0, size, BAND):
         end = min(begin + BAND, size)
@@ -149,7 +150,11 @@ class LayerStatistics:
         return rows @ self.input_moment[:, -1].to(rows)
 
     def mixed_value_gram(
-        self, heads: LayerHeads, members: Sequence[int], under: Sequence[int], dtype: torch.dtype = torch.float64
+        self,
+        heads: LayerHeads,
+        members: Sequence[int],
+        under: Sequence[int],
+        dtype: torch.dtype = torch.float64,
     ) -> Tensor:
         """`[n, g d, g d]`: mean of u_hi u_hj^T, where u_hi is value head i mixed by the weights of head h.
 

@@ -34,8 +34,12 @@ def mixed_dtype(mixed: Mixed) -> torch.dtype:
 def layer_bytes(geometry: HeadGeometry, tokens: int, mixed: Mixed = "float32") -> int:
     """Bytes of the statistics of one layer over so many tokens."""
     wide = geometry.hidden_size + 1
-    moments = 8 * wide**2 + mixed_dtype(mixed).itemsize * matrices(geometry, mixed) * wide * (wide + 1) // 2
-    queries, inputs = 8 * geometry.num_heads * geometry.head_dim**2, 4 * geometry.hidden_size
+    moments = (
+        8 * wide**2
+        + mixed_dtype(mixed).itemsize * matrices(geometry, mixed) * wide * (wide + 1) // 2
+    )
+    queries = 8 * geometry.num_heads * geometry.head_dim**2
+    inputs = 4 * geometry.hidden_size
     return moments + queries + inputs * min(tokens, SAMPLE_TOKENS)
 
 

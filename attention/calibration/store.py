@@ -28,8 +28,9 @@ from attention.calibration.sizes import Mixed
 from attention.io.files import sha256, write_whole, written_whole
 from attention.io.replacing import unused
 
-META, FORMAT = "calibration.json", 2
-AGAIN = "delete the folder and calibrate again"
+META = "calibration.json"
+_FORMAT = 2
+_AGAIN = "delete the folder and calibrate again"
 ABANDONED = 24 * 3600
 """Seconds without a new layer after which an unfinished calibration is taken for that of a killed process."""
 
@@ -61,16 +62,20 @@ class Calibration:
         try:
             noted = (source / META).stat().st_mtime_ns
             meta: dict[str, Any] = json.loads((source / META).read_text())
-            if meta.get("format") != FORMAT:
+            if meta.get("format") != _FORMAT:
                 raise CalibrationError(
-                    f"{source}: expected format {FORMAT}, got {meta.get('format')!r}; calibrate again"
+                    f"{source}: expected format {_FORMAT}, got {meta.get('format')!r}; calibrate again"
                 )
             entries = [dict(entry) for entry in meta["layers"]]
             fresh = [_verified(source / entry["file"], entry, noted) for entry in entries]
-            layers = StoredLayers(source, tuple((entry["file"], int(entry["tokens"])) for entry in entries))
+            layers = StoredLayers(
+                source, tuple((entry["file"], int(entry["tokens"])) for entry in entries)
+            )
             made = cls(layers, meta["tokens"], meta["digest"], meta["weights"], meta["mixed"])
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise CalibrationError(f"{source} holds no readable calibration ({error}); calibrate again") from None
+            raise CalibrationError(
+                f"{source} holds no readable calibration ({error}); calibrate again"
+            ) from None
         if any(fresh):
             with suppress(OSError):  # somebody else's folder, to be read only
                 write_whole(source / META, json.dumps(meta | {"layers": entries}, indent=1))
@@ -101,9 +106,13 @@ class StoredLayers(Sequence[LayerStatistics]):
         name, tokens = self.files[index]
         try:
             with safe_open(self.folder / name, framework="pt") as file:
-                return LayerStatistics(tokens, **{name: file.get_tensor(name) for name in STATISTICS})
+                return LayerStatistics(
+                    tokens, **{name: file.get_tensor(name) for name in STATISTICS}
+                )
         except (OSError, SafetensorError) as error:
-            raise CalibrationError(f"{self.folder / name} cannot be read ({error}); {AGAIN}") from None
+            raise CalibrationError(
+                f"{self.folder / name} cannot be read ({error}); {_AGAIN}"
+            ) from None
 
 
 def folder_of(cache_dir: str | Path, digest: str) -> Path:
@@ -123,7 +132,10 @@ def kept(folder: Path, digest: str) -> Calibration | None:
         return None
     if found.digest == digest:
         return found
-    print(f"{folder} holds calibration {found.digest}, expected {digest}; calibrating again", file=sys.stderr)
+    print(
+        f"{folder} holds calibration {found.digest}, expected {digest}; calibrating again",
+        file=sys.stderr,
+    )
     return None
 
 
@@ -146,8 +158,17 @@ def write(
     fresh = unused(target)
     fresh.mkdir()
     try:
-        entries = [_write_layer(fresh / f"layer-{i:04}.safetensors", layer) for i, layer in enumerate(layers)]
-        meta = {"format": FORMAT, "digest": digest, "weights": weights, "mixed": mixed, "tokens": tokens}
+        entries = [
+            _write_layer(fresh / f"layer-{i:04}.safetensors", layer)
+            for i, layer in enumerate(layers)
+        ]
+        meta = {
+            "format": _FORMAT,
+            "digest": digest,
+            "weights": weights,
+            "mixed": mixed,
+            "tokens": tokens,
+        }
         write_whole(fresh / META, json.dumps(meta | {"layers": entries}, indent=1))
         _replace(fresh, target)
     finally:
@@ -179,7 +200,7 @@ def _verified(path: Path, entry: dict[str, Any], noted: int) -> bool:
         return False
     if (checksum := sha256(path)) != entry["sha256"]:
         raise CalibrationError(
-            f"{path}: expected SHA-256 {entry['sha256'][:16]}..., got {checksum[:16]}...; the file is damaged: {AGAIN}"
+            f"{path}: expected SHA-256 {entry['sha256'][:16]}..., got {checksum[:16]}...; the file is damaged: {_AGAIN}"
         )
     entry["stamp"] = stamp
     return True

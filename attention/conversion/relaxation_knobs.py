@@ -18,9 +18,13 @@ UNFINISHED = 0.05
 """Share of its way that a relaxation may have left for its result to count as reached (`Relaxation.remaining`)."""
 
 LAGRANGIAN_PAPER = 0.01, 1000  # rate and steps: Chen 2024 (DHA), sec. 5.1
-HARD_CONCRETE_PAPER = 0.01, 2000  # the rate: Jin 2024; the steps at which it becomes 1 within 20, measured
-CONSTRAINT_STEPS = 30_000  # at which the weight is the paper's, 1; at 19 to 28 steps it closes all masks, measured
-PULL_REFERENCE = 0.3, 18  # decided here, as Cao 2024 is silent: all but 1e-4 of the squared distance goes
+# The rate: Jin 2024; the steps at which it becomes 1 within 20, measured.
+HARD_CONCRETE_PAPER = (0.01, 2000)
+CONSTRAINT_STEPS = (
+    30_000  # at which the weight is the paper's, 1; at 19 to 28 steps it closes all masks, measured
+)
+# Decided here, as Cao 2024 is silent: all but 1e-4 of the squared distance goes.
+PULL_REFERENCE = (0.3, 18)
 
 
 def _rate(doc: str) -> Knob:
@@ -30,11 +34,30 @@ def _rate(doc: str) -> Knob:
 
 LAGRANGIAN = (
     _rate("peak rate of coefficients and multiplier"),
-    Knob("per_dimension", "bool", "one coefficient a head dimension, and not one a head (sec. 4.3)", default=True),
+    Knob(
+        "per_dimension",
+        "bool",
+        "one coefficient a head dimension, and not one a head (sec. 4.3)",
+        default=True,
+    ),
     Knob("base", "float", "b of the margin, Eq. 8", 0.0, 1.0, default=0.999),
-    Knob("margin_fraction", "float", "share of the steps until the margin is 0 (k of Eq. 8)", 0.0, 1.0, default=0.2),
+    Knob(
+        "margin_fraction",
+        "float",
+        "share of the steps until the margin is 0 (k of Eq. 8)",
+        0.0,
+        1.0,
+        default=0.2,
+    ),
     Knob("multiplier_start", "float", "the multiplier at step 0", 0.0, 1e6, default=10.0),
-    Knob("tolerance", "float", "fusion loss below which fusing ends (sec. 4.3)", 0.0, 1.0, default=1e-3),
+    Knob(
+        "tolerance",
+        "float",
+        "fusion loss below which fusing ends (sec. 4.3)",
+        0.0,
+        1.0,
+        default=1e-3,
+    ),
 )
 HARD_CONCRETE = (
     _rate("peak learning rate of the masks"),
@@ -47,13 +70,41 @@ HARD_CONCRETE = (
         default=AUTO,
         auto=True,
     ),
-    Knob("log_alpha_start", "float", "location (log alpha) of every mask at step 0", 2.4, 20.0, default=4.0),
-    Knob("target_fraction", "float", "share of the steps in which target T falls from 1 to 0", 0.0, 1.0, default=0.3),
-    Knob("freeze_fraction", "float", "share of the steps after which every mask is 0", 0.0, 1.0, default=0.8),
+    Knob(
+        "log_alpha_start",
+        "float",
+        "location (log alpha) of every mask at step 0",
+        2.4,
+        20.0,
+        default=4.0,
+    ),
+    Knob(
+        "target_fraction",
+        "float",
+        "share of the steps in which target T falls from 1 to 0",
+        0.0,
+        1.0,
+        default=0.3,
+    ),
+    Knob(
+        "freeze_fraction",
+        "float",
+        "share of the steps after which every mask is 0",
+        0.0,
+        1.0,
+        default=0.8,
+    ),
 )
 PULL_TOGETHER = (
     _rate("share of a pair's gap closed by a step at peak"),
-    Knob("tolerance", "float", "pairs' squared distance, over that at step 0, taken as equal", 0.0, 1.0, default=1e-4),
+    Knob(
+        "tolerance",
+        "float",
+        "pairs' squared distance, over that at step 0, taken as equal",
+        0.0,
+        1.0,
+        default=1e-4,
+    ),
 )
 
 
@@ -93,7 +144,13 @@ def too_few_steps(name: str, knobs: Mapping[str, Any], steps: int) -> str | None
     """
     rate = rate_of(name, knobs["rate"], steps)
     if name == "pull_together":
-        enough = math.inf if rate == 0 else math.log(UNFINISHED) / (2 * math.log1p(-rate)) if rate < 1 else 1.0
+        enough = (
+            math.inf
+            if rate == 0
+            else math.log(UNFINISHED) / (2 * math.log1p(-rate))
+            if rate < 1
+            else 1.0
+        )
     elif name == "hard_concrete":
         # From where a mask starts to where it is 0 without noise, which is -log 11 (Louizos 2017, Eq. 13)
         enough = (knobs["log_alpha_start"] + math.log(11)) / rate

@@ -41,7 +41,9 @@ def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) 
     generator = torch.Generator(model.device).manual_seed(seed)
     sums = SummedGradients(modules)
     entered: list[Tensor] = []
-    hook = model.get_input_embeddings().register_forward_hook(lambda _, __, out: entered.append(out.requires_grad_()))
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda _, __, out: entered.append(out.requires_grad_())
+    )
     try:
         layers = [layer_of(model, module) for module in modules]
         counting = stage("sensitivity of the outputs", len(sequences), "sequences")
@@ -58,7 +60,9 @@ def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) 
 def check_predicts(sequences: Tensor) -> None:
     """Raise ValueError if no token of `sequences` `[N, T]` comes after another."""
     if sequences.shape[1] < 2:
-        raise ValueError(f"a next token is needed: expected sequences of at least 2 tokens, got {sequences.shape[1]}")
+        raise ValueError(
+            f"a next token is needed: expected sequences of at least 2 tokens, got {sequences.shape[1]}"
+        )
 
 
 def drawn_cost(predicted: Final, generator: torch.Generator) -> Tensor:
@@ -69,7 +73,8 @@ def drawn_cost(predicted: Final, generator: torch.Generator) -> Tensor:
 
 def expected_cost(metric: Tensor, errors: Iterable[Tensor]) -> float:
     """Mean of 1/2 e^T F e over the tokens of all `errors` `[B, T, D]`: nats a token."""
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     for rows in (error.flatten(0, 1) for error in errors):
         total += float((rows @ metric * rows).sum(dtype=torch.float64))
         tokens += len(rows)
@@ -118,7 +123,9 @@ class SummedGradients:
 def _made_again(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Within, layers keep what enters them for the backward pass, and are run again in it."""
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
     try:
         yield
     finally:

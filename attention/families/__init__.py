@@ -82,7 +82,8 @@ def family_of(config: Any) -> Family:
                 f"a {model_type} caches one latent vector per token (multi-head latent attention, MLA) and has no KV "
                 "heads to share; Headfold converts models with key and value heads"
             )
-        known = sorted(families())  # a name that is nearly one of them is another architecture and no misspelling
+        # A name that is nearly one of them is another architecture and no misspelling.
+        known = sorted(families())
         raise ValueError(
             f"model type must be one of {known}, got {model_type!r}; see CONTRIBUTING.md for how to add a family"
         )
@@ -110,8 +111,13 @@ def geometry_of(config: Any) -> HeadGeometry:
     _check_rope(config)
     try:
         geometry = family.geometry(config)
-    except (RuntimeError, AttributeError) as error:  # of a config that does not say the same for all layers
-        raise ValueError(f"the config of this {family.name} cannot be used: {reason(error)}") from None
+    except (
+        RuntimeError,
+        AttributeError,
+    ) as error:  # of a config that does not say the same for all layers
+        raise ValueError(
+            f"the config of this {family.name} cannot be used: {reason(error)}"
+        ) from None
     return geometry if family.pads_queries else replace(geometry, pads_queries=False)
 
 

@@ -34,7 +34,12 @@ def geometry(
     switch = bool(getattr(config, "attention_bias", False))
     biases = (switch if bias is None else bias for bias in (qkv_bias, output_bias))
     return geometry_with(
-        config, family, config.num_key_value_heads, RotaryLayout(head_dim, rotary), *biases, qk_norm=qk_norm
+        config,
+        family,
+        config.num_key_value_heads,
+        RotaryLayout(head_dim, rotary),
+        *biases,
+        qk_norm=qk_norm,
     )
 
 
@@ -94,8 +99,14 @@ def read_qkv(module: Any, head_dim: int) -> tuple[list[Tensor], list[Tensor | No
 def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
     (q, k, v), (q_bias, k_bias, v_bias) = read_qkv(module, geometry.head_dim)
     output = output_projection(module)
-    o = output.weight.detach().view(geometry.hidden_size, geometry.num_heads, geometry.head_dim).permute(1, 0, 2)
-    return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, None if output.bias is None else output.bias.detach())
+    o = (
+        output.weight.detach()
+        .view(geometry.hidden_size, geometry.num_heads, geometry.head_dim)
+        .permute(1, 0, 2)
+    )
+    return LayerHeads(
+        q, k, v, o, q_bias, k_bias, v_bias, None if output.bias is None else output.bias.detach()
+    )
 
 
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
@@ -105,7 +116,9 @@ def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
         rows = heads * geometry.head_dim
         if rows != old.out_features:
             like = {"device": old.weight.device, "dtype": old.weight.dtype}
-            setattr(module, name, nn.Linear(old.in_features, rows, bias=old.bias is not None, **like))
+            setattr(
+                module, name, nn.Linear(old.in_features, rows, bias=old.bias is not None, **like)
+            )
 
 
 @torch.no_grad()
@@ -116,7 +129,8 @@ def write_qkv(module: Any, heads: LayerHeads) -> None:
         (module.k_proj, heads.k, heads.k_bias),
         (module.v_proj, heads.v, heads.v_bias),
     ):
-        if isinstance(linear, SharedRows):  # the weight that it shows is put together anew: copying there is lost
+        # The weight that it shows is put together anew: copying there is lost.
+        if isinstance(linear, SharedRows):
             linear.write(weight, bias)
             continue
         linear.weight.copy_(weight.reshape(linear.weight.shape))
@@ -157,6 +171,13 @@ def family(
 ) -> Family:
     """A family of this layout, with the geometry of `geometry` unless given. `others`: the fields of `Family` in which
     it differs."""
-    layout: dict[str, Any] = {"attention_modules": attention_modules, "read": read, "reshape": reshape, "write": write}
+    layout: dict[str, Any] = {
+        "attention_modules": attention_modules,
+        "read": read,
+        "reshape": reshape,
+        "write": write,
+    }
     layout |= {"plain_config": plain_config, **others}
-    return Family(name, config_class, model_class, geometry_of or partial(geometry, family=name), **layout)
+    return Family(
+        name, config_class, model_class, geometry_of or partial(geometry, family=name), **layout
+    )

@@ -24,11 +24,15 @@ from attention.plan import LayerPlan
 def geometry(config: Any, family: str, rotary_dims: int, bias: bool) -> HeadGeometry:
     """Geometry of a multi-head checkpoint whose head dim is width over heads."""
     heads = config.num_attention_heads
-    layout = RotaryLayout(config.hidden_size // heads, rotary_dims, "half" if rotary_dims else "none")
+    layout = RotaryLayout(
+        config.hidden_size // heads, rotary_dims, "half" if rotary_dims else "none"
+    )
     return geometry_with(config, family, heads, layout, bias, bias)
 
 
-def separate(fused: str, uneven: type[nn.Module], module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
+def separate(
+    fused: str, uneven: type[nn.Module], module: Any, geometry: HeadGeometry, plan: LayerPlan
+) -> None:
     """Replace the projection called `fused` by `q_proj`, `k_proj` and `v_proj` of the plan's counts; become `uneven`.
 
     The class changes in place because hooks, caches and checkpoints know the module by its place in the model.
@@ -41,11 +45,17 @@ def separate(fused: str, uneven: type[nn.Module], module: Any, geometry: HeadGeo
         ("k_proj", plan.key_heads, geometry.key_bias),
         ("v_proj", plan.value_heads, geometry.value_bias),
     ):
-        setattr(module, name, nn.Linear(geometry.hidden_size, heads * geometry.head_dim, bias=bias, **like))
+        setattr(
+            module,
+            name,
+            nn.Linear(geometry.hidden_size, heads * geometry.head_dim, bias=bias, **like),
+        )
     module.__class__ = uneven
 
 
-def reshape(fused: str, uneven: type[nn.Module], module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
+def reshape(
+    fused: str, uneven: type[nn.Module], module: Any, geometry: HeadGeometry, plan: LayerPlan
+) -> None:
     """`separate` where the plan is not the identity."""
     if not plan.is_identity:
         separate(fused, uneven, module, geometry, plan)
@@ -77,13 +87,22 @@ def attend(
         key, value = cache.update(key, value, module.layer_idx)
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, _no_eager)
     mixed, weights = attention(
-        module, query, key, value, mask, dropout=dropout if module.training else 0.0, scaling=scaling, **kwargs
+        module,
+        query,
+        key,
+        value,
+        mask,
+        dropout=dropout if module.training else 0.0,
+        scaling=scaling,
+        **kwargs,
     )
     return mixed.flatten(-2), weights
 
 
 def _no_eager(*args: Any, **kwargs: Any) -> Any:
-    raise ValueError("head maps need attn_implementation='headfold', got 'eager', which would ignore them")
+    raise ValueError(
+        "head maps need attn_implementation='headfold', got 'eager', which would ignore them"
+    )
 
 
 def plain_config(config: Any, kv_heads: int) -> PretrainedConfig | None:

@@ -28,19 +28,28 @@ class WeighedRMSNorm(nn.Module):
 
     def __init__(self, counts: tuple[int, ...], head_dim: int, eps: float, like: Tensor) -> None:
         super().__init__()
-        self.counts, self.head_dim, self.variance_epsilon = counts, head_dim, eps
-        self.weight = nn.Parameter(torch.ones(len(counts) * head_dim, device=like.device, dtype=like.dtype))
+        self.counts = counts
+        self.head_dim = head_dim
+        self.variance_epsilon = eps
+        self.weight = nn.Parameter(
+            torch.ones(len(counts) * head_dim, device=like.device, dtype=like.dtype)
+        )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.float()
-        counts = torch.tensor(self.counts, device=x.device, dtype=x.dtype).repeat_interleave(self.head_dim)
+        counts = torch.tensor(self.counts, device=x.device, dtype=x.dtype).repeat_interleave(
+            self.head_dim
+        )
         square = (x.square() * counts).sum(-1, keepdim=True) / counts.sum()
-        return (self.weight * (x * torch.rsqrt(square + self.variance_epsilon))).to(hidden_states.dtype)
+        return (self.weight * (x * torch.rsqrt(square + self.variance_epsilon))).to(
+            hidden_states.dtype
+        )
 
 
 def key_norm(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
     """The stock norm where all key heads count alike."""
-    old, counts = module.k_norm, tuple(map(len, plan.key_groups))
+    old = module.k_norm
+    counts = tuple(map(len, plan.key_groups))
     if len(set(counts)) > 1:
         module.k_norm = WeighedRMSNorm(counts, geometry.head_dim, old.variance_epsilon, old.weight)
     elif plan.key_heads * geometry.head_dim != len(old.weight):
@@ -54,7 +63,10 @@ def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
 
 
 def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
-    q_norm, k_norm = (n.weight.detach().unflatten(0, (-1, geometry.head_dim)) for n in (module.q_norm, module.k_norm))
+    q_norm, k_norm = (
+        n.weight.detach().unflatten(0, (-1, geometry.head_dim))
+        for n in (module.q_norm, module.k_norm)
+    )
     return replace(_separate.read(module, geometry), q_norm=q_norm, k_norm=k_norm)
 
 
@@ -76,7 +88,9 @@ def geometry(config: Any, family: str) -> HeadGeometry:
     return replace(_separate.geometry(config, family=family, qk_norm=True), whole_norm=True)
 
 
-def family(name: str, config_class: type[PretrainedConfig], model_class: type[PreTrainedModel]) -> Family:
+def family(
+    name: str, config_class: type[PretrainedConfig], model_class: type[PreTrainedModel]
+) -> Family:
     """A family of this kind."""
     own: dict[str, Any] = {"read": read, "reshape": reshape, "write": write, "key_norm": key_norm}
     own["pads_queries"] = False  # the norm would count zero heads too

@@ -23,7 +23,9 @@ from attention.modeling.growing_cache import take_cache
 def geometry(config: Any) -> HeadGeometry:
     """Raises ValueError for a model with cross-attention, whose second cache a plan does not describe."""
     if config.add_cross_attention:
-        raise ValueError("a GPT-2 with add_cross_attention=true is not supported; expected a decoder alone")
+        raise ValueError(
+            "a GPT-2 with add_cross_attention=true is not supported; expected a decoder alone"
+        )
     return _uneven.geometry(config, "gpt2", 0, True)
 
 
@@ -43,7 +45,9 @@ class UnevenGPT2Attention(GPT2Attention):
             raise ValueError("a converted GPT-2 has no cross-attention, got encoder_hidden_states")
         states = _uneven.project(self, hidden_states, self.head_dim)
         rates = {"scaling": self.scaling, "dropout": self.attn_dropout.p}
-        mixed, weights = _uneven.attend(self, states, attention_mask, take_cache(kwargs), **rates, **kwargs)
+        mixed, weights = _uneven.attend(
+            self, states, attention_mask, take_cache(kwargs), **rates, **kwargs
+        )
         return self.resid_dropout(self.c_proj(mixed)), weights
 
 
@@ -53,7 +57,9 @@ def attention_modules(model: PreTrainedModel) -> Sequence[nn.Module]:
 
 
 def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
-    H, d, D = geometry.num_heads, geometry.head_dim, geometry.hidden_size
+    H = geometry.num_heads
+    d = geometry.head_dim
+    D = geometry.hidden_size
     o = module.c_proj.weight.detach().view(H, d, D).transpose(1, 2)
     o_bias = module.c_proj.bias.detach()
     if isinstance(module, UnevenGPT2Attention):
@@ -72,7 +78,9 @@ def write(module: Any, heads: LayerHeads) -> None:
         rows = torch.cat([heads.q, heads.k, heads.v]).flatten(0, 1)
         module.c_attn.weight.copy_(rows.T)
         if heads.q_bias is not None and heads.k_bias is not None and heads.v_bias is not None:
-            module.c_attn.bias.copy_(torch.cat([heads.q_bias, heads.k_bias, heads.v_bias]).flatten())
+            module.c_attn.bias.copy_(
+                torch.cat([heads.q_bias, heads.k_bias, heads.v_bias]).flatten()
+            )
     module.c_proj.weight.copy_(heads.o.transpose(1, 2).reshape(module.c_proj.weight.shape))
     if heads.o_bias is not None:
         module.c_proj.bias.copy_(heads.o_bias)

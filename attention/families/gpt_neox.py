@@ -54,13 +54,20 @@ def attention_modules(model: PreTrainedModel) -> Sequence[nn.Module]:
 def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
     if isinstance(module, UnevenGPTNeoXAttention):
         return _separate.read(module, geometry)
-    H, d, D = geometry.num_heads, geometry.head_dim, geometry.hidden_size
-    fused, dense = module.query_key_value, module.dense
+    H = geometry.num_heads
+    d = geometry.head_dim
+    D = geometry.hidden_size
+    fused = module.query_key_value
+    dense = module.dense
     q, k, v = fused.weight.detach().view(H, 3, d, D).unbind(1)
     none = (None, None, None)
-    q_bias, k_bias, v_bias = none if fused.bias is None else fused.bias.detach().view(H, 3, d).unbind(1)
+    q_bias, k_bias, v_bias = (
+        none if fused.bias is None else fused.bias.detach().view(H, 3, d).unbind(1)
+    )
     o = dense.weight.detach().view(D, H, d).permute(1, 0, 2)
-    return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, None if dense.bias is None else dense.bias.detach())
+    return LayerHeads(
+        q, k, v, o, q_bias, k_bias, v_bias, None if dense.bias is None else dense.bias.detach()
+    )
 
 
 @torch.no_grad()
@@ -70,7 +77,12 @@ def write(module: Any, heads: LayerHeads) -> None:
         return
     fused = module.query_key_value
     fused.weight.copy_(torch.stack([heads.q, heads.k, heads.v], 1).reshape(fused.weight.shape))
-    if fused.bias is not None and heads.q_bias is not None and heads.k_bias is not None and heads.v_bias is not None:
+    if (
+        fused.bias is not None
+        and heads.q_bias is not None
+        and heads.k_bias is not None
+        and heads.v_bias is not None
+    ):
         fused.bias.copy_(torch.stack([heads.q_bias, heads.k_bias, heads.v_bias], 1).reshape(-1))
     _separate.write_output(module.dense, heads)
 

@@ -30,8 +30,11 @@ class UnevenOPTAttention(OPTAttention):
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = _uneven.project(self, hidden_states, self.head_dim)
         # As in the stock forward, queries are scaled before the product and the product is not.
-        states, rates = (q * self.scaling, k, v), {"scaling": 1.0, "dropout": self.dropout}
-        mixed, weights = _uneven.attend(self, states, attention_mask, take_cache(kwargs), **rates, **kwargs)
+        states = (q * self.scaling, k, v)
+        rates = {"scaling": 1.0, "dropout": self.dropout}
+        mixed, weights = _uneven.attend(
+            self, states, attention_mask, take_cache(kwargs), **rates, **kwargs
+        )
         return self.out_proj(mixed), weights
 
 

@@ -18,7 +18,7 @@ from attention.heads import LayerHeads
 from attention.modeling.growing_cache import take_cache
 from attention.plan import LayerPlan
 
-FUSED = "qkv_proj"
+_FUSED = "qkv_proj"
 
 
 def geometry(config: Any) -> HeadGeometry:
@@ -38,7 +38,9 @@ class UnevenPhi3Attention(Phi3Attention):
         q, k, v = _uneven.project(self, hidden_states, self.head_dim)
         states = (*apply_rotary_pos_emb(q, k, *position_embeddings), v)
         rates = {"scaling": self.scaling, "dropout": self.attention_dropout}
-        mixed, weights = _uneven.attend(self, states, attention_mask, take_cache(kwargs), **rates, **kwargs)
+        mixed, weights = _uneven.attend(
+            self, states, attention_mask, take_cache(kwargs), **rates, **kwargs
+        )
         return self.o_proj(mixed), weights
 
 
@@ -53,7 +55,7 @@ def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
 
 
 def separate(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
-    _uneven.separate(FUSED, UnevenPhi3Attention, module, geometry, plan)
+    _uneven.separate(_FUSED, UnevenPhi3Attention, module, geometry, plan)
 
 
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
@@ -61,7 +63,8 @@ def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
     if not plan.is_identity:
         separate(module, geometry, plan)
         return
-    old, rows = module.qkv_proj, 3 * geometry.num_heads * geometry.head_dim
+    old = module.qkv_proj
+    rows = 3 * geometry.num_heads * geometry.head_dim
     if rows != old.out_features:
         like = {"device": old.weight.device, "dtype": old.weight.dtype}
         module.qkv_proj = nn.Linear(old.in_features, rows, bias=False, **like)
@@ -78,5 +81,12 @@ def write(module: Any, heads: LayerHeads) -> None:
 
 
 FAMILY = _separate.family(
-    "phi3", Phi3Config, Phi3ForCausalLM, geometry, read=read, reshape=reshape, write=write, separate=separate
+    "phi3",
+    Phi3Config,
+    Phi3ForCausalLM,
+    geometry,
+    read=read,
+    reshape=reshape,
+    write=write,
+    separate=separate,
 )

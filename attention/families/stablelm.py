@@ -20,8 +20,11 @@ from attention.plan import LayerPlan
 def geometry(config: Any) -> HeadGeometry:
     head_dim = config.hidden_size // config.num_attention_heads
     rotary = RotaryLayout(head_dim, int(head_dim * config.rope_parameters["partial_rotary_factor"]))
-    bias, norm = bool(config.use_qkv_bias), bool(config.qk_layernorm)
-    own = _separate.geometry_with(config, "stablelm", config.num_key_value_heads, rotary, bias, False, qk_norm=norm)
+    bias = bool(config.use_qkv_bias)
+    norm = bool(config.qk_layernorm)
+    own = _separate.geometry_with(
+        config, "stablelm", config.num_key_value_heads, rotary, bias, False, qk_norm=norm
+    )
     return replace(own, centred_norm=norm)
 
 
@@ -38,13 +41,15 @@ def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
 
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
     _separate.reshape(module, geometry, plan)
-    module.num_key_value_heads = -1  # by which the stock forward views keys and values alike: as many as there are
+    # By which the stock forward views keys and values alike: as many as there are.
+    module.num_key_value_heads = -1
     key_norm(module, geometry, plan)
 
 
 def key_norm(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
     if geometry.qk_norm:
-        weight, eps = module.q_layernorm.norms[0].weight, module.q_layernorm.norms[0].eps
+        weight = module.q_layernorm.norms[0].weight
+        eps = module.q_layernorm.norms[0].eps
         norms = StableLmLayerNormPerHead(geometry.head_dim, plan.key_heads, eps=eps)
         module.k_layernorm = norms.to(device=weight.device, dtype=weight.dtype)
 

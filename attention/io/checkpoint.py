@@ -31,9 +31,9 @@ from attention.io.files import honour_umask, sha256, write_whole
 from attention.io.replacing import DIGESTS, digests, parents_made, recover, resolved, swap, unused
 from attention.io.sources import NOT_REACHED, CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
-from attention.modeling import modeling
+from attention.modeling import model_classes
 from attention.modeling.beside import beside
-from attention.modeling.modeling import PREFIX, family_fields, plan_of
+from attention.modeling.model_classes import PREFIX, family_fields, plan_of
 from attention.plan import AttentionPlan
 
 PLAN_FILE = "headfold.json"
@@ -207,7 +207,7 @@ def load(
     family and WeightsError for weights that are not those of the config (all before any weight of a folder is read),
     PlanError if maps and config disagree.
     """
-    modeling.register()
+    model_classes.register()
     config = load_config(source, trust_remote_code=trust_remote_code)
     family_of(config)
     weights.check(source, config)
@@ -229,7 +229,7 @@ def load(
     model, told = loaded
     weights.check_loaded(source, model, told)
     if config.model_type.startswith(PREFIX):
-        modeling.check_maps(model)
+        model_classes.check_maps(model)
     return model.eval()
 
 
@@ -238,7 +238,7 @@ def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
 
     A Llama whose width is no multiple of its heads, which LlamaConfig refuses, is a Mistral without a window.
     """
-    modeling.register()
+    model_classes.register()
     cached = False
     try:
         if Path(source).name and Path(source).parent.exists():

@@ -56,10 +56,16 @@ def stacks(converter: WeightConverter) -> bool:
 def stacked(name: str, matrices: Mapping[str, Sequence[Stored]], order: Sequence[str]) -> Stacked:
     """The place of the model's tensor `name`. `matrices`: those of all experts, by the pattern that their names match;
     `order`: the patterns as their matrices follow each other. Raises WeightsError unless all experts are alike."""
-    columns = [sorted(matrices.get(one, []), key=lambda place: dot_natural_key(place.name)) for one in order]
+    columns = [
+        sorted(matrices.get(one, []), key=lambda place: dot_natural_key(place.name))
+        for one in order
+    ]
     alike = all(len({(place.shape, place.dtype) for place in column}) == 1 for column in columns)
     if not alike or len({len(column) for column in columns}) > 1:
-        held = "; ".join(f"{len(column)} of {one.lstrip('.')}" for one, column in zip(order, columns, strict=True))
+        held = "; ".join(
+            f"{len(column)} of {one.lstrip('.')}"
+            for one, column in zip(order, columns, strict=True)
+        )
         raise WeightsError(
             f"the experts of {name} differ in number, shape or dtype: the files hold {held}; download or save the "
             "model again"
@@ -76,7 +82,8 @@ def parts_of(place: Place) -> list[Part]:
     for index, matrices in enumerate(place.experts):
         end = 0
         for matrix in matrices:
-            start, end = end, end + matrix.shape[0]
+            start = end
+            end = end + matrix.shape[0]
             parts.append((matrix, (index, slice(start, end))))
     return parts
 

@@ -18,7 +18,7 @@ from attention.io.precision import DTYPES, own_dtype, round_weights
 from attention.io.replacing import check_folder
 from attention.io.targets import Held, Lowered, Target
 from attention.io.targets._pairs import widest_layers
-from attention.modeling.modeling import plan_of, plan_of_config
+from attention.modeling.model_classes import plan_of, plan_of_config
 from attention.plan import AttentionPlan
 
 REPORT_FILE = "export.json"
@@ -80,11 +80,14 @@ def export(
     """
     chosen = targets.target(target)
     check_folder(out, overwrite=overwrite, reads=[source])
-    config, own = checkpoint.load_config(source), checkpoint.original_heads(source)
-    plan, written = plan_of_config(config), str(dtype or own_dtype(config, source)).removeprefix("torch.")
+    config = checkpoint.load_config(source)
+    own = checkpoint.original_heads(source)
+    plan = plan_of_config(config)
+    written = str(dtype or own_dtype(config, source)).removeprefix("torch.")
     if written not in chosen.dtypes:
         raise ValueError(one_of(f"dtype for target {chosen.name}", chosen.dtypes, written))
-    held, cached = chosen.held(config, plan), cache_dtype(written)
+    held = chosen.held(config, plan)
+    cached = cache_dtype(written)
     if not allow_larger_cache:
         check_cache(plan, held, chosen.name, cached)
     model = checkpoint.load(source, torch.float32)
@@ -106,8 +109,11 @@ def export(
         zero_query_heads=held.zero_query_heads(plan),
         extra_attention=held.extra_attention(plan),
     )
-    after, folded, stock = plan_of(lowered.model), lowered.folded, [lowered.model]
-    del model, lowered  # and taken from its list when it is written: neither lies beside the copy that is read back
+    after = plan_of(lowered.model)
+    folded = lowered.folded
+    stock = [lowered.model]
+    # And taken from its list when it is written: neither lies beside the copy that is read back.
+    del model, lowered
 
     def write(fresh: Path) -> None:
         nonlocal report
@@ -122,7 +128,8 @@ def export(
 def _reference(model: PreTrainedModel, lowered: Lowered, dtype: str) -> Tensor:
     """Logits that what is written must have, the source's weights being rounded alike."""
     if lowered.folded:
-        check_equal(model, lowered.model)  # before the dtype of the checkpoint rounds what was folded
+        # Before the dtype of the checkpoint rounds what was folded.
+        check_equal(model, lowered.model)
     elif dtype in DTYPES:
         round_weights(model, DTYPES[dtype])
     return probe(model)
@@ -142,19 +149,24 @@ def _write(
     config = stock[0].config
     kind = chosen.write(stock.pop(), fresh, report.dtype, tokenizer)
     back = chosen.read(fresh, config)
-    difference, largest = largest_difference(reference, probe(back)), reference.abs().max().item()
+    difference = largest_difference(reference, probe(back))
+    largest = reference.abs().max().item()
     report = replace(report, model_type=kind, max_logit_difference=difference, max_logit=largest)
     if report.exact and difference > tolerance(DTYPES[report.dtype], folded) * max(largest, 1.0):
-        raise ValueError(f"the exported logits differ from the source by {difference:.3g}; nothing was written")
+        raise ValueError(
+            f"the exported logits differ from the source by {difference:.3g}; nothing was written"
+        )
     if check is not None:
         report = replace(report, check=check(fresh, back))
-    write_report(fresh, asdict(report))
+    _write_report(fresh, asdict(report))
     return report
 
 
-def write_report(folder: str | Path, record: dict[str, Any]) -> None:
+def _write_report(folder: str | Path, record: dict[str, Any]) -> None:
     """Put `export.json` into a folder."""
-    (Path(folder) / REPORT_FILE).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    (Path(folder) / REPORT_FILE).write_text(
+        json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def cache_dtype(dtype: str) -> str:
@@ -164,7 +176,8 @@ def cache_dtype(dtype: str) -> str:
 
 def check_cache(plan: AttentionPlan, held: Held, name: str, dtype: str) -> None:
     """Raise LargerCacheError if a target takes more cache than the plan itself."""
-    before, after = plan.kv_bytes_per_token(dtype), held.bytes_per_token(dtype)
+    before = plan.kv_bytes_per_token(dtype)
+    after = held.bytes_per_token(dtype)
     if after > before:
         raise LargerCacheError(
             f"target {name} takes {after} KV bytes per token, the plan {before}: {widest_layers(plan)}, of which each "
@@ -195,7 +208,9 @@ def check_equal(one: PreTrainedModel, other: PreTrainedModel) -> None:
     reference = probe(one)
     difference = largest_difference(reference, probe(other))
     if difference > tolerance(torch.float32) * max(reference.abs().max().item(), 1.0):
-        raise ValueError(f"the lowered model's logits differ from the source by {difference:.3g}; nothing was written")
+        raise ValueError(
+            f"the lowered model's logits differ from the source by {difference:.3g}; nothing was written"
+        )
 
 
 @torch.no_grad()

@@ -37,7 +37,10 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 def names_beside(path: Path) -> Iterator[Path]:
     """Names for what is being written and will be `path`."""
-    return (path.with_name(f".{path.name}.{os.getpid()}{'' if n == 0 else f'-{n}'}.new") for n in range(10_000))
+    return (
+        path.with_name(f".{path.name}.{os.getpid()}{'' if n == 0 else f'-{n}'}.new")
+        for n in range(10_000)
+    )
 
 
 def _created_beside(path: Path) -> Path:
@@ -47,7 +50,9 @@ def _created_beside(path: Path) -> Path:
         except FileExistsError:
             continue  # another thread's, or of a killed process that had this number
         return fresh
-    raise FileExistsError(f"too many unfinished files beside {str(path)!r}; remove {path.parent}/.{path.name}.*.new")
+    raise FileExistsError(
+        f"too many unfinished files beside {str(path)!r}; remove {path.parent}/.{path.name}.*.new"
+    )
 
 
 def sha256(path: str | Path) -> str:
@@ -58,7 +63,8 @@ def sha256(path: str | Path) -> str:
 
 def honour_umask(path: str | Path) -> None:
     """Give a file, or a folder and all in it, the permissions that a plain `open` and `mkdir` would have given."""
-    path, mask = Path(path), _umask()
+    path = Path(path)
+    mask = _umask()
     for one in (path, *(path.rglob("*") if path.is_dir() else ())):
         if not one.is_symlink():
             one.chmod((0o777 if one.is_dir() else 0o666) & ~mask)

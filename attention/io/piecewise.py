@@ -20,7 +20,7 @@ from attention.io.safetensors_files import SINGLE
 from attention.io.shards import shard_name, write_index
 from attention.io.sources import CheckpointError, is_folder, only_cached
 from attention.io.stock_files import copy_files, write_both_forms
-from attention.modeling import modeling
+from attention.modeling import model_classes
 
 SHARD = 2**29  # bytes of one file, and so of what its writer holds at a time
 
@@ -42,8 +42,8 @@ def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, La
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
     stored = dict(model.named_buffers()).keys() & model.state_dict().keys()
     weights.read_into({name: model.get_buffer(name) for name in stored})
-    if config.model_type.startswith(modeling.PREFIX):
-        modeling.check_maps(model)
+    if config.model_type.startswith(model_classes.PREFIX):
+        model_classes.check_maps(model)
     return model.eval(), weights
 
 
@@ -57,7 +57,9 @@ def _folder_of(source: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(source), local_files_only=only_cached(source), **kinds))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"the weights of {str(source)!r} cannot be fetched: {reason(error)}") from None
+        raise CheckpointError(
+            f"the weights of {str(source)!r} cannot be fetched: {reason(error)}"
+        ) from None
 
 
 def save_as(
@@ -82,12 +84,15 @@ def save_as(
     def write(fresh: Path) -> None:
         given, dtype = write_shards(((n, t) for n, t in tensors if n not in tied), fresh, shard)
         if given != wanted:
-            raise ValueError(f"expected the tensors of {source}; others are {sorted(given.items() ^ wanted.items())}")
-        config.dtype, config.architectures = dtype, [type(model).__name__]
+            raise ValueError(
+                f"expected the tensors of {source}; others are {sorted(given.items() ^ wanted.items())}"
+            )
+        config.dtype = dtype
+        config.architectures = [type(model).__name__]
         config.save_pretrained(fresh)
         write_both_forms(fresh)
         copy_files(source, fresh)
-        checkpoint.write_note(fresh, modeling.plan_of(model), record)
+        checkpoint.write_note(fresh, model_classes.plan_of(model), record)
 
     return checkpoint.write_atomically(folder, write)
 

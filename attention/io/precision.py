@@ -14,7 +14,8 @@ from attention.io.safetensors_files import WeightsError, tensors_of_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that a checkpoint is worked on and written in, by name."""
-STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors calls them
+# As safetensors calls them.
+STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class DtypeError(ValueError):
@@ -27,9 +28,13 @@ def own_dtype(config: Any, source: str | Path) -> torch.dtype:
     stated = getattr(config, "dtype", None)
     name = str(stated).removeprefix("torch.") if stated is not None else _most_stored(Path(source))
     if name is None:
-        raise DtypeError(f"the config of {str(source)!r} says no dtype; name one of {sorted(DTYPES)}")
+        raise DtypeError(
+            f"the config of {str(source)!r} says no dtype; name one of {sorted(DTYPES)}"
+        )
     if name not in DTYPES:
-        raise DtypeError(f"{str(source)!r} is stored in {name}; name one of {sorted(DTYPES)} to convert it to")
+        raise DtypeError(
+            f"{str(source)!r} is stored in {name}; name one of {sorted(DTYPES)} to convert it to"
+        )
     return DTYPES[name]
 
 
@@ -65,7 +70,9 @@ def _stored_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
         (module, name)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set and isinstance(buffer, Tensor) and buffer.is_floating_point()
+        if name not in module._non_persistent_buffers_set
+        and isinstance(buffer, Tensor)
+        and buffer.is_floating_point()
     ]
 
 
@@ -76,7 +83,10 @@ def round_weights(model: Any, dtype: torch.dtype) -> None:
     working = model.dtype
     if working == dtype:
         return
-    for tensor in [*model.parameters(), *(getattr(module, name) for module, name in _stored_buffers(model))]:
+    for tensor in [
+        *model.parameters(),
+        *(getattr(module, name) for module, name in _stored_buffers(model)),
+    ]:
         rounded = tensor.data.to(dtype).to(tensor.dtype)
         if tensor.is_floating_point() and not torch.equal(rounded, tensor.data):
             tensor.data = rounded

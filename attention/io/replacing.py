@@ -19,7 +19,7 @@ from attention.io.files import names_beside, sha256
 from attention.io.sources import check_source
 
 DIGESTS = "digests.json"
-LONGEST = 64  # characters of a file's name in a checkpoint
+_LONGEST = 64  # characters of a file's name in a checkpoint
 
 
 class OutputError(ValueError):
@@ -27,7 +27,11 @@ class OutputError(ValueError):
 
 
 def check_folder(
-    folder: str | Path, *, overwrite: bool = False, reads: Iterable[str | Path] = (), key: str = "out"
+    folder: str | Path,
+    *,
+    overwrite: bool = False,
+    reads: Iterable[str | Path] = (),
+    key: str = "out",
 ) -> Path:
     """The absolute path of a folder that is about to be written. To be called before any work.
 
@@ -70,18 +74,26 @@ def _check_place(place: Path, reads: Iterable[str | Path], key: str) -> None:
     for source in reads:
         if Path(source).exists():
             if _holds(place, source):
-                raise OutputError(f"{key}: {str(place)!r} is, or contains, what is read: {str(source)!r}")
+                raise OutputError(
+                    f"{key}: {str(place)!r} is, or contains, what is read: {str(source)!r}"
+                )
             if _holds(source, place):
-                raise OutputError(f"{key}: {str(place)!r} lies within what is read: {str(source)!r}")
+                raise OutputError(
+                    f"{key}: {str(place)!r} lies within what is read: {str(source)!r}"
+                )
     if (around := checkpoint_around(place)) is not None:
-        raise OutputError(f"{key}: {str(place)!r} lies within a checkpoint, {str(around)!r}; give a place outside")
+        raise OutputError(
+            f"{key}: {str(place)!r} lies within a checkpoint, {str(around)!r}; give a place outside"
+        )
     for name, where in (("the current folder", Path.cwd), ("your home folder", Path.home)):
         try:
             own = where()
         except (OSError, RuntimeError):
             continue  # there is none
         if _holds(place, own):
-            raise OutputError(f"{key}: {str(place)!r} is, or contains, {name}; name a new folder within it")
+            raise OutputError(
+                f"{key}: {str(place)!r} is, or contains, {name}; name a new folder within it"
+            )
 
 
 def checkpoint_around(place: Path) -> Path | None:
@@ -104,11 +116,15 @@ def _holds(folder: str | Path, inside: str | Path) -> bool:
 def _check_kind(place: Path, key: str) -> None:
     mode = place.lstat().st_mode
     if stat.S_ISLNK(mode):
-        raise OutputError(f"{key}: {str(place)!r} is a link to {str(place.readlink())!r}; name a folder itself")
+        raise OutputError(
+            f"{key}: {str(place)!r} is a link to {str(place.readlink())!r}; name a folder itself"
+        )
     if not stat.S_ISDIR(mode):
         raise OutputError(f"{key}: {str(place)!r} is a file; name a folder")
     if place.is_mount():
-        raise OutputError(f"{key}: {str(place)!r} is a mount of its own; name a new folder within it")
+        raise OutputError(
+            f"{key}: {str(place)!r} is a mount of its own; name a new folder within it"
+        )
 
 
 def _check_content(place: Path, overwrite: bool, key: str) -> None:
@@ -140,7 +156,9 @@ def digests(folder: Path) -> dict[str, str]:
         kept = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    sound = isinstance(kept, dict) and all(re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in kept.values())
+    sound = isinstance(kept, dict) and all(
+        re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in kept.values()
+    )
     return kept if sound else {}
 
 
@@ -165,13 +183,21 @@ def foreign(folder: Path) -> str | None:
 def changed(folder: Path) -> str | None:
     """The first file of a folder whose bytes are not those that the list names. Reads them all."""
     ours = digests(folder)
-    return next((name for name, _ in entries(folder) if name in ours and sha256(folder / name) != ours[name]), None)
+    return next(
+        (
+            name
+            for name, _ in entries(folder)
+            if name in ours and sha256(folder / name) != ours[name]
+        ),
+        None,
+    )
 
 
 def entries(folder: Path) -> Iterator[tuple[str, int]]:
     """Path and mode of all in a folder, sorted; folders only where they are empty. Links are not followed."""
     for entry in sorted(folder.iterdir()):
-        mode, empty = entry.lstat().st_mode, True
+        mode = entry.lstat().st_mode
+        empty = True
         for name, kind in entries(entry) if stat.S_ISDIR(mode) else ():
             empty = False
             yield f"{entry.name}/{name}", kind
@@ -188,7 +214,12 @@ def remove(folder: Path) -> None:
     names = [name for name, mode in entries(folder) if name in ours and stat.S_ISREG(mode)]
     for name in [*names, *([DIGESTS] if ours else [])]:
         (folder / name).unlink(missing_ok=True)
-    above = {parent for name in names for parent in (folder / name).parents if folder in (parent, *parent.parents)}
+    above = {
+        parent
+        for name in names
+        for parent in (folder / name).parents
+        if folder in (parent, *parent.parents)
+    }
     for empty in sorted(above | {folder}, reverse=True):
         with contextlib.suppress(OSError):
             empty.rmdir()
@@ -222,13 +253,17 @@ def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
     if os.path.lexists(folder):
         _check_kind(folder, "out")
         if any(folder.iterdir()) and (not overwrite or foreign(folder) is not None):
-            raise OutputError(f"out: {str(folder)!r} is not empty any more; nothing was written: give another folder")
+            raise OutputError(
+                f"out: {str(folder)!r} is not empty any more; nothing was written: give another folder"
+            )
     spare = spare_of(folder)
     try:
         if folder.is_dir() and any(folder.iterdir()):
             if os.path.lexists(spare):
                 if not _left_by_us(spare):
-                    raise OutputError(f"out: {str(spare)!r} is in the way; move it, or give another folder")
+                    raise OutputError(
+                        f"out: {str(spare)!r} is in the way; move it, or give another folder"
+                    )
                 remove(spare)
             folder.rename(spare)
         fresh.rename(folder)
@@ -269,7 +304,7 @@ def _try(folder: Path) -> None:
             folder.rmdir()
         trial.mkdir()
         try:
-            (trial / ("x" * LONGEST)).touch()
-            (trial / ("x" * LONGEST)).unlink()
+            (trial / ("x" * _LONGEST)).touch()
+            (trial / ("x" * _LONGEST)).unlink()
         finally:
             trial.rmdir()

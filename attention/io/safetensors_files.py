@@ -17,9 +17,10 @@ from safetensors import SafetensorError, safe_open
 
 from attention.io.sources import CheckpointError
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-AGAIN = "download or copy it again"
+_AGAIN = "download or copy it again"
 
 
 class WeightsError(CheckpointError):
@@ -84,7 +85,9 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for file in files:
         for name, tensor in tensors_of_file(folder, file).items():
             if name in stored:
-                raise WeightsError(f"{folder}: {name} lies in both {stored[name].file} and {file}; save the model anew")
+                raise WeightsError(
+                    f"{folder}: {name} lies in both {stored[name].file} and {file}; save the model anew"
+                )
             stored[name] = tensor
     for name, file in places.items():
         if name not in stored or stored[name].file != file:
@@ -112,7 +115,9 @@ def _index(path: Path) -> dict[str, str]:
             return places
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    raise WeightsError(f"{path} is not an index of safetensors files (JSON with a weight_map); {AGAIN}")
+    raise WeightsError(
+        f"{path} is not an index of safetensors files (JSON with a weight_map); {_AGAIN}"
+    )
 
 
 def _nothing_in(folder: Path) -> str:
@@ -146,19 +151,19 @@ def _diagnosis(path: Path, error: Exception) -> str:
     except OSError as refused:
         return str(refused)
     if size == 0:
-        return f"it is empty; {AGAIN}"
+        return f"it is empty; {_AGAIN}"
     if start.startswith(b"version https://git-lfs"):
         return "it is a pointer of Git LFS, not the weights; fetch them with `git lfs pull`"
     if start.lstrip()[:1] == b"<":
-        return f"it is a web page, not safetensors; {AGAIN}"
+        return f"it is a web page, not safetensors; {_AGAIN}"
     if start[:2] == b"PK" or start[:1] == b"\x80":
         return "it is a pickle under the name of safetensors; save the weights with save_pretrained"
     if start[8:9] != b"{":
-        return f"it is not safetensors ({error}); {AGAIN}"
+        return f"it is not safetensors ({error}); {_AGAIN}"
     wanted = 8 + length + _data_bytes(header)
     if size < wanted:
-        return f"it is truncated: {size:,} bytes of at least {wanted:,}; {AGAIN}"
-    return f"it is damaged ({error}); {AGAIN}"
+        return f"it is truncated: {size:,} bytes of at least {wanted:,}; {_AGAIN}"
+    return f"it is damaged ({error}); {_AGAIN}"
 
 
 def _data_bytes(header: bytes) -> int:

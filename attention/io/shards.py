@@ -23,11 +23,11 @@ from attention.io.layers.windows import LazyWeights, stored_outer_names
 from attention.io.precision import STORED
 from attention.io.safetensors_files import INDEX, tensors_of_file
 from attention.io.stock_files import copy_files, write_both_forms
-from attention.modeling.modeling import headfold_config
+from attention.modeling.model_classes import headfold_config
 from attention.plan import AttentionPlan
 
-PARTS = "model-*.safetensors"
-BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I8": 1}
+_PARTS = "model-*.safetensors"
+_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I8": 1}
 
 
 def shard_name(index: int, count: int) -> str:
@@ -51,13 +51,18 @@ def write_index(folder: Path) -> dict[str, int]:
     """Write the index over all pieces in `folder`. Returns `parameters` (floating-point numbers) and `bytes`."""
     places: dict[str, str] = {}
     parameters = size = 0
-    for path in sorted(folder.glob(PARTS)):
+    for path in sorted(folder.glob(_PARTS)):
         for name, tensor in tensors_of_file(folder, path.name).items():
             places[name] = path.name
             parameters += tensor.numbers if tensor.dtype in STORED else 0
-            size += tensor.numbers * BYTES[tensor.dtype]
-    record = {"metadata": {"total_size": size, "total_parameters": parameters}, "weight_map": places}
-    (folder / INDEX).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            size += tensor.numbers * _BYTES[tensor.dtype]
+    record = {
+        "metadata": {"total_size": size, "total_parameters": parameters},
+        "weight_map": places,
+    }
+    (folder / INDEX).write_text(
+        json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+    )
     return {"parameters": parameters, "bytes": size}
 
 
@@ -83,7 +88,9 @@ def complete(
     if plain:
         lowered = checkpoint.plain_form(made, plan)
         if lowered is None:
-            raise ValueError("only a uniform GQA plan of a family with grouped heads has a plain form; use plain=False")
+            raise ValueError(
+                "only a uniform GQA plan of a family with grouped heads has a plain form; use plain=False"
+            )
         made = lowered
     table, *others = stored_outer_names(config)
     write_shard(shard_path(folder, 0, plan.num_layers), {table: weights.one(table, dtype)})
@@ -105,7 +112,9 @@ def _check_names(folder: Path, config: PretrainedConfig) -> None:
         model = AutoModelForCausalLM.from_config(config)
     listed = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
     tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
-    wanted = set(published(model, {name: t for name, t in model.state_dict().items() if name not in tied}))
+    wanted = set(
+        published(model, {name: t for name, t in model.state_dict().items() if name not in tied})
+    )
     if listed != wanted:
         raise ValueError(
             f"{folder} must hold the {len(wanted)} tensors of {type(model).__name__}; missing are "

@@ -27,7 +27,8 @@ def is_folder(source: str | Path) -> bool:
     Raises CheckpointError, without asking the hub, for a folder without config.json, a file, and a path that is not
     there: a name that no hub model can have, or one whose first part is a folder here (`models/x` beside `models/`).
     """
-    name, path = str(source), Path(source)
+    name = str(source)
+    path = Path(source)
     if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise CheckpointError(
@@ -42,7 +43,9 @@ def is_folder(source: str | Path) -> bool:
         raise CheckpointError(f"no checkpoint at {name!r}: it is a file; {wanted}{gguf}")
     first = name.split("/")[0]
     if not HUB_NAME.fullmatch(name):
-        raise CheckpointError(f"no checkpoint at {name!r}: there is no folder of that name; {wanted}")
+        raise CheckpointError(
+            f"no checkpoint at {name!r}: there is no folder of that name; {wanted}"
+        )
     if first != name and Path(first).is_dir():
         raise CheckpointError(
             f"no checkpoint at {name!r}: the folder {first!r} is here, and has no {name.removeprefix(first + '/')!r}; "
@@ -77,7 +80,8 @@ def hub_answers() -> bool:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # offline mode, no network, no name service, a proxy that refuses: all mean no
+    except Exception:
+        # Offline mode, no network, no name service, a proxy that refuses: all mean no.
         return False
     return True
 

@@ -12,7 +12,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[reportPrivateImportUsage]
+from transformers.models.auto.configuration_auto import (
+    CONFIG_MAPPING_NAMES,  # type: ignore[reportPrivateImportUsage]
+)
 
 from attention.base.messages import reason
 
@@ -24,7 +26,7 @@ TOKENIZER_FILES = (
 GENERATION = "generation_config.json"
 
 
-def folder_of(source: str | Path) -> Path:
+def _folder_of(source: str | Path) -> Path:
     """The folder that a checkpoint's small files are in; for a hub name its snapshot in the hub's cache.
 
     Raises ValueError if the hub does not give them.
@@ -36,7 +38,9 @@ def folder_of(source: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(source), allow_patterns=[*TOKENIZER_FILES, GENERATION]))
     except (OSError, ValueError) as error:
-        raise ValueError(f"the tokenizer files of {str(source)!r} cannot be fetched: {reason(error)}") from None
+        raise ValueError(
+            f"the tokenizer files of {str(source)!r} cannot be fetched: {reason(error)}"
+        ) from None
 
 
 def copy_files(source: str | Path, folder: Path) -> None:
@@ -44,7 +48,7 @@ def copy_files(source: str | Path, folder: Path) -> None:
 
     What `folder` has of them goes first, so that two sets never mix; a source without a tokenizer copies none.
     """
-    origin = folder_of(source)
+    origin = _folder_of(source)
     for pattern in (*TOKENIZER_FILES, GENERATION):
         files = [file for file in sorted(origin.glob(pattern)) if file.is_file()]
         if pattern != GENERATION or files:
@@ -64,7 +68,8 @@ def put_tokenizer(tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     fields = json.loads(file.read_text(encoding="utf-8"))
-    if fields.get("tokenizer_class") == "TokenizersBackend":  # what transformers 5 calls it, and 4 does not know
+    # What transformers 5 calls it, and 4 does not know.
+    if fields.get("tokenizer_class") == "TokenizersBackend":
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"
         fields.pop("backend", None)
     if isinstance(fields.get("extra_special_tokens"), list):  # names to tokens for transformers 4
@@ -109,10 +114,17 @@ def _scaling(model_type: str, rope: dict[str, Any]) -> dict[str, Any] | None:
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
-    if model_type == "phi3" and not {"factor", "attention_factor"} & rope.keys():  # its class took three fields
+    # Its class took three fields.
+    if model_type == "phi3" and not {"factor", "attention_factor"} & rope.keys():
         return {"type": kind} | {name: rope[name] for name in ("short_factor", "long_factor")}
-    return {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    return {
+        name: value
+        for name, value in rope.items()
+        if name not in ("rope_theta", "partial_rotary_factor")
+    }
 
 
 def _write(file: Path, fields: dict[str, Any]) -> None:
-    file.write_text(json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(
+        json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
+    )

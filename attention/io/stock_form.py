@@ -13,7 +13,7 @@ from attention.io.checkpoint import load_config
 from attention.io.targets import Held, TargetError, kv_bytes_in, targets
 from attention.io.targets._gguf.architectures import OF_FAMILY
 from attention.io.targets._pairs import widths_of
-from attention.modeling.modeling import PREFIX, plan_of_config
+from attention.modeling.model_classes import PREFIX, plan_of_config
 from attention.plan import AttentionPlan
 
 ALL = ("transformers", "vLLM", "llama.cpp")
@@ -28,27 +28,52 @@ def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
     plan = plan_of_config(config)
     if config.model_type.startswith(PREFIX):
         note = f"Headfold's own format ({_reason(plan)}), which stock software does not load"
-        held, padding = held_by(config, plan), {}
+        held = held_by(config, plan)
+        padding = {}
         for name in exact_targets(config, plan, dtype):
             if zeros := held[name].zero_query_heads(plan):
-                padding[name] = {"zero_query_heads": zeros, "extra_attention": held[name].extra_attention(plan)}
+                padding[name] = {
+                    "zero_query_heads": zeros,
+                    "extra_attention": held[name].extra_attention(plan),
+                }
         way_out = _way_out(folder, config, plan, dtype, padding)
-        facts = {"format": "headfold", "loads_in": ["headfold"], "format_note": f"{note}; {way_out}"}
+        facts = {
+            "format": "headfold",
+            "loads_in": ["headfold"],
+            "format_note": f"{note}; {way_out}",
+        }
         return facts | ({"padding": padding} if padding else {})
     readers = _readers(config, plan)
     direct = [software for software in readers if software != ALL[2]]
     commands = [f"`vllm serve {shlex.quote(str(folder))}`"] if ALL[1] in direct else []
     if ALL[2] in readers:  # as the one file that it reads
         commands.append(f"`{export_command(folder, 'gguf')}`, for {ALL[2]}")
-    name = family_of(config).model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    name = (
+        family_of(config)
+        .model_class.__name__.removesuffix("ForCausalLM")
+        .removesuffix("LMHeadModel")
+    )
     load = f"{' and '.join(direct)} load{'s' * (len(direct) == 1)} as it is"
-    note = ": ".join([f"a stock {name} checkpoint, which {load}", *filter(None, [" or ".join(commands)])])
+    note = ": ".join(
+        [f"a stock {name} checkpoint, which {load}", *filter(None, [" or ".join(commands)])]
+    )
     return {"format": "stock", "loads_in": list(readers), "format_note": note}
 
 
 def export_command(folder: str | Path, target: str, *options: str) -> str:
     """The command that exports a checkpoint, into a folder beside it."""
-    return shlex.join(["headfold", "export", str(folder), "--target", target, "--out", f"{folder}-{target}", *options])
+    return shlex.join(
+        [
+            "headfold",
+            "export",
+            str(folder),
+            "--target",
+            target,
+            "--out",
+            f"{folder}-{target}",
+            *options,
+        ]
+    )
 
 
 def exact_targets(config: Any, plan: AttentionPlan, dtype: Any) -> dict[str, int]:
@@ -91,17 +116,28 @@ def _reason(plan: AttentionPlan) -> str:
         return "keys and values have groups of their own"
     if len({layer.key_heads for layer in plan.layers}) > 1:
         return "layers have different numbers of KV heads"
-    return "the family has no stock form with groups" if plan.is_uniform_gqa else "groups are of different sizes"
+    return (
+        "the family has no stock form with groups"
+        if plan.is_uniform_gqa
+        else "groups are of different sizes"
+    )
 
 
 def _way_out(
-    folder: str | Path, config: Any, plan: AttentionPlan, dtype: Any, padding: Mapping[str, Mapping[str, float]]
+    folder: str | Path,
+    config: Any,
+    plan: AttentionPlan,
+    dtype: Any,
+    padding: Mapping[str, Mapping[str, float]],
 ) -> str:
     """The command that writes what engines load: in the plan's own bytes, else the stock form that takes more."""
     before = plan.kv_bytes_per_token(dtype)
     if exact := exact_targets(config, plan, dtype):
         first, *others = exact
-        engines = {name: " and ".join(targets()[name].engines) + _more_work(padding.get(name)) for name in exact}
+        engines = {
+            name: " and ".join(targets()[name].engines) + _more_work(padding.get(name))
+            for name in exact
+        }
         also = ", ".join(f"--target {name} for {engines[name]}" for name in others)
         command = f"`{export_command(folder, first)}` writes it for {engines[first]} at the same {before} KV bytes"
         return f"{command} per token" + f" ({also})" * bool(also)
@@ -115,4 +151,8 @@ def _way_out(
 
 
 def _more_work(padding: Mapping[str, float] | None) -> str:
-    return "" if padding is None else f" with {100 * padding['extra_attention']:.3g} % more work in attention"
+    return (
+        ""
+        if padding is None
+        else f" with {100 * padding['extra_attention']:.3g} % more work in attention"
+    )

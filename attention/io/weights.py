@@ -81,7 +81,8 @@ def check(source: str | Path, config: PretrainedConfig) -> dict[str, Place]:
     _check_dtypes(folder, places, model.state_dict())
     for tied, root in model.all_tied_weights_keys.items():
         if tied in places and root in places:
-            first, second = (parts_of(places[name])[0][0] for name in (tied, root))  # no expert is tied
+            # No expert is tied.
+            first, second = (parts_of(places[name])[0][0] for name in (tied, root))
             _check_tie(folder, first, second)
         elif present := places.get(root) or places.get(tied):
             places |= {tied: present, root: present}
@@ -100,19 +101,30 @@ def check_plain(source: str | Path, config: PretrainedConfig) -> None:
 def _differences(model: PreTrainedModel, places: Mapping[str, Place]) -> Differences:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     stored = {name: place.shape for name, place in places.items()}
-    wrong = {name: (stored[name], own) for name, own in shapes.items() if stored.get(name, own) != own}
+    wrong = {
+        name: (stored[name], own) for name, own in shapes.items() if stored.get(name, own) != own
+    }
     names = LoadStateDictInfo(set(), stored.keys() - shapes.keys(), set(), [], {}, set())
-    model._adjust_missing_and_unexpected_keys(names)  # takes away what its class knows not to need, masks for instance
-    return Differences(frozenset(shapes.keys() - stored.keys()), wrong, frozenset(names.unexpected_keys))
+    # Takes away what its class knows not to need, masks for instance.
+    model._adjust_missing_and_unexpected_keys(names)
+    return Differences(
+        frozenset(shapes.keys() - stored.keys()), wrong, frozenset(names.unexpected_keys)
+    )
 
 
 def check_loaded(source: str | Path, model: PreTrainedModel, told: Mapping[str, Any]) -> None:
     """Raise WeightsError unless all of a model came from its checkpoint. `told`: transformers' loading info."""
     wrong = {name: (tuple(file), tuple(own)) for name, file, own in told["mismatched_keys"]}
-    missing, surplus = frozenset(told["missing_keys"]), frozenset(told["unexpected_keys"])
+    missing = frozenset(told["missing_keys"])
+    surplus = frozenset(told["unexpected_keys"])
     _refuse(source, model, Differences(missing - set(wrong), wrong, surplus))
-    table, output = model.get_input_embeddings(), model.get_output_embeddings()
-    if model.config.tie_word_embeddings and output is not None and output.weight is not table.weight:
+    table = model.get_input_embeddings()
+    output = model.get_output_embeddings()
+    if (
+        model.config.tie_word_embeddings
+        and output is not None
+        and output.weight is not table.weight
+    ):
         raise WeightsError(f"{source}: {TIED_APART}")
 
 
@@ -121,7 +133,9 @@ def without_report() -> Iterator[None]:
     """Without transformers' table of what is missing, surplus or of another shape: `check_loaded` tells it."""
     its = logging.getLogger("transformers.modeling_utils")
 
-    def worse(record: logging.LogRecord) -> bool:  # not a level, which transformers takes for a wish to hear more
+    def worse(
+        record: logging.LogRecord,
+    ) -> bool:  # not a level, which transformers takes for a wish to hear more
         return record.levelno > logging.WARNING
 
     its.addFilter(worse)
@@ -137,7 +151,9 @@ def check_finite(source: str | Path, tensors: Mapping[str, torch.Tensor]) -> Non
     bad = [
         name
         for name, tensor in tensors.items()
-        if tensor.numel() and tensor.is_floating_point() and not all(e.isfinite() for e in torch.aminmax(tensor))
+        if tensor.numel()
+        and tensor.is_floating_point()
+        and not all(e.isfinite() for e in torch.aminmax(tensor))
     ]
     if bad:
         raise WeightsError(
@@ -151,24 +167,31 @@ def _outline(source: Path, config: PretrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"), no_init_weights():
             return AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    except Exception as error:  # a config may hold anything, and the model's class may stumble over it in any way
+    except (
+        Exception
+    ) as error:  # a config may hold anything, and the model's class may stumble over it in any way
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise WeightsError(
             f"{source}: config.json describes no {config.model_type} model that can be built: {said}"
         ) from None
 
 
-def _by_present_name(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, Place] | None:
+def _by_present_name(
+    model: PreTrainedModel, stored: Mapping[str, Stored]
+) -> dict[str, Place] | None:
     """Tensors under the names that transformers gives them on loading, experts put together; None if it would do more
     to some. Raises WeightsError for experts that do not belong together."""
-    state, mapping = model.state_dict(), get_model_conversion_mapping(model)
+    state = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     by_name: dict[str, Place] = {}
     experts: dict[str, dict[str, list[Stored]]] = {}
     for name, place in stored.items():
-        present, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        present, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
         if pattern is not None:
             if not stacks(of_pattern[pattern]):
                 return None
@@ -178,27 +201,40 @@ def _by_present_name(model: PreTrainedModel, stored: Mapping[str, Stored]) -> di
             present = name
         by_name[present] = place
     for present, matrices in experts.items():
-        by_name[present] = stacked(present, matrices, of_pattern[next(iter(matrices))].source_patterns)
+        by_name[present] = stacked(
+            present, matrices, of_pattern[next(iter(matrices))].source_patterns
+        )
     return by_name
 
 
-def _check_dtypes(folder: Path, places: Mapping[str, Place], state: Mapping[str, torch.Tensor]) -> None:
+def _check_dtypes(
+    folder: Path, places: Mapping[str, Place], state: Mapping[str, torch.Tensor]
+) -> None:
     odd = {
         name
         for name, place in places.items()
-        if (place.dtype not in STORED if name in state and state[name].is_floating_point() else QUANTISED.search(name))
+        if (
+            place.dtype not in STORED
+            if name in state and state[name].is_floating_point()
+            else QUANTISED.search(name)
+        )
     }
     if odd:
         kinds = sorted({places[name].dtype for name in odd})
-        raise WeightsError(_quantised(folder, f"{len(odd)} tensors of {', '.join(kinds)}: {listed(odd)}"))
+        raise WeightsError(
+            _quantised(folder, f"{len(odd)} tensors of {', '.join(kinds)}: {listed(odd)}")
+        )
 
 
 def _check_tie(folder: Path, first: Stored, second: Stored, rows: int = 4096) -> None:
     """The one case in which numbers are compared: both of two tied matrices are stored."""
     with opened(folder / first.file) as one, opened(folder / second.file) as other:
-        a, b = one.get_slice(first.name), other.get_slice(second.name)
+        a = one.get_slice(first.name)
+        b = other.get_slice(second.name)
         starts = range(0, first.shape[0], rows)
-        if first.shape != second.shape or not all(torch.equal(a[i : i + rows], b[i : i + rows]) for i in starts):
+        if first.shape != second.shape or not all(
+            torch.equal(a[i : i + rows], b[i : i + rows]) for i in starts
+        ):
             raise WeightsError(f"{folder}: {TIED_APART}")
 
 
@@ -222,9 +258,11 @@ def _layers(names: set[str] | frozenset[str]) -> set[tuple[str, int]]:
 def _refuse(source: str | Path, model: PreTrainedModel, diff: Differences) -> None:
     """Raise WeightsError for differences that change what the model computes; tell the others."""
     state = set(model.state_dict())
-    have, kind = model.config.num_hidden_layers, type(model).__name__
+    have = model.config.num_hidden_layers
+    kind = type(model).__name__
     prefix = f"{model.base_model_prefix}."
-    stems = {form for stem, _ in _layers(state) for form in (stem, stem.removeprefix(prefix))}  # files may leave it out
+    # Files may leave it out.
+    stems = {form for stem, _ in _layers(state) for form in (stem, stem.removeprefix(prefix))}
     beyond = {(stem, n) for stem, n in _layers(diff.surplus) if stem in stems and n >= have}
     if beyond:
         held = max(n for _, n in beyond) + 1
@@ -236,13 +274,18 @@ def _refuse(source: str | Path, model: PreTrainedModel, diff: Differences) -> No
     if diff.missing:
         raise WeightsError(_lacking(source, kind, have, state, diff))
     if diff.wrong:
-        shapes = {name: f"{name} {list(file)} instead of {list(own)}" for name, (file, own) in diff.wrong.items()}
+        shapes = {
+            name: f"{name} {list(file)} instead of {list(own)}"
+            for name, (file, own) in diff.wrong.items()
+        }
         raise WeightsError(
             f"{source}: {len(shapes)} tensors have other shapes than config.json says: {listed(shapes.values())}. "
             "Copy config.json and weights from one model"
         )
     if diff.surplus:
-        _tell(f"{source}: {len(diff.surplus)} tensors are not part of {kind} and not used: {listed(diff.surplus)}")
+        _tell(
+            f"{source}: {len(diff.surplus)} tensors are not part of {kind} and not used: {listed(diff.surplus)}"
+        )
 
 
 def _lacking(source: str | Path, kind: str, layers: int, state: set[str], diff: Differences) -> str:

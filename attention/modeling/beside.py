@@ -12,7 +12,7 @@ from transformers.initialization import no_init_weights
 
 from attention.families import family_of
 from attention.modeling.grouped import attach
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 
 
 def beside(model: PreTrainedModel, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:

@@ -77,7 +77,9 @@ class HeadMaps:
 
     @classmethod
     def of(cls, plan: LayerPlan) -> HeadMaps:
-        keys, values = ([h for g in groups for h in g] for groups in (plan.key_groups, plan.value_groups))
+        keys, values = (
+            [h for g in groups for h in g] for groups in (plan.key_groups, plan.value_groups)
+        )
         return cls(
             plan,
             Slots.of(plan.key_map),
@@ -140,7 +142,12 @@ def decode_padded(
 
 
 def decode_by_group(
-    query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, mask: Tensor | None, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: HeadMaps,
+    mask: Tensor | None,
+    scaling: float | None,
 ) -> Tensor:
     """`decode` with one product a group of each sequence, written in place. Without gradients, on the CPU."""
     q_BHd = (query.squeeze(2) * _factor(query, scaling)).index_select(1, maps.by_key)
@@ -168,20 +175,26 @@ def decode_scores(query: Tensor, key: Tensor, maps: HeadMaps, scaling: float | N
 
 def decode_mix(weights: Tensor, value: Tensor, maps: HeadMaps) -> Tensor:
     """Values under the weights of one new token, `[B, H, 1, S]` and `[B, G^V, S, d]` -> `[B, H, 1, d]`."""
-    return maps.value_slots.scatter(maps.value_slots.gather(weights.squeeze(2)) @ value).unsqueeze(2)
+    return maps.value_slots.scatter(maps.value_slots.gather(weights.squeeze(2)) @ value).unsqueeze(
+        2
+    )
 
 
 def _factor(query: Tensor, scaling: float | None) -> float:
     return float(query.shape[-1]) ** -0.5 if scaling is None else scaling
 
 
-def _softmax(scores: Tensor, mask: Tensor | None, order: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+def _softmax(
+    scores: Tensor, mask: Tensor | None, order: Tensor | None, sinks: Tensor | None = None
+) -> Tensor:
     """Weights `[B, H, S]` of scores whose heads lie in `order`, under a mask as `decode` takes it, beside sinks."""
     if mask is not None:
         mask = mask.squeeze(2)
         if order is not None and mask.shape[1] > 1:
             mask = mask.index_select(1, order)
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        )
     if sinks is not None:
         return softmax_beside(scores, sinks)
     return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)

@@ -57,23 +57,44 @@ def grouped_attention(
     maps: HeadMaps = module.head_maps  # type: ignore[assignment]
     if composed_input is not None:
         output = composed_attention(
-            module, query, key, value, attention_mask, composed_input, composed_layer, dropout, scaling, softcap, s_aux
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            composed_input,
+            composed_layer,
+            dropout,
+            scaling,
+            softcap,
+            s_aux,
         )
         return output.transpose(1, 2).contiguous(), None
     plain = softcap is None and s_aux is None
     if maps.plan.is_identity and plain:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if query.shape[2] == 1 and not maps.plan.is_identity and not dropout and not torch.is_grad_enabled():
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
+    if (
+        query.shape[2] == 1
+        and not maps.plan.is_identity
+        and not dropout
+        and not torch.is_grad_enabled()
+    ):
         output = decode(query, key, value, maps, attention_mask, scaling, softcap, s_aux)
         return output.transpose(1, 2).contiguous(), None
-    key_map, value_map = module.key_map, module.value_map
+    key_map = module.key_map
+    value_map = module.value_map
     if not maps.plan.is_identity:
-        key, value = expand(key, key_map), expand(value, value_map)  # type: ignore[arg-type]
+        key = expand(key, key_map)  # type: ignore[arg-type]
+        value = expand(value, value_map)  # type: ignore[arg-type]
     if not plain:
         settings: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "dropout": dropout}
         output = explicit_attention(query, key, value, attention_mask, scaling, **settings)
         return output.transpose(1, 2).contiguous(), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout, scaling, **kwargs
+    )
 
 
 def composed_attention(
@@ -117,7 +138,9 @@ def attach(module: nn.Module, plan: LayerPlan) -> None:
     """Give an attention module its maps: persistent buffers (others come back as garbage) and the run-time form."""
     device = next(module.parameters()).device
     module.register_buffer("key_map", torch.tensor(plan.key_map, device=device), persistent=True)
-    module.register_buffer("value_map", torch.tensor(plan.value_map, device=device), persistent=True)
+    module.register_buffer(
+        "value_map", torch.tensor(plan.value_map, device=device), persistent=True
+    )
     if not hasattr(module, "head_maps"):
         module.register_forward_pre_hook(grow_cache, with_kwargs=True)
     module.head_maps = HeadMaps.of(plan)  # type: ignore[assignment]
@@ -158,6 +181,12 @@ def cache_bytes(cache: Cache) -> int:
 
     The room that a growing layer keeps beyond its tokens (`attention.modeling.growing_cache.ROOM`) is not counted.
     """
-    held = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin) and layer.is_initialized]
-    kept = (t for layer in held for t in (layer.keys, layer.values, getattr(layer, "key_weights", None)))
+    held = [
+        layer
+        for layer in cache.layers
+        if isinstance(layer, CacheLayerMixin) and layer.is_initialized
+    ]
+    kept = (
+        t for layer in held for t in (layer.keys, layer.values, getattr(layer, "key_weights", None))
+    )
     return sum(t.numel() * t.element_size() for t in kept if t is not None)

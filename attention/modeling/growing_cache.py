@@ -37,13 +37,16 @@ class GrowingLayer(DynamicLayer):
             super().__setattr__("_room", None)
         super().__setattr__(name, value)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append `[B, G^K, T, d]` and `[B, G^V, T, d]`; returns those of all tokens."""
         held = self.get_seq_length()
         if held == 0 or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().update(key_states, value_states, *args, **kwargs)
         total = held + key_states.shape[2]
-        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
+        keys = cast(Tensor, self.keys)
+        values = cast(Tensor, self.values)
         room = self._room
         # What was made in inference mode may not be written to outside of it
         lent = room is not None and room[0].is_inference() and not torch.is_inference_mode_enabled()
@@ -99,7 +102,11 @@ def own_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:
     while cache.layer_class_to_replicate is DynamicLayer and len(cache.layers) <= index:
         cache.layers.append(kind())
     layer: Any = cache.layers[index] if index < len(cache.layers) else None
-    if type(layer) in (DynamicLayer, GrowingLayer) and not isinstance(layer, kind) and not layer.is_initialized:
+    if (
+        type(layer) in (DynamicLayer, GrowingLayer)
+        and not isinstance(layer, kind)
+        and not layer.is_initialized
+    ):
         layer = cache.layers[index] = kind()
     return layer
 

@@ -36,7 +36,8 @@ def kl(student: Tensor, teacher: Tensor) -> Tensor:
 
 def divergence(student: Tensor, teacher: Tensor) -> Tensor:
     """Mean over all but the last dim of KL(softmax of teacher ‖ softmax of student)."""
-    log_student, log_teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    log_student = student.log_softmax(-1)
+    log_teacher = teacher.log_softmax(-1)
     return F.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1).mean()
 
 
@@ -46,7 +47,8 @@ def wide(logits: Tensor) -> Tensor:
 
 def mean_loss(losses: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Mean next-token loss over batches of (mean loss of the batch, its ids `[B, T]`)."""
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for loss, ids in losses:
         total += float(loss) * ids[:, 1:].numel()
         count += ids[:, 1:].numel()
@@ -57,4 +59,6 @@ def mean_loss(losses: Iterable[tuple[Tensor, Tensor]]) -> float:
 def language_loss(model: PreTrainedModel, sequences: Tensor, *, batch_size: int = AT_ONCE) -> float:
     """Mean next-token loss of `sequences` `[N, T]`, in the mode that the model is in."""
     batches = sequences.split(batch_of(sequences.shape[1], batch_size))
-    return mean_loss((mean_cost(model, batch.to(model.device), language_modelling), batch) for batch in batches)
+    return mean_loss(
+        (mean_cost(model, batch.to(model.device), language_modelling), batch) for batch in batches
+    )

@@ -80,7 +80,9 @@ def read(site: MlpSite) -> MlpWeights:
 @torch.no_grad()
 def write(site: MlpSite, weights: MlpWeights) -> None:
     """Copy weights into an MLP; blocks that it borrows are left to their lender."""
-    for name, weight, bias in zip(site.names, (*weights.inputs, weights.output), weights.biases, strict=True):
+    for name, weight, bias in zip(
+        site.names, (*weights.inputs, weights.output), weights.biases, strict=True
+    ):
         projection = site.projection(name)
         if isinstance(projection, SharedProjection):
             projection.write(weight, bias)  # type: ignore[operator]

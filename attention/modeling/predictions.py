@@ -17,14 +17,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 64 * 2**20  # of float32 logits of one model
-CHUNKS_HELD = 8  # as many bytes at once, at most: logits of two models, logarithms, and what KL makes of them
-FLOAT = 4
+CHUNKS_HELD = (
+    8  # as many bytes at once, at most: logits of two models, logarithms, and what KL makes of them
+)
+_FLOAT = 4
 
-Cost = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_Cost = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`cost(logits [P, V], labels [P], reference logits [P, V] or None)`: a mean over the P positions, of any shape."""
 
 
-Head = Callable[[Tensor], Tensor]
+_Head = Callable[[Tensor], Tensor]
 
 
 class Final(NamedTuple):
@@ -38,21 +40,27 @@ class Final(NamedTuple):
 
 def positions_at_once(vocabulary: int) -> int:
     """Positions of which the logits of one model exist at the same time."""
-    return max(1, CHUNK_BYTES // (FLOAT * vocabulary))
+    return max(1, CHUNK_BYTES // (_FLOAT * vocabulary))
 
 
 def most_logit_bytes(vocabulary: int, positions: int) -> int:
     """Most that all logits, and what is made of them, take at once in a batch of so many positions."""
-    return CHUNKS_HELD * FLOAT * vocabulary * min(positions, positions_at_once(vocabulary))
+    return CHUNKS_HELD * _FLOAT * vocabulary * min(positions, positions_at_once(vocabulary))
 
 
 def final(model: Any, ids: Tensor, **more: Any) -> Final:
     """Run `ids [B, T]` up to the output head. `more` arguments of the model."""
     head = model.get_output_embeddings()
-    return Final(_at_the_head(model, ids, lambda states: states, **more), _finishing(model)(head), head.out_features)
+    return Final(
+        _at_the_head(model, ids, lambda states: states, **more),
+        _finishing(model)(head),
+        head.out_features,
+    )
 
 
-def mean_cost(model: Any, ids: Tensor, cost: Cost, reference: Final | None = None, rows: int | None = None) -> Tensor:
+def mean_cost(
+    model: Any, ids: Tensor, cost: _Cost, reference: Final | None = None, rows: int | None = None
+) -> Tensor:
     """Mean of `cost` over the next-token predictions of the first `rows` (default: all) sequences of `ids [B, T]`.
 
     `model` may be a DeepSpeed engine: this is one forward pass of it. With ZeRO 3 the weights of the head are whole
@@ -62,28 +70,37 @@ def mean_cost(model: Any, ids: Tensor, cost: Cost, reference: Final | None = Non
     finish = _finishing(model)
 
     def of_states(states: Tensor) -> Tensor:
-        return in_chunks(Final(states, finish(head.forward), head.out_features), ids, cost, reference, rows)
+        return in_chunks(
+            Final(states, finish(head.forward), head.out_features), ids, cost, reference, rows
+        )
 
     return _at_the_head(model, ids, of_states)
 
 
 def in_chunks(
-    predicting: Final, ids: Tensor, cost: Cost, reference: Final | None = None, rows: int | None = None
+    predicting: Final,
+    ids: Tensor,
+    cost: _Cost,
+    reference: Final | None = None,
+    rows: int | None = None,
 ) -> Tensor:
     """Mean of `cost` over the predictions of the first `rows` sequences of `ids [B, T]`, which went into both finals.
 
     No gradients flow into the reference. The heads are called as often whatever `rows` is, since workers that hold a
     split head must call it together; of no rows the mean is 0.
     """
-    labels, counted = ids[:, 1:].flatten(), (len(ids) if rows is None else rows) * (ids.shape[1] - 1)
+    labels = ids[:, 1:].flatten()
+    counted = (len(ids) if rows is None else rows) * (ids.shape[1] - 1)
     size = positions_at_once(predicting.vocabulary)
     parts = [predicting.states[:, :-1].flatten(0, 1).split(size)]
     if reference is not None:
         parts.append(reference.states[:, :-1].flatten(0, 1).split(size))
-    again = torch.is_grad_enabled() and len(parts[0]) > 1  # logits of all positions may be kept where they are few
+    # Logits of all positions may be kept where they are few.
+    again = torch.is_grad_enabled() and len(parts[0]) > 1
 
     def share(labels: Tensor, states: Tensor, guide: Tensor | None = None) -> Tensor:
-        logits, wanted = predicting.head(states), None
+        logits = predicting.head(states)
+        wanted = None
         if reference is not None and guide is not None:
             with torch.no_grad():
                 wanted = reference.head(guide)[: len(labels)]
@@ -95,7 +112,9 @@ def in_chunks(
     for index, chunk in enumerate(zip(*parts, strict=True)):
         mine = labels[index * size : min(counted, index * size + size)]
         if again:
-            total = total + checkpoint(share, mine, *chunk, use_reentrant=False, preserve_rng_state=False)
+            total = total + checkpoint(
+                share, mine, *chunk, use_reentrant=False, preserve_rng_state=False
+            )
         else:
             total = total + share(mine, *chunk)
     return total
@@ -106,7 +125,7 @@ AFTER_THE_HEAD = {"logits_scaling": 1.0, "final_logit_softcapping": None}
 Granite divides them, Gemma 2 and 3 cap them."""
 
 
-def _finishing(model: Any) -> Callable[[Head], Head]:
+def _finishing(model: Any) -> Callable[[_Head], _Head]:
     """From an output head, the head with what the model does to its logits."""
     scaling, cap = (getattr(_config(model), name, plain) for name, plain in AFTER_THE_HEAD.items())
 
@@ -114,19 +133,26 @@ def _finishing(model: Any) -> Callable[[Head], Head]:
         logits = logits / scaling
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    return (lambda head: head) if (scaling, cap) == (1.0, None) else lambda head: lambda states: change(head(states))
+    return (
+        (lambda head: head)
+        if (scaling, cap) == (1.0, None)
+        else lambda head: lambda states: change(head(states))
+    )
 
 
 def _config(model: Any) -> Any:
     return getattr(model, "module", model).config  # of DeepSpeed's engine, `config` is DeepSpeed's
 
 
-def _at_the_head(model: Any, ids: Tensor, instead: Callable[[Tensor], Tensor], **more: Any) -> Tensor:
+def _at_the_head(
+    model: Any, ids: Tensor, instead: Callable[[Tensor], Tensor], **more: Any
+) -> Tensor:
     """A forward pass in which the output head returns what `instead` makes of its input, and nothing comes after."""
     head = model.get_output_embeddings()
 
     def once(states: Tensor) -> Tensor:
-        del head.forward  # the stock forward, which is shadowed on the instance only, is shown again
+        # The stock forward, which is shadowed on the instance only, is shown again.
+        del head.forward
         return instead(states)
 
     head.forward = once

@@ -22,11 +22,17 @@ def rotary_tables(model: PreTrainedModel, length: int, layer: int = 0) -> tuple[
     """
     embedding = getattr(model.get_decoder(), "rotary_emb", None)
     if embedding is None:
-        raise ValueError(f"expected a decoder with rotary_emb, got {type(model.get_decoder()).__name__} without one")
+        raise ValueError(
+            f"expected a decoder with rotary_emb, got {type(model.get_decoder()).__name__} without one"
+        )
     positions = torch.arange(length, device=model.device)[None]
     # Gemma 3 has an embedding for each kind of layer.
-    kind = {"layer_type": model.config.layer_types[layer]} if hasattr(embedding, "layer_types") else {}
-    cos, sin = embedding(torch.zeros(1, dtype=torch.float32, device=model.device), positions, **kind)
+    kind = (
+        {"layer_type": model.config.layer_types[layer]} if hasattr(embedding, "layer_types") else {}
+    )
+    cos, sin = embedding(
+        torch.zeros(1, dtype=torch.float32, device=model.device), positions, **kind
+    )
     if 2 * cos.shape[-1] == geometry_of(model.config).rotary.dims:  # gpt-oss has one entry a pair
         cos, sin = (torch.cat([table, table], dim=-1) for table in (cos, sin))
     return cos[0], sin[0]
@@ -36,14 +42,20 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> T
     """Rotate x `[..., T, d]` by tables `[T, r]`; the dims beyond r stay. Raises ValueError if the shapes do not fit."""
     if layout.dims == 0:
         return x
-    if cos.shape != sin.shape or cos.shape != (x.shape[-2], layout.dims) or x.shape[-1] != layout.head_dim:
+    if (
+        cos.shape != sin.shape
+        or cos.shape != (x.shape[-2], layout.dims)
+        or x.shape[-1] != layout.head_dim
+    ):
         raise ValueError(
             f"expected x [..., T, {layout.head_dim}] and tables [T, {layout.dims}], got {tuple(x.shape)} and "
             f"{tuple(cos.shape)}, {tuple(sin.shape)}"
         )
-    first, second = list(layout.first), list(layout.second)
+    first = list(layout.first)
+    second = list(layout.second)
     # Both dims of a pair have one angle; the table repeats it in the layout's own order.
-    cos_TP, sin_TP = cos[:, first], sin[:, first]
+    cos_TP = cos[:, first]
+    sin_TP = sin[:, first]
     result = x.clone()
     result[..., first] = x[..., first] * cos_TP - x[..., second] * sin_TP
     result[..., second] = x[..., second] * cos_TP + x[..., first] * sin_TP
@@ -52,15 +64,18 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> T
 
 def pair_products(gram: Tensor, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
     """Real and imaginary part of the mean of z_x conj(z_y) in each pair, `[..., P]`; gram `[..., d, d]`: of x y^T."""
-    first, second = list(layout.first), list(layout.second)
+    first = list(layout.first)
+    second = list(layout.second)
     real = gram[..., first, first] + gram[..., second, second]
     return real, gram[..., second, first] - gram[..., first, second]
 
 
 def pair_maps(real: Tensor, imaginary: Tensor, layout: RotaryLayout) -> Tensor:
     """Maps `[..., d, d]` that multiply each pair by a complex number, in parts `[..., P]`; zero in the free dims."""
-    first, second = list(layout.first), list(layout.second)
+    first = list(layout.first)
+    second = list(layout.second)
     result = real.new_zeros(*real.shape[:-1], layout.head_dim, layout.head_dim)
     result[..., first, first] = result[..., second, second] = real
-    result[..., second, first], result[..., first, second] = imaginary, -imaginary
+    result[..., second, first] = imaginary
+    result[..., first, second] = -imaginary
     return result

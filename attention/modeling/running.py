@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-AT_ONCE, TOKENS_AT_ONCE = 8, 2048
+AT_ONCE = 8
+_TOKENS_AT_ONCE = 2048
 """Sequences that run through a model at once, and tokens of them: fewer of long ones, whose activations would take more
 memory and run no faster."""
-ATTENTION_BYTES = 128 * 2**20  # of the attention weights, in float32, of sequences that run through a layer at once
+ATTENTION_BYTES = (
+    128 * 2**20
+)  # of the attention weights, in float32, of sequences that run through a layer at once
 
 
 class _Reached(Exception):
@@ -43,7 +46,9 @@ def run_to(model: PreTrainedModel, module: nn.Module, ids: Tensor, *, through: b
     """Run `ids [B, T]` up to `module` of the decoder, and `through` it or not. Nothing above runs."""
     calls: list[Call] = []
 
-    def reached(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
+    def reached(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
+    ) -> None:
         calls.append(Call(args, kwargs, output[0] if isinstance(output, tuple) else output))
         raise _Reached
 
@@ -60,7 +65,7 @@ def run_to(model: PreTrainedModel, module: nn.Module, ids: Tensor, *, through: b
 
 def batch_of(length: int, batch_size: int = AT_ONCE) -> int:
     """Sequences of `length` tokens that run through a model at once, at most `batch_size`."""
-    return max(1, min(batch_size, TOKENS_AT_ONCE // length))
+    return max(1, min(batch_size, _TOKENS_AT_ONCE // length))
 
 
 def layer_batch(num_heads: int, length: int) -> int:
@@ -93,9 +98,14 @@ class Streams:
     """
 
     def __init__(
-        self, model: PreTrainedModel, modules: Sequence[nn.Module], sequences: Tensor, batch_size: int
+        self,
+        model: PreTrainedModel,
+        modules: Sequence[nn.Module],
+        sequences: Tensor,
+        batch_size: int,
     ) -> None:
-        self.model, self.modules = model, modules
+        self.model = model
+        self.modules = modules
         self.layers = [layer_of(model, module) for module in modules]
         self.batches = sequences.split(batch_of(sequences.shape[1], batch_size))
         self._restart()
@@ -113,12 +123,20 @@ class Streams:
         if layer == self.layer:
             return
         reached: list[Tensor] = []
-        present, outputs = self.modules[self.layer], iter(attended or ())
+        present = self.modules[self.layer]
+        outputs = iter(attended or ())
         for index, batch in enumerate(self.batches):
-            known = nullcontext() if attended is None else _shadowed([present], _giving(next(outputs), None))
+            known = (
+                nullcontext()
+                if attended is None
+                else _shadowed([present], _giving(next(outputs), None))
+            )
             with self.entering(index), known:
-                reached.append(run_to(self.model, self.layers[layer], batch, through=False).stream.clone())
-        self.layer, self._streams = layer, reached
+                reached.append(
+                    run_to(self.model, self.layers[layer], batch, through=False).stream.clone()
+                )
+        self.layer = layer
+        self._streams = reached
 
     @contextmanager
     def entering(self, index: int) -> Iterator[None]:
@@ -133,7 +151,9 @@ class Streams:
 
         hook = self.layers[self.layer].register_forward_pre_hook(enter, with_kwargs=True)
         try:
-            with _shadowed(self.layers[: self.layer], lambda hidden_states, *args, **kwargs: hidden_states):
+            with _shadowed(
+                self.layers[: self.layer], lambda hidden_states, *args, **kwargs: hidden_states
+            ):
                 yield
         finally:
             hook.remove()

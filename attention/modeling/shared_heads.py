@@ -20,7 +20,7 @@ from attention.modeling.mlp import block_size, mlp_sites
 from attention.modeling.shared_weights import SharedColumns, SharedProjection, SharedRows
 from attention.plan import AttentionPlan, HeadShare
 
-PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
+_PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 
 def by_layer(shares: Iterable[HeadShare]) -> dict[int, dict[int, tuple[int, int]]]:
@@ -33,7 +33,9 @@ def by_layer(shares: Iterable[HeadShare]) -> dict[int, dict[int, tuple[int, int]
 
 def sharing_layers(plan: AttentionPlan) -> frozenset[int]:
     """Layers whose heads are shared or lent: these need separate query, key and value projections."""
-    return frozenset(i for side in PROJECTIONS for s in plan.shares_of(side) for i in (s.layer, s.source_layer))
+    return frozenset(
+        i for side in _PROJECTIONS for s in plan.shares_of(side) for i in (s.layer, s.source_layer)
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def shared_sites(model: PreTrainedModel, plan: AttentionPlan) -> list[SharedSite
     modules: dict[int, Any] = dict(enumerate(family_of(model.config).attention_modules(model)))
     sites = [
         SharedSite(name, SharedRows, plan.head_dim, shares, modules)
-        for side, name in PROJECTIONS.items()
+        for side, name in _PROJECTIONS.items()
         if (shares := plan.shares_of(side))
     ]
     if plan.output_shares:
@@ -91,6 +93,9 @@ def share(model: PreTrainedModel, plan: AttentionPlan) -> None:
     """Give a freshly built model the shared projections of its plan. Weights are not copied."""
     for site in shared_sites(model, plan):
         for layer, borrowed in by_layer(site.shares).items():
-            lenders = {block: (site.projection(source), theirs) for block, (source, theirs) in borrowed.items()}
+            lenders = {
+                block: (site.projection(source), theirs)
+                for block, (source, theirs) in borrowed.items()
+            }
             made = site.kind(site.projection(layer), plan.num_heads, site.size, lenders)
             setattr(site.owners[layer], site.name, made)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-OWN = -1
+_OWN = -1
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,18 @@ class SharedProjection(nn.Module):
     own_weight: nn.Parameter | None
     own_bias: nn.Parameter | None
 
-    def __init__(self, like: nn.Linear, blocks: int, size: int, borrowed: Mapping[int, tuple[nn.Module, int]]) -> None:
+    def __init__(
+        self, like: nn.Linear, blocks: int, size: int, borrowed: Mapping[int, tuple[nn.Module, int]]
+    ) -> None:
         super().__init__()
-        self.in_features, self.out_features = like.in_features, like.out_features
+        self.in_features = like.in_features
+        self.out_features = like.out_features
         self.block_size = size
         total = like.weight.shape[self.dim]
         if not borrowed or not blocks * size <= total:
-            raise ValueError(f"expected shared blocks among {blocks} of {size} in {total} features, got {borrowed}")
+            raise ValueError(
+                f"expected shared blocks among {blocks} of {size} in {total} features, got {borrowed}"
+            )
         # A tuple, not a ModuleList: the lenders are submodules elsewhere, and must be found there only.
         self._lenders = tuple(dict.fromkeys(lender for lender, _ in borrowed.values()))
         self._splits = tuple(
@@ -57,33 +62,38 @@ class SharedProjection(nn.Module):
             for lender in self._lenders
         )
         self._pieces = tuple(self._plan(blocks, size, borrowed, total))
-        self._own_sizes = [piece.size for piece in self._pieces if piece.owner == OWN]
+        self._own_sizes = [piece.size for piece in self._pieces if piece.owner == _OWN]
         self._borrowed = frozenset(borrowed)
-        owned, like_this = sum(self._own_sizes), {"device": like.weight.device, "dtype": like.weight.dtype}
+        owned = sum(self._own_sizes)
+        like_this = {"device": like.weight.device, "dtype": like.weight.dtype}
         shape = (owned, like.in_features) if self.dim == 0 else (like.out_features, owned)
         self.own_weight = nn.Parameter(torch.empty(shape, **like_this)) if owned else None
         rows = owned if self.dim == 0 else like.out_features
-        self.own_bias = nn.Parameter(torch.empty(rows, **like_this)) if like.bias is not None and rows else None
+        self.own_bias = (
+            nn.Parameter(torch.empty(rows, **like_this)) if like.bias is not None and rows else None
+        )
         self.reset_parameters()
 
     def _plan(
         self, blocks: int, size: int, borrowed: Mapping[int, tuple[nn.Module, int]], total: int
     ) -> Iterator[Piece]:
         """Pieces in the order of the features; neighbouring owned blocks are one piece."""
-        run, runs = 0, 0
+        run = 0
+        runs = 0
         for block in range(blocks):
             if block not in borrowed:
                 run += size
                 continue
             if run:
-                yield Piece(OWN, runs, run)
-                run, runs = 0, runs + 1
+                yield Piece(_OWN, runs, run)
+                run = 0
+                runs = runs + 1
             lender, theirs = borrowed[block]
             index = self._lenders.index(lender)
             yield Piece(index, _part(self._splits[index], _offset(lender, theirs, size)), size)
         run += total - blocks * size
         if run:
-            yield Piece(OWN, runs, run)
+            yield Piece(_OWN, runs, run)
 
     def reset_parameters(self) -> None:
         """Fresh owned weights, as `nn.Linear` starts."""
@@ -100,8 +110,13 @@ class SharedProjection(nn.Module):
 
     def _weights(self) -> list[tuple[Tensor, ...]]:
         """The weight of each lender in parts, and last (so that OWN is its index) the owned one."""
-        parts = [_weight(m).split(s, self.dim) for m, s in zip(self._lenders, self._splits, strict=True)]
-        return [*parts, () if self.own_weight is None else self.own_weight.split(self._own_sizes, self.dim)]
+        parts = [
+            _weight(m).split(s, self.dim) for m, s in zip(self._lenders, self._splits, strict=True)
+        ]
+        return [
+            *parts,
+            () if self.own_weight is None else self.own_weight.split(self._own_sizes, self.dim),
+        ]
 
     def _biases(self) -> list[tuple[Tensor, ...]]:
         parts = []
@@ -118,8 +133,10 @@ class SharedProjection(nn.Module):
 
     def _taken(self, whole: Tensor, dim: int) -> Tensor:
         """The owned features of a whole weight or bias."""
-        pieces = zip(self._pieces, whole.split([piece.size for piece in self._pieces], dim), strict=True)
-        return torch.cat([t for piece, t in pieces if piece.owner == OWN], dim)
+        pieces = zip(
+            self._pieces, whole.split([piece.size for piece in self._pieces], dim), strict=True
+        )
+        return torch.cat([t for piece, t in pieces if piece.owner == _OWN], dim)
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, shared blocks={sorted(self._borrowed)}"
@@ -139,14 +156,19 @@ class SharedRows(SharedProjection):
         return torch.cat([parts[piece.owner][piece.part] for piece in self._pieces])
 
     def forward(self, x: Tensor) -> Tensor:
-        own = () if self.own_weight is None else F.linear(x, self.own_weight, self.own_bias).split(self._own_sizes, -1)
-        weights, biases = self._weights(), self._biases()
+        own = (
+            ()
+            if self.own_weight is None
+            else F.linear(x, self.own_weight, self.own_bias).split(self._own_sizes, -1)
+        )
+        weights = self._weights()
+        biases = self._biases()
         made: dict[Piece, Tensor] = {}  # two blocks may be the same one of a lender
         for piece in self._pieces:
-            if piece.owner != OWN and piece not in made:
+            if piece.owner != _OWN and piece not in made:
                 bias = biases[piece.owner][piece.part] if biases[piece.owner] else None
                 made[piece] = F.linear(x, weights[piece.owner][piece.part], bias)
-        return torch.cat([own[p.part] if p.owner == OWN else made[p] for p in self._pieces], -1)
+        return torch.cat([own[p.part] if p.owner == _OWN else made[p] for p in self._pieces], -1)
 
     @torch.no_grad()
     def write(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -167,9 +189,13 @@ class SharedColumns(SharedProjection):
         return self.own_bias
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, own, inputs = self._weights(), [], dict[Piece, Tensor]()
-        for piece, part in zip(self._pieces, x.split([p.size for p in self._pieces], -1), strict=True):
-            if piece.owner == OWN:
+        weights = self._weights()
+        own = []
+        inputs = dict[Piece, Tensor]()
+        for piece, part in zip(
+            self._pieces, x.split([p.size for p in self._pieces], -1), strict=True
+        ):
+            if piece.owner == _OWN:
                 own.append(part)
             else:
                 inputs[piece] = inputs[piece] + part if piece in inputs else part
@@ -189,7 +215,11 @@ class SharedColumns(SharedProjection):
 
 def stored(projection: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
     """Weight and bias that a projection owns."""
-    names = ("own_weight", "own_bias") if isinstance(projection, SharedProjection) else ("weight", "bias")
+    names = (
+        ("own_weight", "own_bias")
+        if isinstance(projection, SharedProjection)
+        else ("weight", "bias")
+    )
     return getattr(projection, names[0]), getattr(projection, names[1])
 
 

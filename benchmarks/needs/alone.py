@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 
 
 @dataclass

@@ -29,8 +29,8 @@ from orchestrator.search.trials.context import training_job
 from orchestrator.search.trials.untrained import untrained_facts
 from orchestrator.search.validation import search_inputs, validate_search
 from orchestrator.storage.paths import SearchFolder
-from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job
+from trainers.jobs.train_job import TrainJob
 
 SPARE = 1.15
 GIGA = 2.0**30

@@ -13,15 +13,15 @@ from collections.abc import Iterator
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import MIXED, layer_bytes, matrices, mixed_dtype
 from attention.families import geometry_of
 from benchmarks.needs.memory import DEMO
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator.conversion.steps import planning_context, refine_with
 from search_spaces.planning.context import convert_with
-from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import recipe
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes.catalogue import recipe
 from trainers.evaluation import evaluate
 from trainers.text.data import load_sequences
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from attention.conversion.conversion import assemble, lift
+from attention.conversion.convert import assemble, lift
 from attention.io import checkpoint
 from attention.io.targets import Held, Lowered, Target, _stock
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 
 

@@ -116,7 +116,7 @@ def rehearsed(words: Mapping[str, str]) -> None:
 
 
 def recipe_settings(overrides: list[str] | None) -> dict[str, Any]:
-    """`axis=part` and `axis.knob=value` as `search_spaces.recipes.recipes.recipe` takes them."""
+    """`axis=part` and `axis.knob=value` as `search_spaces.recipes.catalogue.recipe` takes them."""
     from orchestrator.config.parsing import read_override
 
     return dict(read_override(override, "refinement=heal") for override in overrides or [])

@@ -31,7 +31,7 @@ def recipes(
     from orchestrator.storage.outputs import check_results
     from search_spaces.recipes import choice
     from search_spaces.recipes.bibliography import PAPERS
-    from search_spaces.recipes.recipes import NAMED
+    from search_spaces.recipes.catalogue import NAMED
 
     check_results(json)
     if model is None:
@@ -76,7 +76,7 @@ def chosen_recipe(model: str, recipe: str, engine: str | None, overrides: dict[s
     """
     from orchestrator.conversion import loading
     from search_spaces.recipes import choice
-    from search_spaces.recipes.recipes import recipe as named_recipe
+    from search_spaces.recipes.catalogue import recipe as named_recipe
 
     if recipe != choice.AUTO and engine is None:
         return recipe

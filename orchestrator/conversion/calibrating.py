@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from attention.base.progress import Stage, stage
-from attention.calibration.calibration import calibration_digest, check_sequences, collect, layer_by_layer
+from attention.calibration.calibrate import calibration_digest, check_sequences, collect, layer_by_layer
 from attention.calibration.moments import STATISTICS, LayerStatistics, merged
 from attention.calibration.sizes import FREE_SHARE, MIXED, SAMPLE_TOKENS, Mixed, layer_bytes, mixed_dtype, most_exact
 from attention.calibration.store import Calibration, folder_of, kept, write

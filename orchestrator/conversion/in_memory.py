@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from attention.base.memory import settle
 from attention.base.timing import Phases
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import SAMPLE_TOKENS
 from attention.calibration.store import Calibration
 from attention.conversion.refinement.original import Original
@@ -30,7 +30,7 @@ from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import cost, planning_context, refine_with, steps_of_layers
 from orchestrator.resources.memory import available_bytes
 from search_spaces.planning.context import convert_with
-from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.planner import PlanningContext, make_plan
 from search_spaces.recipes.recipe import Recipe
 from trainers.evaluation import CachedTeacher, Evaluation, evaluate
 from trainers.settings import TrainSettings

@@ -19,7 +19,7 @@ from attention.base.messages import one_of
 from attention.base.progress import stage
 from attention.io.precision import round_weights
 from attention.io.sources import check_source, source_name
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
@@ -30,9 +30,9 @@ from orchestrator.conversion.steps import refine_with, steps_of_layers
 from orchestrator.storage.paths import check_writable
 from search_spaces.planning.budgets import nearest_budget
 from search_spaces.planning.context import PlanningContext, convert_with
-from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import RECIPES, Recipe
-from search_spaces.recipes.recipes import recipe as named_recipe
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes.catalogue import RECIPES, Recipe
+from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
 from trainers.evaluation import perplexity

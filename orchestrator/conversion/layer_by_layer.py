@@ -29,7 +29,7 @@ from attention.io import checkpoint
 from attention.io.layers.windows import Head, LazyWeights, embed, stored_outer_names
 from attention.io.replacing import check_folder, parents_made
 from attention.io.shards import complete
-from attention.modeling.modeling import headfold_config
+from attention.modeling.model_classes import headfold_config
 from attention.modeling.running import layer_batch
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
@@ -41,7 +41,7 @@ from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import cost, steps_of_layers
 from orchestrator.storage.outputs import Interrupted
 from search_spaces.planning.budgets import counts_of
-from search_spaces.planning.planning import site_generators
+from search_spaces.planning.planner import site_generators
 from search_spaces.recipes.recipe import AXES, Recipe
 from trainers.text.data import LoadedTexts
 

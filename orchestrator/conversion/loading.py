@@ -19,7 +19,7 @@ from attention.io.precision import DTYPES, DtypeError, own_dtype
 from attention.io.quantised.plain_copy import plain_checkpoint
 from attention.io.stock_files import GENERATION, TOKENIZER_FILES
 from attention.io.weights import check, check_finite, check_plain
-from attention.modeling.modeling import check_fits, plan_of, plan_of_config
+from attention.modeling.model_classes import check_fits, plan_of, plan_of_config
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
 from trainers.evaluation import measure_cache

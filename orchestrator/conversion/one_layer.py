@@ -20,9 +20,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.base.memory import release_memory
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import SAMPLE_TOKENS
-from attention.conversion import conversion
+from attention.conversion.convert import lift
 from attention.families import geometry_of
 from attention.io.checkpoint import to_plain
 from attention.io.experts import published
@@ -104,7 +104,7 @@ class Layer:
 @dataclass(frozen=True)
 class LayerwiseConversion:
     """What all layers share. `planned`: the plan, or the head counts of all layers where each is planned by itself with
-    its `generators` (`search_spaces.planning.planning`); `calibration`: C; `plain`: whether layers are written in the
+    its `generators` (`search_spaces.planning.planner`); `calibration`: C; `plain`: whether layers are written in the
     plain family's form; `layer_steps`: of the local fit of each layer, where they are not the recipe's for all."""
 
     request: ConversionRequest
@@ -157,7 +157,7 @@ class LayerwiseConversion:
             plan = self.planned.layers[layer]
         else:
             with request.layer_phase("plan", layer, "grouping heads"):
-                context = PlanningContext(geometry, conversion.lift(window), calibration, window, rows)
+                context = PlanningContext(geometry, lift(window), calibration, window, rows)
                 sites = self.generators[2 * layer : 2 * layer + 2]
                 plan = plan_layer(recipe, self.planned[layer], context, sites)
                 del context

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from attention.base.memory import release_memory
 from attention.base.timing import clock
-from attention.calibration.calibration import calibrate
-from attention.conversion import conversion
+from attention.calibration.calibrate import calibrate
+from attention.conversion.convert import lift
 from attention.conversion.refinement.refine import Work
 from attention.families import geometry_of
 from attention.io.layers.metrics import read_metric, write_metrics
@@ -34,7 +34,7 @@ from orchestrator.storage.json_files import read_json, write_json
 from search_spaces.planning.by_layer import asked_counts, curves_of_layer, plan_from_curves
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.curves import points_of
-from search_spaces.planning.planning import site_generators
+from search_spaces.planning.planner import site_generators
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class PlanByLayer:
                 with request.layer_phase("plan", layer, "what each head count costs"):
                     metric = read_metric(self.stage.folder, layer).to(device)
                     context = PlanningContext(
-                        geometry_of(window.config), conversion.lift(window), statistics, window, rows,
+                        geometry_of(window.config), lift(window), statistics, window, rows,
                         output_metrics=[metric], first_layer=layer,
                     )  # fmt: skip
                     points = curves_of_layer(request.recipe, mine, context, generators[2 * layer : 2 * layer + 2])

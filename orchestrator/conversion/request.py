@@ -24,7 +24,7 @@ from attention.io import checkpoint
 from attention.io.precision import DTYPES
 from attention.io.sources import check_source, source_name
 from attention.io.stock_form import format_of
-from attention.modeling.modeling import plan_of_config
+from attention.modeling.model_classes import plan_of_config
 from attention.plan import AttentionPlan
 from attention.ratios import (
     UNITS,
@@ -40,8 +40,8 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.reporting.base_model import base_of
 from search_spaces.planning.budgets import BelowLeast, check_budget, nearest_budget
+from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
-from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.recipes.rules import keeps_everything
 from trainers.text.data import TOKENS, LoadedTexts, Texts, default_length
 

@@ -18,8 +18,8 @@ from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.layer_by_layer import check_conversion
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.outputs import Interrupted, check_file, read_result, write_result
+from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
-from search_spaces.recipes.recipes import recipe as named_recipe
 
 BASE_BYTES = "kv_bytes_per_token_original"
 CURVE, PICTURE = "curve.json", "curve.png"

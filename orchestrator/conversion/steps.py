@@ -12,13 +12,13 @@ from torch import Tensor
 
 from attention.axes import ALIGNMENT
 from attention.calibration.store import Calibration
-from attention.conversion import conversion
+from attention.conversion.convert import LiftedHeads, assemble, through
 from attention.conversion.refinement.local import shared_steps
 from attention.conversion.refinement.original import Original
 from attention.conversion.refinement.refine import LayerFit, Work, refine
 from attention.families import geometry_of
 from attention.plan import AttentionPlan
-from search_spaces.planning.planning import PlanningContext
+from search_spaces.planning.planner import PlanningContext
 from search_spaces.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -65,9 +65,9 @@ def relaxation_start(
     """
     geometry = geometry_of(model.config)
     align, knobs = ALIGNMENT.get(recipe.alignment), recipe.knobs("alignment")
-    heads = conversion.through(align, conversion.LiftedHeads(model), plan, calibration, geometry, knobs)
+    heads = through(align, LiftedHeads(model), plan, calibration, geometry, knobs)
     whole = AttentionPlan.identity(geometry.num_layers, geometry.num_heads, geometry.head_dim)
-    return conversion.assemble(model, whole, heads, share=True)
+    return assemble(model, whole, heads, share=True)
 
 
 def planning_context(
@@ -83,7 +83,7 @@ def planning_context(
     model = looked_at.model
     return PlanningContext(
         geometry=geometry_of(model.config),
-        heads=conversion.LiftedHeads(model),
+        heads=LiftedHeads(model),
         calibration=calibration,
         model=model,
         sequences=sequences,

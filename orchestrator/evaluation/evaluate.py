@@ -13,7 +13,7 @@ from attention.base.timing import Phases, clock
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.io.sources import check_source, source_name
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from orchestrator.conversion import loading
 from orchestrator.evaluation.extras import NOTHING_MORE, Extras, PreparedExtras
 from orchestrator.evaluation.long_context import TEXTS

@@ -16,7 +16,7 @@ from attention.families import window_of
 from attention.io import checkpoint
 from attention.io.export import export, largest_difference, probe
 from attention.io.precision import cast_weights, round_weights
-from attention.modeling.modeling import PREFIX, plan_of
+from attention.modeling.model_classes import PREFIX, plan_of
 from attention.plan import AttentionPlan
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster

@@ -22,7 +22,7 @@ from orchestrator.storage.records import TrialRecord
 from trainers.deepspeed_config import layout_of
 from trainers.jobs.checkpoints import CheckpointStore, is_kept, reports_of
 from trainers.jobs.curve import read_curve
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 
 POLL_SECONDS = 10.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from attention.io.checkpoint import load_config
 from attention.io.stock_form import exact_targets, export_command
 from attention.io.targets import targets
-from attention.modeling.modeling import PREFIX, plan_of_config
+from attention.modeling.model_classes import PREFIX, plan_of_config
 from orchestrator.storage.json_files import read_json
 
 GENERATE = """\

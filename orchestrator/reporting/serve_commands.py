@@ -12,7 +12,7 @@ from attention.io.export import LargerCacheError, cache_dtype, check_cache
 from attention.io.precision import own_dtype
 from attention.io.stock_form import format_of
 from attention.io.targets import TargetError, target
-from attention.modeling.modeling import plan_of_config
+from attention.modeling.model_classes import plan_of_config
 from orchestrator.storage.json_files import read_json
 
 TARGETS = {"vLLM": "vllm", "llama.cpp": "gguf", "transformers": "transformers"}

@@ -17,11 +17,11 @@ from attention.ratios import ROUNDING, ratio_of_kv_heads
 from orchestrator.config.parsing import ConfigError
 from orchestrator.config.schema import ArmSection, SearchConfig, SearchSection
 from search_spaces.planning.budgets import check_budget, nearest_budget
+from search_spaces.recipes.catalogue import AXES, RECIPES, Recipe
+from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.engine_form import EngineForm
-from search_spaces.recipes.recipes import AXES, RECIPES, Recipe
-from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.recipes.rules import keeps_everything
-from search_spaces.space.space import Domain, JointSpace
+from search_spaces.space.joint_space import Domain, JointSpace
 
 Point = dict[str, Any]
 OF_SEARCHER = "searcher."

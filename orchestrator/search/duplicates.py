@@ -17,7 +17,7 @@ from typing import Any
 from attention.io.checkpoint import DIGESTS
 from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.storage.json_files import read_json
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 
 PLACES = ("model_dir", "out_dir", "storage_path", "run_name", "accelerator_type", "placement_strategy",
           "checkpoint_address")  # fmt: skip

@@ -36,9 +36,9 @@ from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.paths import SearchFolder, in_ray_job
 from search_spaces.planning.by_layer import measure_curves
 from search_spaces.planning.curves import DECIDES
+from search_spaces.recipes.catalogue import AXES
+from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
-from search_spaces.recipes.recipes import AXES
-from search_spaces.recipes.recipes import recipe as named_recipe
 from search_spaces.site import SIDES
 from trainers.evaluation import evaluate
 from trainers.text.data import read_sequences

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.targets import Held, target

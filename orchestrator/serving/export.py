@@ -18,7 +18,7 @@ from attention.io.precision import DTYPES, round_weights
 from attention.io.sources import check_source
 from attention.io.stock_form import format_of
 from attention.io.targets import Target, best_target, target
-from attention.modeling.modeling import plan_of_config
+from attention.modeling.model_classes import plan_of_config
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.serving.check import MEMORY, CheckError, check_export

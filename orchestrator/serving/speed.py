@@ -16,7 +16,7 @@ from gguf import GGUFReader
 from attention.io import checkpoint
 from attention.io.export import REPORT_FILE, LargerCacheError
 from attention.io.targets import Held, TargetError, targets
-from attention.modeling.modeling import plan_of_config
+from attention.modeling.model_classes import plan_of_config
 from attention.plan import BYTES
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading

@@ -27,7 +27,7 @@ def write_mlmodel(folder: str | Path, base_model: str) -> bool:
     from mlflow.types.schema import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
     from attention.io.checkpoint import load_config
-    from attention.modeling.modeling import PREFIX
+    from attention.modeling.model_classes import PREFIX
 
     folder = Path(folder)
     if not (folder / TOKENIZER).is_file():

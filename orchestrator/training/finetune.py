@@ -17,7 +17,7 @@ from attention.io import checkpoint, piecewise
 from attention.io.precision import DTYPES
 from attention.io.safetensors_files import opened, stored_tensors
 from attention.io.sources import check_source
-from attention.modeling.modeling import plan_of_config
+from attention.modeling.model_classes import plan_of_config
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import ConfigError, Section, check_training, parse_section
 from orchestrator.conversion import loading

@@ -14,11 +14,11 @@ import torch
 from pydantic import Field
 
 from attention.base.messages import near
-from attention.conversion import conversion
+from attention.conversion.convert import build
 from attention.io import checkpoint
 from attention.io.sources import check_source
 from attention.modeling.composition import reset
-from attention.modeling.modeling import headfold_config, plan_of_config
+from attention.modeling.model_classes import headfold_config, plan_of_config
 from attention.plan import AttentionPlan, Composition
 from orchestrator.config.schema import ConfigError, Section, check_training, parse_section
 from orchestrator.conversion import loading
@@ -212,6 +212,6 @@ def untrained(architecture: str | Path, plan: AttentionPlan, seed: int) -> PreTr
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = conversion.build(checkpoint.load_config(architecture), plan)
+        model = build(checkpoint.load_config(architecture), plan)
     reset(model, identity=False, generator=torch.Generator().manual_seed(seed))
     return model

@@ -42,7 +42,8 @@ def dha_greedy(
     left = total - small * layers
     raised = min(large, limit)
     for layer in sorted(range(layers), key=lambda i: (-losses[i], i))[: min(first, left // large)]:
-        given[layer], left = raised, left - (raised - small)
+        given[layer] = raised
+        left = left - (raised - small)
     while left >= small:
         open_layers = [i for i in range(layers) if given[i] + small <= limit]
         if not open_layers:
@@ -62,15 +63,31 @@ def dha_greedy(
     "dha",
     source="Chen 2024 (DHA), App. B.4, Alg. 5",
     knobs=(
-        Knob("small", "int", "heads that every layer has, and the step; 0: an eighth of the heads", low=0),
+        Knob(
+            "small",
+            "int",
+            "heads that every layer has, and the step; 0: an eighth of the heads",
+            low=0,
+        ),
         Knob("large", "int", "heads of the layers of greatest loss; 0: half of the heads", low=0),
         Knob("first", "int", "how many layers are raised to `large` at once", low=0),
-        Knob("key_share", "float", "share of all heads that are keys, the rest are values", low=0.05, high=0.95),
+        Knob(
+            "key_share",
+            "float",
+            "share of all heads that are keys, the rest are values",
+            low=0.05,
+            high=0.95,
+        ),
     ),
     needs=("group_cost", "apart", "by_layer", "any_count"),
 )
 def dha(
-    problem: AllocationProblem, *, small: int = 0, large: int = 0, first: int = 1, key_share: float = 0.5
+    problem: AllocationProblem,
+    *,
+    small: int = 0,
+    large: int = 0,
+    first: int = 1,
+    key_share: float = 0.5,
 ) -> Counts:
     """Greedy, once for keys and once for values (DHA, sec. 3.2 and 4.3); `key_share` of the total goes to keys,
     with what is no whole head. **Silent** in the paper is the split of the total.
@@ -79,9 +96,12 @@ def dha(
     Raises ValueError if a side has fewer heads than layers, or more than the checkpoint.
     """
     if problem.loss is None:
-        raise ValueError("allocation=dha needs a loss for each layer; choose an objective with a group cost")
+        raise ValueError(
+            "allocation=dha needs a loss for each layer; choose an objective with a group cost"
+        )
     values = int(problem.total * (1 - key_share) + 1e-9)
-    least, most = problem.num_layers, problem.num_layers * problem.stored
+    least = problem.num_layers
+    most = problem.num_layers * problem.stored
     sides = []
     for side, total in (("key", problem.total - values), ("value", values)):
         if not least <= total <= most:
@@ -99,4 +119,8 @@ def dha(
 def _step(problem: AllocationProblem, total: int) -> int:
     """The largest step up to an eighth of the heads that divides heads and total and that every layer can have."""
     steps = range(1, max(1, problem.stored // 8) + 1)
-    return max(s for s in steps if total % s == 0 and problem.stored % s == 0 and s * problem.num_layers <= total)
+    return max(
+        s
+        for s in steps
+        if total % s == 0 and problem.stored % s == 0 and s * problem.num_layers <= total
+    )

@@ -18,11 +18,13 @@ from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
 
 BY_CURVES = ("knapsack", "layerwise")
-MOST_QUERY_HEADS = 2  # times the model's, zeros included, that unequal groups may lead to unless they are asked for
+_MOST_QUERY_HEADS = 2  # times the model's, zeros included, that unequal groups may lead to unless they are asked for
 POWERS = range(-12, 7)  # of 2: weights of evenness, relative to the mean error
 
 
-def knapsack(curves: Sequence[Mapping[int, float]], budget: int, *, exact: bool = False) -> tuple[int, ...]:
+def knapsack(
+    curves: Sequence[Mapping[int, float]], budget: int, *, exact: bool = False
+) -> tuple[int, ...]:
     """One head count a site, of least total error, with at most `budget` heads in all (exactly so many if `exact`).
 
     `curves[s]`: error for each admissible head count of site s. Exact, by dynamic programming over sites and heads:
@@ -35,7 +37,9 @@ def knapsack(curves: Sequence[Mapping[int, float]], budget: int, *, exact: bool 
     for site, curve in enumerate(curves):
         options = sorted(curve.items())
         if not options or not all(np.isfinite(error) for _, error in options):
-            raise ValueError(f"the error curve of site {site} must be finite and not empty, got {dict(curve)}")
+            raise ValueError(
+                f"the error curve of site {site} must be finite and not empty, got {dict(curve)}"
+            )
         tried = np.full((len(options), budget + 1), np.inf)
         for row, (count, error) in enumerate(options):
             if count <= budget:
@@ -44,7 +48,8 @@ def knapsack(curves: Sequence[Mapping[int, float]], budget: int, *, exact: bool 
         least = tried.min(axis=0)
     used = budget if exact else int(least.argmin())
     if not np.isfinite(least[used]):
-        lowest, highest = sum(min(curve) for curve in curves), sum(max(curve) for curve in curves)
+        lowest = sum(min(curve) for curve in curves)
+        highest = sum(max(curve) for curve in curves)
         raise ValueError(
             f"no choice of head counts gives {'exactly' if exact else 'at most'} {budget} heads; the sites take "
             f"{lowest} to {highest} in steps of their admissible counts"
@@ -57,7 +62,9 @@ def knapsack(curves: Sequence[Mapping[int, float]], budget: int, *, exact: bool 
     return tuple(reversed(chosen))
 
 
-def towards_even(curves: Sequence[Mapping[int, float]], budget: int, at_most: int) -> list[tuple[int, ...]]:
+def towards_even(
+    curves: Sequence[Mapping[int, float]], budget: int, at_most: int
+) -> list[tuple[int, ...]]:
     """Plans of exactly `budget` heads from the one of least summed error to the most even one, each once.
 
     Errors of single sites add up only roughly: where many come down to one head the model loses more than their sum.
@@ -65,10 +72,14 @@ def towards_even(curves: Sequence[Mapping[int, float]], budget: int, at_most: in
     weight w that grows from 0; `at_most` of them stay, first and last included. Raises ValueError as `knapsack`.
     """
     errors = [error for curve in curves for error in curve.values() if error > 0]
-    scale, even = float(np.mean(errors)) if errors else 1.0, budget / len(curves)
+    scale = float(np.mean(errors)) if errors else 1.0
+    even = budget / len(curves)
     steps: list[tuple[int, ...]] = []
     for weight in (0.0, *(scale * 2.0**power for power in POWERS)):
-        held = [{count: error + weight * math.log(count / even) ** 2 for count, error in c.items()} for c in curves]
+        held = [
+            {count: error + weight * math.log(count / even) ** 2 for count, error in c.items()}
+            for c in curves
+        ]
         plan = knapsack(held, budget, exact=True)
         if plan not in steps:
             steps.append(plan)
@@ -76,7 +87,7 @@ def towards_even(curves: Sequence[Mapping[int, float]], budget: int, at_most: in
     return [steps[index] for index in kept]
 
 
-KNOBS = (
+_KNOBS = (
     Knob(
         "counts",
         "choice",
@@ -90,10 +101,31 @@ KNOBS = (
         "loss increases of single layers: estimated from the error of their output, or measured on the whole model",
         choices=("estimated", "measured"),
     ),
-    Knob("tokens", "int", "calibration tokens on which loss increases are estimated or measured", low=2),
-    Knob("fit_steps", "int", "steps of local fit before an increase is measured, as refinement makes more", low=0),
-    Knob("finalists", "int", "where increases are measured: plans that are refined in short and measured", 1, 16),
-    Knob("finalist_steps", "int", "steps of local fit of a finalist, at most those of the refinement", low=1),
+    Knob(
+        "tokens",
+        "int",
+        "calibration tokens on which loss increases are estimated or measured",
+        low=2,
+    ),
+    Knob(
+        "fit_steps",
+        "int",
+        "steps of local fit before an increase is measured, as refinement makes more",
+        low=0,
+    ),
+    Knob(
+        "finalists",
+        "int",
+        "where increases are measured: plans that are refined in short and measured",
+        1,
+        16,
+    ),
+    Knob(
+        "finalist_steps",
+        "int",
+        "steps of local fit of a finalist, at most those of the refinement",
+        low=1,
+    ),
 )
 
 
@@ -119,7 +151,7 @@ def usual_counts(stored: int, num_heads: int) -> tuple[int, ...]:
         tried = [*counts, count]
         step = math.lcm(*tried)
         least = max(g * -(-stored // g) for g in tried) * (num_heads // stored)
-        if -(-least // step) * step <= MOST_QUERY_HEADS * num_heads:
+        if -(-least // step) * step <= _MOST_QUERY_HEADS * num_heads:
             counts = tried
     return tuple(sorted(counts))
 
@@ -168,7 +200,7 @@ def best_measured(
 @ALLOCATION.part(
     "knapsack",
     source="ours: multiple-choice knapsack over keys and values of all layers",
-    knobs=KNOBS,
+    knobs=_KNOBS,
     needs=("model", "measure", "apart", "by_layer"),
     passes_to=best_measured,
 )
@@ -180,7 +212,7 @@ def knapsack_part(problem: AllocationProblem, **knobs: Any) -> Counts:
 @ALLOCATION.part(
     "layerwise",
     source="ours: multiple-choice knapsack over layers, keys and values alike",
-    knobs=KNOBS,
+    knobs=_KNOBS,
     needs=("model", "measure", "by_layer"),
     passes_to=best_measured,
 )

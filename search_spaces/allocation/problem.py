@@ -30,7 +30,9 @@ class AllocationProblem:
     kv_ratio: float | Fraction
     admissible: tuple[int, ...]
     loss: Callable[[int, str], float] | None = None
-    curves: Callable[[Sequence[tuple[int, str]], Sequence[int]], list[dict[int, float]]] | None = None
+    curves: Callable[[Sequence[tuple[int, str]], Sequence[int]], list[dict[int, float]]] | None = (
+        None
+    )
     final: Callable[[Counts], float] | None = None
     usual: tuple[int, ...] = ()
 

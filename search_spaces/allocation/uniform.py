@@ -37,7 +37,9 @@ def uniform(
 @ALLOCATION.part("uniform", source="Ainslie 2023, sec. 2.2")
 def uniform_part(problem: AllocationProblem) -> Counts:
     """Every layer and side the same."""
-    return uniform(problem.num_layers, problem.stored, problem.kv_ratio, admissible=problem.admissible)
+    return uniform(
+        problem.num_layers, problem.stored, problem.kv_ratio, admissible=problem.admissible
+    )
 
 
 @ALLOCATION.part("single", source="Shazeer 2019, multi-query attention")

@@ -11,17 +11,25 @@ from attention.plan import AttentionPlan, Composition
 from search_spaces.axes import COMPOSITION
 
 WINDOW = 256  # Xiao 2024, sec. 4: "a sliding attention window of 256 tokens for each other layer"
-KNOBS = (
+_KNOBS = (
     Knob("rank", "int", "R of the low-rank branches", 1, 16, searched=True),
     Knob("query_side", "bool", "weights made from the query token"),
     Knob("key_side", "bool", "weights made from the key token; cached at decoding"),
     Knob("before_softmax", "bool", "compose scores"),
     Knob("after_softmax", "bool", "compose weights"),
-    Knob("projection", "bool", "the dynamic low-rank projections (Table 9: without them, gates alone)"),
+    Knob(
+        "projection",
+        "bool",
+        "the dynamic low-rank projections (Table 9: without them, gates alone)",
+    ),
     Knob("gate", "bool", "the dynamic gates (Table 9: without them, projections alone)"),
     Knob("static_base", "bool", "a learned static projection in place of the skip connection"),
     Knob("groups", "int", "heads compose within so many groups (tensor parallel)", 1, 64),
-    Knob("windowed", "bool", "windows as in sec. 4: 256 tokens unless `window` says else, every second layer"),
+    Knob(
+        "windowed",
+        "bool",
+        "windows as in sec. 4: 256 tokens unless `window` says else, every second layer",
+    ),
     Knob("window", "int", "tokens that layers with a window see; 0: everything", 0, 1_000_000),
     Knob("window_pattern", "int", "layers with a window for each one without", 1, 64),
 )
@@ -41,7 +49,7 @@ def composition_of(settings: Mapping[str, Any]) -> Composition:
     return Composition(**own)
 
 
-@COMPOSITION.part("dcmha", source="Xiao 2024, sec. 3 and 4", knobs=KNOBS, passes_to=Composition)
+@COMPOSITION.part("dcmha", source="Xiao 2024, sec. 3 and 4", knobs=_KNOBS, passes_to=Composition)
 def dcmha(plan: AttentionPlan, *, windowed: bool = False, **knobs: Any) -> AttentionPlan:
     """Raises PlanError for settings that cannot be."""
     return replace(plan, composition=composition_of({"windowed": windowed, **knobs}))

@@ -38,13 +38,18 @@ def swap_search(
             groups[i], groups[j] = exchanged(groups[i], a, b), exchanged(groups[j], b, a)
             total += increase
             if total < best_total:
-                best, best_total = canonical(groups), total
+                best = canonical(groups)
+                best_total = total
     # Summed afresh: the running total carries the rounding of every step.
     return best, -cost.score(best)
 
 
 def best_of_runs(
-    cost: GroupCost, num_heads: int, groups: int, schedules: Iterable[Iterable[float]], generator: np.random.Generator
+    cost: GroupCost,
+    num_heads: int,
+    groups: int,
+    schedules: Iterable[Iterable[float]],
+    generator: np.random.Generator,
 ) -> Grouping:
     """The best of one `swap_search` for each schedule of temperatures, each from a random partition."""
     runs = []
@@ -88,7 +93,9 @@ def anneal(
             "annealing needs 0 < cooling < 1, end_temperature > 0, moves > 0 and restarts > 0, got "
             f"{cooling}, {end_temperature}, {moves}, {restarts}"
         )
-    schedules = (_schedule(start_temperature, end_temperature, cooling, moves) for _ in range(restarts))
+    schedules = (
+        _schedule(start_temperature, end_temperature, cooling, moves) for _ in range(restarts)
+    )
     return best_of_runs(as_cost(cost), num_heads, groups, schedules, generator)
 
 
@@ -107,10 +114,16 @@ def anneal(
     passes_to=anneal,
 )
 def anneal_part(
-    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, **knobs: Any
+    problem: GroupingProblem,
+    generator: np.random.Generator,
+    *,
+    equal_sizes: bool = True,
+    **knobs: Any,
 ) -> Grouping:
     """Annealing with the paper's schedule. Without `equal_sizes` sizes may differ by one."""
-    return anneal(problem.need_cost(), problem.num_heads, problem.groups, generator=generator, **knobs)
+    return anneal(
+        problem.need_cost(), problem.num_heads, problem.groups, generator=generator, **knobs
+    )
 
 
 @GROUPING.part(
@@ -136,4 +149,6 @@ def anneal_restarts(
     Silent: the paper names neither number. Without `equal_sizes` sizes may differ by one.
     """
     schedules = [[0.0] * moves] * restarts
-    return best_of_runs(problem.need_cost(), problem.num_heads, problem.groups, schedules, generator)
+    return best_of_runs(
+        problem.need_cost(), problem.num_heads, problem.groups, schedules, generator
+    )

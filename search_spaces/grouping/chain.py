@@ -30,7 +30,9 @@ def searched_sites(counts: Sequence[tuple[int, int]], units: int) -> dict[SiteKe
 
     `counts`: (key heads, value heads) of each layer. Raises ValueError for a count that `units` heads cannot make.
     """
-    sites = {(layer, side): pair[i] for layer, pair in enumerate(counts) for i, side in enumerate(SIDES)}
+    sites = {
+        (layer, side): pair[i] for layer, pair in enumerate(counts) for i, side in enumerate(SIDES)
+    }
     for groups in sites.values():
         check_groups(units, groups)
     return {site: groups for site, groups in sites.items() if groups not in (1, units)}
@@ -58,7 +60,10 @@ class Chain:
 
     def __post_init__(self) -> None:
         choices = searched_sites(self.counts, self.geometry.num_kv_heads)
-        if sorted(self.iterations) != sorted(choices) or min(self.iterations.values(), default=1) < 1:
+        if (
+            sorted(self.iterations) != sorted(choices)
+            or min(self.iterations.values(), default=1) < 1
+        ):
             raise ValueError(
                 f"iterations must give at least one move for each of the {len(choices)} sites where there is a choice, "
                 f"got {dict(self.iterations)}"
@@ -79,7 +84,9 @@ class Chain:
     @property
     def walk(self) -> Walk | None:
         """The walk at the site that is being searched."""
-        return self.history[-1][1] if self.history and self.history[-1][0] not in self.found else None
+        return (
+            self.history[-1][1] if self.history and self.history[-1][0] not in self.found else None
+        )
 
     @property
     def done(self) -> bool:
@@ -109,7 +116,9 @@ class Chain:
             generator = self._generators[2 * site[0] + SIDES.index(site[1])]
             walk = Walk(self.geometry.num_kv_heads, self._groups(site), generator, **self.settings)
             self.history.append((site, walk))
-        return plan_of_sites({**self.found, site: walk.propose_next(similarities[site])}, self.geometry)
+        return plan_of_sites(
+            {**self.found, site: walk.propose_next(similarities[site])}, self.geometry
+        )
 
     def tell(self, score: float | None) -> None:
         """Take the score of what was proposed (higher is better); None if it could not be measured.

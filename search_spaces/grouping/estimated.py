@@ -13,20 +13,24 @@ from search_spaces.grouping.merge_anneal import annealed_rounds
 from search_spaces.grouping.problem import Grouping, GroupingProblem
 from search_spaces.partitions import canonical
 
-PRICES = 300  # groups that annealing on the first estimate prices
+_PRICES = 300  # groups that annealing on the first estimate prices
 TRIED = 24  # changes that the closer estimate looks at in a step
-MOST = 60  # steps
+_MOST = 60  # steps
 NOTABLE = 1e-3  # a step lowers the cost by at least so much of it: less than estimates are good for
 
-Groups = list[Members]
+_Groups = list[Members]
 
 
-def by_estimates(problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool) -> Grouping:
+def by_estimates(
+    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool
+) -> Grouping:
     """Merging and annealing on the first of the cost's `estimates`, then with each further one the swaps and moves that
     the one before ranks best. The score is by the last of them: the cost itself would take longer than the search."""
     cost = problem.need_cost()
     guide, *closer = (estimate() for estimate in cost.estimates)
-    found = annealed_rounds(replace(problem, objective=guide), generator, equal_sizes=equal_sizes, prices=PRICES)
+    found = annealed_rounds(
+        replace(problem, objective=guide), generator, equal_sizes=equal_sizes, prices=_PRICES
+    )
     groups = list(found.partition)
     for estimate in closer:
         groups = screened(estimate, guide, groups, may_move=not equal_sizes)
@@ -35,21 +39,22 @@ def by_estimates(problem: GroupingProblem, generator: np.random.Generator, *, eq
     return Grouping(partition, guide.score(partition))
 
 
-def screened(cost: GroupCost, guide: GroupCost, groups: Groups, *, may_move: bool) -> Groups:
+def screened(cost: GroupCost, guide: GroupCost, groups: _Groups, *, may_move: bool) -> _Groups:
     """`groups` after the best of the `TRIED` changes that `guide` ranks first, by `cost`, until none of them helps."""
     groups = list(groups)
-    for _ in range(MOST):
+    for _ in range(_MOST):
         first = sorted(changes_of(guide, groups, may_move))[:TRIED]
         increases = _increases(cost, groups, first)
         if not first or min(increases) >= NOTABLE * cost.score(canonical(groups)):
             break
         _, i, j, new_i, new_j = first[int(np.argmin(increases))]
-        groups[i], groups[j] = new_i, new_j
+        groups[i] = new_i
+        groups[j] = new_j
     return groups
 
 
 def _increases(
-    cost: GroupCost, groups: Groups, changes: Sequence[tuple[float, int, int, Members, Members]]
+    cost: GroupCost, groups: _Groups, changes: Sequence[tuple[float, int, int, Members, Members]]
 ) -> list[float]:
     def change(groups: Sequence[Members], by: Sequence[Members]) -> float:
         return sum(cost.costs(by)) - sum(cost.costs(groups))

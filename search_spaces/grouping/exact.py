@@ -23,10 +23,14 @@ AFFORDABLE = 1e13
     knobs=(replace(EQUAL_SIZES, searched=True),),
     needs=("objective", "group_cost"),
 )
-def exact(problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True) -> Grouping:
+def exact(
+    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True
+) -> Grouping:
     """The cheapest partition. Above 16 heads, or where the groups of wide heads to be priced would take longer than all
     else: merging and annealing on the same cost, or on its estimates if it has any; no longer proven best."""
-    cost, heads, groups = problem.need_cost(), problem.num_heads, problem.groups
+    cost = problem.need_cost()
+    heads = problem.num_heads
+    groups = problem.groups
     largest = largest_group(heads, groups, equal_sizes)
     sizes = [largest] if equal_sizes and heads % groups == 0 else range(2, largest + 1)
     if heads > LIMIT or cost.effort(heads, sizes) > AFFORDABLE:

@@ -17,28 +17,32 @@ from search_spaces.costs import GroupCost, Members, exchanged
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
 from search_spaces.partitions import canonical, largest_group
 
-Groups = list[Members]
+_Groups = list[Members]
 
 
-def _merged(cost: GroupCost, num_heads: int, count: int, largest: int) -> Groups:
+def _merged(cost: GroupCost, num_heads: int, count: int, largest: int) -> _Groups:
     """Merge the pair whose union raises the cost least, while it has at most `largest` members."""
-    groups: Groups = [(h,) for h in range(num_heads)]
+    groups: _Groups = [(h,) for h in range(num_heads)]
     while len(groups) > count:
         pairs = [(a, b) for a, b in combinations(groups, 2) if len(a) + len(b) <= largest]
         if not pairs:  # e.g. sizes 3, 3, 2 under a limit of 4: open the smallest group and place its heads one by one
             groups = _dissolved(cost, groups, largest)
             continue
-        a, b = min(pairs, key=lambda p: (cost.cost(_union(*p)) - cost.cost(p[0]) - cost.cost(p[1]), p))
+        a, b = min(
+            pairs, key=lambda p: (cost.cost(_union(*p)) - cost.cost(p[0]) - cost.cost(p[1]), p)
+        )
         groups = [group for group in groups if group not in (a, b)] + [_union(a, b)]
     return groups
 
 
-def _dissolved(cost: GroupCost, groups: Groups, largest: int) -> Groups:
+def _dissolved(cost: GroupCost, groups: _Groups, largest: int) -> _Groups:
     smallest = min(groups, key=lambda group: (len(group), group))
     rest = [group for group in groups if group != smallest]
     for head in smallest:
         room = [group for group in rest if len(group) < largest]
-        best = min(room, key=lambda group: (cost.cost(_union(group, (head,))) - cost.cost(group), group))
+        best = min(
+            room, key=lambda group: (cost.cost(_union(group, (head,))) - cost.cost(group), group)
+        )
         rest = [_union(group, (head,)) if group == best else group for group in rest]
     return rest
 
@@ -47,7 +51,7 @@ def _union(a: Members, b: Members) -> Members:
     return tuple(sorted(a + b))
 
 
-def improved(cost: GroupCost, groups: Groups, may_move: bool, max_passes: int) -> Groups:
+def improved(cost: GroupCost, groups: _Groups, may_move: bool, max_passes: int) -> _Groups:
     """`groups` after the best swap (or move) between two groups, until none lowers the cost, changed in place."""
     for _ in range(max_passes):
         changes = list(changes_of(cost, groups, may_move))
@@ -56,11 +60,14 @@ def improved(cost: GroupCost, groups: Groups, may_move: bool, max_passes: int) -
         change, i, j, new_i, new_j = min(changes)
         if change >= -1e-12 * max(1.0, abs(cost.score(canonical(groups)))):
             break
-        groups[i], groups[j] = new_i, new_j
+        groups[i] = new_i
+        groups[j] = new_j
     return groups
 
 
-def changes_of(cost: GroupCost, groups: Groups, may_move: bool) -> Iterator[tuple[float, int, int, Members, Members]]:
+def changes_of(
+    cost: GroupCost, groups: _Groups, may_move: bool
+) -> Iterator[tuple[float, int, int, Members, Members]]:
     """Every swap (and every move) between two groups: (increase of the cost, i, j, new group i, new group j)."""
     for i, j in combinations(range(len(groups)), 2):
         for a in groups[i]:
@@ -86,14 +93,20 @@ def changes_of(cost: GroupCost, groups: Groups, may_move: bool) -> Iterator[tupl
     needs=("objective", "group_cost"),
 )
 def merge(
-    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, max_passes: int = 100
+    problem: GroupingProblem,
+    generator: np.random.Generator,
+    *,
+    equal_sizes: bool = True,
+    max_passes: int = 100,
 ) -> Grouping:
     """Without chance: merge the cheapest pair until G groups are left, then improve.
 
     Improving takes the best single move (not with `equal_sizes`) or swap of two groups until none lowers the cost,
     `max_passes` times at most.
     """
-    cost, heads, groups = problem.need_cost(), problem.num_heads, problem.groups
+    cost = problem.need_cost()
+    heads = problem.num_heads
+    groups = problem.groups
     merged = _merged(cost, heads, groups, largest_group(heads, groups, equal_sizes))
     partition = canonical(improved(cost, merged, not equal_sizes, max_passes))
     return Grouping(partition, cost.score(partition))

@@ -15,8 +15,9 @@ from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProble
 from search_spaces.grouping.unions import regrouped
 from search_spaces.partitions import canonical, random_partition
 
-STEPS = 4000  # of annealing
-ROUNDS, ROUND = 8, 500  # so many rounds, or more of so many steps each
+_STEPS = 4000  # of annealing
+_ROUNDS = 8  # or more, where a round would have more steps than ROUND
+ROUND = 500
 COLDEST = 0.02  # last temperature, relative to the first: below it hardly a step is accepted
 PRICES = 6000  # groups that are priced after merging, at most: where a cost is dear this is what takes the time
 SHARE = 0.75  # of what is left of them, for one local search
@@ -24,24 +25,33 @@ PROBES = 64  # random steps from which the first temperature is taken
 
 
 def _annealed(
-    cost: GroupCost, groups: list[Members], may_move: bool, steps: int, generator: np.random.Generator, limit: int
+    cost: GroupCost,
+    groups: list[Members],
+    may_move: bool,
+    steps: int,
+    generator: np.random.Generator,
+    limit: int,
 ) -> list[Members]:
     """The best partition met on the way. Ends early when `limit` groups have been priced."""
     changes = [_step(cost, groups, may_move, generator)[0] for _ in range(PROBES)]
     first = float(np.mean(np.abs(changes)))
     if first == 0:
         return groups
-    best, total, least = list(groups), 0.0, 0.0
+    best = list(groups)
+    total = 0.0
+    least = 0.0
     for index in range(steps):
         if cost.priced >= limit:
             break
         temperature = first * COLDEST ** (index / steps)
         increase, i, j, new_i, new_j = _step(cost, groups, may_move, generator)
         if increase < 0 or math.exp(-increase / temperature) > generator.random():
-            groups[i], groups[j] = new_i, new_j
+            groups[i] = new_i
+            groups[j] = new_j
             total += increase
             if total < least:
-                best, least = list(groups), total
+                best = list(groups)
+                least = total
     return best
 
 
@@ -52,7 +62,8 @@ def _step(
     i, j = (int(g) for g in generator.choice(len(groups), size=2, replace=False))
     a = groups[i][int(generator.integers(len(groups[i])))]
     if may_move and len(groups[i]) > 1 and generator.random() < 0.5:
-        left, grown = tuple(h for h in groups[i] if h != a), tuple(sorted((*groups[j], a)))
+        left = tuple(h for h in groups[i] if h != a)
+        grown = tuple(sorted((*groups[j], a)))
         increase = cost.cost(left) + cost.cost(grown) - cost.cost(groups[i]) - cost.cost(groups[j])
         return increase, i, j, left, grown
     b = groups[j][int(generator.integers(len(groups[j])))]
@@ -65,12 +76,18 @@ def _step(
     source="ours: hierarchical merging, then annealing on an additive group cost",
     knobs=(
         replace(EQUAL_SIZES, searched=True),
-        Knob("steps", "int", "annealing steps after merging, over all rounds", low=0, high=10_000_000),
+        Knob(
+            "steps", "int", "annealing steps after merging, over all rounds", low=0, high=10_000_000
+        ),
     ),
     needs=("objective", "group_cost"),
 )
 def merge_anneal(
-    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, steps: int = STEPS
+    problem: GroupingProblem,
+    generator: np.random.Generator,
+    *,
+    equal_sizes: bool = True,
+    steps: int = _STEPS,
 ) -> Grouping:
     """`merge`, then rounds of annealing, each ended by local search; the best partition counts.
 
@@ -88,11 +105,12 @@ def annealed_rounds(
     generator: np.random.Generator,
     *,
     equal_sizes: bool,
-    steps: int = STEPS,
+    steps: int = _STEPS,
     prices: int = PRICES,
 ) -> Grouping:
     """`merge_anneal` with another number of prices."""
-    cost, groups = problem.need_cost().afresh(), problem.groups
+    cost = problem.need_cost().afresh()
+    groups = problem.groups
     start = merge(replace(problem, objective=cost), generator, equal_sizes=equal_sizes)
     if groups in (1, problem.num_heads) or not steps:
         return start
@@ -103,11 +121,13 @@ def annealed_rounds(
         return regrouped(cost, groups, equal_sizes=equal_sizes, generator=generator, prices=prices)
 
     best = settled(list(start.partition))
-    rounds = max(ROUNDS, steps // ROUND)
+    rounds = max(_ROUNDS, steps // ROUND)
     for turn in range(rounds):
         if cost.priced >= limit:
             break
-        begin = list(random_partition(problem.num_heads, groups, generator)) if turn % 2 else list(best)
+        begin = (
+            list(random_partition(problem.num_heads, groups, generator)) if turn % 2 else list(best)
+        )
         share = steps * (turn + 1) // rounds - steps * turn // rounds
         annealed = _annealed(cost, begin, not equal_sizes, share, generator, limit)
         best = min(best, settled(annealed), key=lambda groups: -cost.score(canonical(groups)))

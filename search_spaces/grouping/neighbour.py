@@ -15,7 +15,9 @@ def neighbour_partition(num_heads: int, groups: int) -> Partition:
 
 
 @GROUPING.part("neighbour", source="Ainslie 2023, sec. 2.2", knobs=(EQUAL_SIZES,))
-def neighbour(problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True) -> Grouping:
+def neighbour(
+    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True
+) -> Grouping:
     """Consecutive heads; nothing is scored and nothing drawn.
 
     The last group may be smaller, as in Table 1 of Chen 2024 (AsymGQA): 6 groups of 32 heads are 6, 6, 6, 6, 6, 2.

@@ -11,7 +11,11 @@ from attention.axes import Knob
 from search_spaces.costs import GroupCost, Objective
 from search_spaces.partitions import Partition, check_groups
 
-EQUAL_SIZES = Knob("equal_sizes", "bool", "groups of one size, so that the result is plain GQA, or as near as can be")
+EQUAL_SIZES = Knob(
+    "equal_sizes",
+    "bool",
+    "groups of one size, so that the result is plain GQA, or as near as can be",
+)
 """Where the groups do not divide the heads, no group is larger than it must be: the query heads that engines need in
 place of missing ones are then as few as can be."""
 
@@ -41,7 +45,9 @@ class GroupingProblem:
 
     def need_similarity(self) -> np.ndarray:
         if self.similarity is None:
-            raise ValueError("this grouping is guided by a similarity; choose one on the similarity axis")
+            raise ValueError(
+                "this grouping is guided by a similarity; choose one on the similarity axis"
+            )
         return self.similarity
 
     def need_objective(self) -> Objective:

@@ -116,12 +116,15 @@ class Walk:
             raise ValueError("a score came, but nothing was proposed; call propose_next first")
         value = -np.inf if score is None else float(score)
         if np.isnan(value):
-            raise ValueError(f"the score of {tried} is not a number; check the model and the data it was measured on")
+            raise ValueError(
+                f"the score of {tried} is not a number; check the model and the data it was measured on"
+            )
         better = score is not None and (self.best is None or value > self.best_score)
         lucky = self.generator.random() < self.accept
         accepted = score is not None and bool(lucky or better)
         if better:
-            self.best, self.best_score = tried, value
+            self.best = tried
+            self.best_score = value
         if accepted:
             self.current = tried
         self.pending = None

@@ -33,7 +33,9 @@ def exact_partition(
     Raises ValueError above 16 heads, or for a G that cannot be.
     """
     if not 1 <= num_heads <= LIMIT:
-        raise ValueError(f"exact grouping takes 1 to {LIMIT} heads, got {num_heads}; use merge_anneal above")
+        raise ValueError(
+            f"exact grouping takes 1 to {LIMIT} heads, got {num_heads}; use merge_anneal above"
+        )
     usual = [g for g in range(1, num_heads + 1) if not equal_sizes or num_heads % g == 0]
     wanted = usual if groups is None else list(groups)
     for count in wanted:
@@ -42,7 +44,9 @@ def exact_partition(
     if not equal_sizes:
         # No group of a partition into G non-empty groups has more than n - G + 1 members.
         largest = largest_group(num_heads, min(wanted), equal_sizes)
-        programme = Programme(group_cost.table(num_heads, range(1, largest + 1)), num_heads, max(wanted))
+        programme = Programme(
+            group_cost.table(num_heads, range(1, largest + 1)), num_heads, max(wanted)
+        )
         return {g: programme.best(g) for g in wanted}
     found = {}
     for g in wanted:
@@ -53,7 +57,9 @@ def exact_partition(
     return found
 
 
-def shared_exact_partition(cost: GroupCost, num_heads: int, groups: int, *, equal_sizes: bool) -> Grouping:
+def shared_exact_partition(
+    cost: GroupCost, num_heads: int, groups: int, *, equal_sizes: bool
+) -> Grouping:
     """`exact_partition` for one number of groups, the work for which serves every other number asked of this `cost`.
 
     The filled programme stays with the cost: `2^n (n + 1) / 2` numbers. Raises as `exact_partition` does.
@@ -63,9 +69,13 @@ def shared_exact_partition(cost: GroupCost, num_heads: int, groups: int, *, equa
     kept = cost.programmes.get((num_heads, size))
     if kept is None or kept.largest < largest:
         if equal_sizes or not 1 <= num_heads <= LIMIT or not 1 <= groups <= num_heads:
-            return exact_partition(cost, num_heads, equal_sizes=equal_sizes, groups=[groups])[groups]
+            return exact_partition(cost, num_heads, equal_sizes=equal_sizes, groups=[groups])[
+                groups
+            ]
         table = cost.table(num_heads, range(1, largest + 1))
-        kept = cost.programmes[num_heads, size] = Programme(table, num_heads, num_heads, largest=largest)
+        kept = cost.programmes[num_heads, size] = Programme(
+            table, num_heads, num_heads, largest=largest
+        )
     return kept.best(groups)
 
 
@@ -77,9 +87,17 @@ class Programme:
     """
 
     def __init__(
-        self, table: np.ndarray, num_heads: int, most: int, *, size: int | None = None, largest: int | None = None
+        self,
+        table: np.ndarray,
+        num_heads: int,
+        most: int,
+        *,
+        size: int | None = None,
+        largest: int | None = None,
     ) -> None:
-        self.full, self.size, self.largest = (1 << num_heads) - 1, size, largest or num_heads
+        self.full = (1 << num_heads) - 1
+        self.size = size
+        self.largest = largest or num_heads
         count = np.bitwise_count(np.arange(1 << num_heads, dtype=np.uint32))
         self.table = table if size is None else np.where(count == size, table, np.inf)
         # Row mask >> 1 of a mask without head 0.
@@ -92,7 +110,8 @@ class Programme:
 
     def best(self, groups: int) -> Grouping:
         """The cheapest partition into so many groups; its score is minus the cost."""
-        partition, mask = [], self.full
+        partition = []
+        mask = self.full
         for left in range(groups, 0, -1):
             options = _first_groups(mask, self.size)
             rest = self.least[(mask ^ options) >> 1, left - 1]

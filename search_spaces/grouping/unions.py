@@ -12,23 +12,30 @@ import numpy as np
 from search_spaces.costs import GroupCost, Members
 from search_spaces.grouping.subsets import exact_partition
 
-TOGETHER = (2, 3)  # groups taken at once
+_TOGETHER = (2, 3)  # groups taken at once
 UNION = 12  # heads in a union at most
 WORK = 1 << 14  # subsets of heads looked at in one search
 
-Groups = list[Members]
+_Groups = list[Members]
 
 
 def regrouped(
-    cost: GroupCost, groups: Groups, *, equal_sizes: bool, generator: np.random.Generator, prices: int, work: int = WORK
-) -> Groups:
+    cost: GroupCost,
+    groups: _Groups,
+    *,
+    equal_sizes: bool,
+    generator: np.random.Generator,
+    prices: int,
+    work: int = WORK,
+) -> _Groups:
     """`groups` after exact re-partitions of pairs and triples of groups, until none helps or means are spent.
 
     The number of groups stays, and their sizes with `equal_sizes`. A union of m heads is work of `2^m` subsets, and may
     be as many groups to price, at most `prices` in all. The smallest unions come first, in random order.
     """
     limit = cost.priced + prices
-    settled: set[frozenset[Members]] = set()  # sets of groups that are the best partition of their union
+    # Sets of groups that are the best partition of their union.
+    settled: set[frozenset[Members]] = set()
     while open_sets := _open(groups, settled):
         generator.shuffle(open_sets)
         for union in sorted(open_sets, key=_size):
@@ -52,12 +59,16 @@ def _size(groups: tuple[Members, ...]) -> int:
     return sum(len(group) for group in groups)
 
 
-def _open(kept: Groups, settled: set[frozenset[Members]]) -> list[tuple[Members, ...]]:
-    sets = [groups for k in TOGETHER for groups in combinations(sorted(kept), k)]
-    return [groups for groups in sets if len(groups) < _size(groups) <= UNION and frozenset(groups) not in settled]
+def _open(kept: _Groups, settled: set[frozenset[Members]]) -> list[tuple[Members, ...]]:
+    sets = [groups for k in _TOGETHER for groups in combinations(sorted(kept), k)]
+    return [
+        groups
+        for groups in sets
+        if len(groups) < _size(groups) <= UNION and frozenset(groups) not in settled
+    ]
 
 
-def _best(cost: GroupCost, groups: tuple[Members, ...], equal_sizes: bool) -> Groups:
+def _best(cost: GroupCost, groups: tuple[Members, ...], equal_sizes: bool) -> _Groups:
     """The best partition of the union of `groups` into as many."""
     heads = sorted(head for group in groups for head in group)
 
@@ -65,5 +76,7 @@ def _best(cost: GroupCost, groups: tuple[Members, ...], equal_sizes: bool) -> Gr
         return tuple(heads[index] for index in members)
 
     own = GroupCost(lambda members: cost.cost(named(members)))
-    best = exact_partition(own, len(heads), equal_sizes=equal_sizes, groups=[len(groups)])[len(groups)]
+    best = exact_partition(own, len(heads), equal_sizes=equal_sizes, groups=[len(groups)])[
+        len(groups)
+    ]
     return [named(members) for members in best.partition]

@@ -40,7 +40,9 @@ def asym_walk(
     similarity = np.asarray(similarity, dtype=np.float64)
     count = len(similarity)
     if iterations < 1 or neighbours < 1:
-        raise ValueError(f"iterations and neighbours must be at least 1, got {iterations} and {neighbours}")
+        raise ValueError(
+            f"iterations and neighbours must be at least 1, got {iterations} and {neighbours}"
+        )
     walk = Walk(count, groups, generator, accept, reset, preserve, neighbours, symmetric)
     if groups == 1 or groups == count:  # there is nothing to choose
         return Grouping(walk.current, float(score(walk.current)))
@@ -56,13 +58,27 @@ _KNOBS = (
     Knob("reset", "float", "probability of starting over before a move", low=0.0, high=1.0),
     Knob("neighbours", "int", "most similar heads that a move chooses from", low=1, high=1024),
 )
-_PRESERVE = Knob("preserve", "float", "probability that a move keeps the group sizes", low=0.0, high=1.0, searched=True)
+_PRESERVE = Knob(
+    "preserve",
+    "float",
+    "probability that a move keeps the group sizes",
+    low=0.0,
+    high=1.0,
+    searched=True,
+)
 
 
-def _walk(problem: GroupingProblem, generator: np.random.Generator, symmetric: bool, knobs: dict[str, Any]) -> Grouping:
+def _walk(
+    problem: GroupingProblem, generator: np.random.Generator, symmetric: bool, knobs: dict[str, Any]
+) -> Grouping:
     score = problem.need_objective().score
     return asym_walk(
-        problem.need_similarity(), score, problem.groups, generator=generator, symmetric=symmetric, **knobs
+        problem.need_similarity(),
+        score,
+        problem.groups,
+        generator=generator,
+        symmetric=symmetric,
+        **knobs,
     )
 
 
@@ -74,7 +90,11 @@ def _walk(problem: GroupingProblem, generator: np.random.Generator, symmetric: b
     passes_to=asym_walk,
 )
 def walk_symmetric(
-    problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True, **knobs: Any
+    problem: GroupingProblem,
+    generator: np.random.Generator,
+    *,
+    equal_sizes: bool = True,
+    **knobs: Any,
 ) -> Grouping:
     """The walk by swaps: group sizes are kept. Without `equal_sizes` one group may be smaller than the others, as in
     Table 1 (sizes of 3 and 6 for 32 heads)."""
@@ -88,6 +108,8 @@ def walk_symmetric(
     needs=("similarity", "objective"),
     passes_to=asym_walk,
 )
-def walk_asymmetric(problem: GroupingProblem, generator: np.random.Generator, **knobs: Any) -> Grouping:
+def walk_asymmetric(
+    problem: GroupingProblem, generator: np.random.Generator, **knobs: Any
+) -> Grouping:
     """The walk with groups of any size."""
     return _walk(problem, generator, False, knobs)

@@ -16,7 +16,8 @@ from search_spaces.site import Site
 
 DEAR = 1e12
 """Multiply-adds of a search by value costs from which it goes by estimates of them: about a minute of one core."""
-SEARCHED, OFTEN = 6000, 4  # prices that a search asks for, and the size of most groups
+_SEARCHED = 6000  # prices that a search asks for
+OFTEN = 4  # the size of most groups
 
 
 @OBJECTIVE.part(
@@ -37,12 +38,14 @@ def least_squares(site: Site) -> GroupCost:
         return _group_cost(site, keys)
     values = ValueCost(site.heads, statistics)
     unit = max(map(len, site.units), default=1)
-    if values.preparation + SEARCHED * values.effort(OFTEN * unit) <= DEAR:
+    if values.preparation + _SEARCHED * values.effort(OFTEN * unit) <= DEAR:
         return _group_cost(site, [*keys, values])
     return _group_cost(site, [*keys, values], estimates=_estimates(site, keys, statistics))
 
 
-def _estimates(site: Site, keys: Sequence[Cost], statistics: LayerStatistics) -> list[Callable[[], GroupCost]]:
+def _estimates(
+    site: Site, keys: Sequence[Cost], statistics: LayerStatistics
+) -> list[Callable[[], GroupCost]]:
     """Makers of two estimates of the cost; each is made once."""
 
     @cache
@@ -69,11 +72,14 @@ def _group_cost(
     scales: Callable[[], Sequence[float]] | None = None,
     estimates: Sequence[Callable[[], GroupCost]] = (),
 ) -> GroupCost:
-    unit, scales = max(map(len, site.units), default=1), scales or cache(lambda: _scales(costs))
+    unit = max(map(len, site.units), default=1)
+    scales = scales or cache(lambda: _scales(costs))
 
     def of_groups(groups: Sequence[Members]) -> np.ndarray:
         heads = [[h for unit in members for h in site.units[unit]] for members in groups]
-        return sum(cost.costs(heads).numpy() / scale for cost, scale in zip(costs, scales(), strict=True))  # type: ignore[return-value]
+        return sum(
+            cost.costs(heads).numpy() / scale for cost, scale in zip(costs, scales(), strict=True)
+        )  # type: ignore[return-value]
 
     return GroupCost(
         lambda members: of_groups([members])[0],

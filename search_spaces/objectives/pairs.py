@@ -8,13 +8,15 @@ from search_spaces.costs import PairCost
 from search_spaces.site import Site
 
 
-@OBJECTIVE.part("pairs", source="Jin 2024, sec. 3.4; Chen 2024 (DHA), Alg. 4", needs=("similarity",))
+@OBJECTIVE.part(
+    "pairs", source="Jin 2024, sec. 3.4; Chen 2024 (DHA), Alg. 4", needs=("similarity",)
+)
 def pairs(site: Site) -> PairCost:
     """Additive: each pair costs its distance from the layer's closest pair."""
     return PairCost.from_similarity(site.need_similarity("objective=pairs"))
 
 
-KNOBS = (
+_KNOBS = (
     Knob("steps", "int", "training steps of the search phase", 1, 1_000_000),
     Knob("rate", "log_float", "peak learning rate of the coefficients in it", 1e-5, 1.0),
 )
@@ -23,7 +25,7 @@ KNOBS = (
 @OBJECTIVE.part(
     "fusion_loss",
     source="Chen 2024 (DHA), sec. 4.3, Eq. 7 and App. B.2 to B.4",
-    knobs=KNOBS,
+    knobs=_KNOBS,
     needs=("fusion_distances",),
 )
 def fusion_loss(site: Site, *, steps: int = 240, rate: float = 1e-2) -> PairCost:

@@ -22,7 +22,9 @@ def layer(site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputSc
     return LayerOutputScore.from_site(site, tokens=tokens, length=length)
 
 
-@OBJECTIVE.part("model", source="Chen 2024 (AsymGQA), sec. 2.1", needs=("model", "measure", "whole_partition"))
+@OBJECTIVE.part(
+    "model", source="Chen 2024 (AsymGQA), sec. 2.1", needs=("model", "measure", "whole_partition")
+)
 def model(site: Site) -> ModelScore:
     """Minus the loss of the model converted with the partition here and what was found at the sites before."""
     if site.plan_with is None or site.measure is None:

@@ -16,7 +16,7 @@ from search_spaces.costs import exchanged
 from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.partitions import Partition, canonical
 from search_spaces.planning.context import PlanningContext
-from search_spaces.recipes.recipes import RECIPES
+from search_spaces.recipes.catalogue import RECIPES
 from search_spaces.scores import LayerOutputScore, ModelScore
 from search_spaces.site import SIDES, Site, plan_of_sites
 
@@ -69,30 +69,48 @@ def agreement(
     count = len(context.units)
     groups = count // 2 if groups is None else groups
     if not 1 < groups < count:
-        raise ValueError(f"{count} KV heads in {groups} groups leave nothing to swap; give 2 to {count - 1} groups")
+        raise ValueError(
+            f"{count} KV heads in {groups} groups leave nothing to swap; give 2 to {count - 1} groups"
+        )
     if context.calibration is None:
-        raise ValueError("the layer-output score needs calibration statistics; calibrate the model first")
-    swaps = [random_swaps(count, groups, moves, generator) for _ in range(2 * context.geometry.num_layers)]
+        raise ValueError(
+            "the layer-output score needs calibration statistics; calibrate the model first"
+        )
+    swaps = [
+        random_swaps(count, groups, moves, generator)
+        for _ in range(2 * context.geometry.num_layers)
+    ]
     sites = []
     with stage("scoring moves both ways", sum(map(len, swaps)), "moves") as told:
         for index, candidates in enumerate(swaps):
             site = _site(context, index // 2, SIDES[index % 2], tokens)
             cheap = LayerOutputScore.from_site(site, tokens=tokens).scores(candidates)
             assert site.plan_with is not None and site.measure is not None
-            full, whole = [], ModelScore(site.plan_with, site.measure)
+            full = []
+            whole = ModelScore(site.plan_with, site.measure)
             for candidate in candidates:
                 full.append(whole.score(candidate))
                 told.step()
-            sites.append(Agreement(site.layer, site.sides[0], tuple(candidates), tuple(cheap), tuple(full)))
+            sites.append(
+                Agreement(site.layer, site.sides[0], tuple(candidates), tuple(cheap), tuple(full))
+            )
     return sites
 
 
-def random_swaps(count: int, groups: int, moves: int, generator: np.random.Generator) -> list[Partition]:
+def random_swaps(
+    count: int, groups: int, moves: int, generator: np.random.Generator
+) -> list[Partition]:
     """Different partitions, each one exchange of two heads away from neighbour groups, in random order."""
     start = neighbour_partition(count, groups)
     swaps = {
         canonical(
-            [*start[:i], exchanged(start[i], a, b), *start[i + 1 : j], exchanged(start[j], b, a), *start[j + 1 :]]
+            [
+                *start[:i],
+                exchanged(start[i], a, b),
+                *start[i + 1 : j],
+                exchanged(start[j], b, a),
+                *start[j + 1 :],
+            ]
         )
         for j in range(groups)
         for i in range(j)

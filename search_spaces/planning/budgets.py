@@ -42,7 +42,9 @@ def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]
     """
     stored = geometry.num_kv_heads
     part = AXES["grouping"].get(recipe.grouping)
-    equal = "equal_groups" in part.needs or (recipe.equal_groups and recipe.together and not geometry.pads_queries)
+    equal = "equal_groups" in part.needs or (
+        recipe.equal_groups and recipe.together and not geometry.pads_queries
+    )
     return tuple(g for g in range(1, stored + 1) if not equal or stored % g == 0)
 
 
@@ -51,18 +53,26 @@ def problem_of(
 ) -> AllocationProblem:
     """What the recipe's allocation is handed. `measures`: `loss`, `curves` and `final` of the problem."""
     counts = admissible_counts(recipe, geometry)
-    usual = usual_counts(geometry.num_kv_heads, geometry.num_heads) if recipe.equal_groups else counts
-    return AllocationProblem(geometry.num_layers, geometry.num_kv_heads, kv_ratio, counts, **measures, usual=usual)
+    usual = (
+        usual_counts(geometry.num_kv_heads, geometry.num_heads) if recipe.equal_groups else counts
+    )
+    return AllocationProblem(
+        geometry.num_layers, geometry.num_kv_heads, kv_ratio, counts, **measures, usual=usual
+    )
 
 
-def check_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, dtype: Any = None) -> None:
+def check_budget(
+    recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, dtype: Any = None
+) -> None:
     """Raise ValueError if the budget cannot be met exactly, as far as can be told without weights, naming the nearest
     that can.
 
     Cheap: for config checks. `dtype`: of the cache, where it is known, for the message.
     """
     if reason := _refused(recipe, kv_ratio, geometry):
-        raise ValueError(f"{reason}; {own_cache(geometry, dtype)}; {_nearest(recipe, kv_ratio, geometry)}")
+        raise ValueError(
+            f"{reason}; {own_cache(geometry, dtype)}; {_nearest(recipe, kv_ratio, geometry)}"
+        )
 
 
 def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> str:
@@ -71,7 +81,10 @@ def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry)
     most = heads - bool(keeps_everything(recipe.sharing, recipe.composition, 1))
     totals = [total for total in possible_totals(recipe, geometry) if total <= most]
     place = bisect_right(totals, kv_ratio * heads)
-    nearest = [*_met(recipe, totals[:place][::-1], geometry), *_met(recipe, totals[place:], geometry)]
+    nearest = [
+        *_met(recipe, totals[:place][::-1], geometry),
+        *_met(recipe, totals[place:], geometry),
+    ]
     if not nearest:
         return f"recipe {recipe.name} can meet no kv_ratio on this checkpoint"
     ratios = " or ".join(f"{total / heads:.8g}" for total in nearest)
@@ -81,7 +94,9 @@ def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry)
 def _met(recipe: Recipe, totals: Sequence[int], geometry: HeadGeometry) -> list[int]:
     """The first of these totals that the recipe can meet; none if there is none."""
     heads = own_heads(geometry)
-    return list(islice((t for t in totals if not _refused(recipe, Fraction(t, heads), geometry)), 1))
+    return list(
+        islice((t for t in totals if not _refused(recipe, Fraction(t, heads), geometry)), 1)
+    )
 
 
 @cache
@@ -90,7 +105,8 @@ def possible_totals(recipe: Recipe, geometry: HeadGeometry) -> Sequence[int]:
 
     Those of an allocation that is not known here are all there are, to be tried one by one.
     """
-    layers, most = geometry.num_layers, own_heads(geometry)
+    layers = geometry.num_layers
+    most = own_heads(geometry)
     problem = problem_of(recipe, 1, geometry)
     if recipe.allocation == "single":
         return [2 * layers]
@@ -115,7 +131,10 @@ def _refused(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry)
 
 def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> None:
     """`check_budget` without a search for budgets to name: for many calls, as of a space that is being laid out."""
-    for reason in (sharing_saves_no_cache(recipe.sharing, kv_ratio), nothing_to_fuse(recipe.relaxation, kv_ratio)):
+    for reason in (
+        sharing_saves_no_cache(recipe.sharing, kv_ratio),
+        nothing_to_fuse(recipe.relaxation, kv_ratio),
+    ):
         if reason:
             raise ValueError(reason)
     if recipe.sharing != "none":
@@ -153,7 +172,9 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
 class BelowLeast(ValueError):
     """A budget below the `least` share of the checkpoint's KV heads that a recipe can keep."""
 
-    def __init__(self, recipe: Recipe, kv_ratio: float | Fraction, least: Fraction, geometry: HeadGeometry) -> None:
+    def __init__(
+        self, recipe: Recipe, kv_ratio: float | Fraction, least: Fraction, geometry: HeadGeometry
+    ) -> None:
         self.least = least
         super().__init__(
             f"recipe {recipe.name} keeps at least {percent(float(least))} of the checkpoint's KV cache, got "
@@ -169,7 +190,8 @@ def nearest_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     if recipe.sharing != "none" or nothing_to_fuse(recipe.relaxation, kv_ratio):
         check_budget(recipe, kv_ratio, geometry)
         return Fraction(kv_ratio)
-    heads, most = own_heads(geometry), most_heads(kv_ratio, geometry)
+    heads = own_heads(geometry)
+    most = most_heads(kv_ratio, geometry)
     totals = possible_totals(recipe, geometry)
     place = bisect_right(totals, most)
     if found := _met(recipe, totals[:place][::-1], geometry):
@@ -179,4 +201,6 @@ def nearest_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     if least := _met(recipe, totals[place:], geometry):
         raise BelowLeast(recipe, kv_ratio, Fraction(least[0], heads), geometry)
     reason = _refused(recipe, Fraction(1, geometry.num_kv_heads), geometry)
-    raise ValueError(f"recipe {recipe.name} can meet no kv_ratio on this checkpoint: {reason}; {own_cache(geometry)}")
+    raise ValueError(
+        f"recipe {recipe.name} can meet no kv_ratio on this checkpoint: {reason}; {own_cache(geometry)}"
+    )

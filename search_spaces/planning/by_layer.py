@@ -18,15 +18,18 @@ from search_spaces.partitions import Partition
 from search_spaces.planning.budgets import check_budget, problem_of
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.curves import Point, expected_increases, point_key
-from search_spaces.planning.planning import Planner, site_generators
+from search_spaces.planning.planner import Planner, site_generators
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES, plan_of_sites
 
-Counts = Sequence[int]
+_Counts = Sequence[int]
 
 
 def plan_layer(
-    recipe: Recipe, counts: tuple[int, int], context: PlanningContext, generators: list[np.random.Generator]
+    recipe: Recipe,
+    counts: tuple[int, int],
+    context: PlanningContext,
+    generators: list[np.random.Generator],
 ) -> LayerPlan:
     """The plan of the single layer that `context` holds, keeping `counts` (key heads, value heads). With its two
     `generators` of `site_generators` for the whole checkpoint the plan is the layer's in `make_plan`."""
@@ -35,19 +38,23 @@ def plan_layer(
     return planner.plan_of(planner.partitions).layers[0]
 
 
-def asked_counts(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> dict[tuple[int, str], Counts]:
+def asked_counts(
+    recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry
+) -> dict[tuple[int, str], _Counts]:
     """Head counts of each (layer, "key", "value" or "both") of which the recipe's allocation wants loss increases.
 
     Raises ValueError if the budget cannot be met.
     """
-    asked: dict[tuple[int, str], Counts] = {}
+    asked: dict[tuple[int, str], _Counts] = {}
 
-    def flat(sites: Sequence[tuple[int, str]], counts: Counts) -> list[dict[int, float]]:
+    def flat(sites: Sequence[tuple[int, str]], counts: _Counts) -> list[dict[int, float]]:
         asked.update(dict.fromkeys(sites, counts))
         return [dict.fromkeys(counts, 0.0)] * len(sites)
 
     check_budget(recipe, kv_ratio, geometry)
-    recipe.apply("allocation", problem_of(recipe, kv_ratio, geometry, loss=lambda *_: 1.0, curves=flat))
+    recipe.apply(
+        "allocation", problem_of(recipe, kv_ratio, geometry, loss=lambda *_: 1.0, curves=flat)
+    )
     return asked
 
 
@@ -70,13 +77,17 @@ def measure_curves(
 
 
 def curves_of_layer(
-    recipe: Recipe, counts: Mapping[str, Counts], context: PlanningContext, generators: list[np.random.Generator]
+    recipe: Recipe,
+    counts: Mapping[str, _Counts],
+    context: PlanningContext,
+    generators: list[np.random.Generator],
 ) -> dict[str, Point]:
     """The points of the single layer that `context` holds, for the `counts` of each side (`asked_counts`). With the
     layer's two curve generators of `site_generators` they are those of `make_plan` for the whole checkpoint."""
     planner = Planner(recipe, 1, context, [], generators)
     for side, wanted in counts.items():
-        planner.curves_of([(0, side)], wanted, shown=False)  # who calls tells which layer of the checkpoint it is
+        # Who calls tells which layer of the checkpoint it is.
+        planner.curves_of([(0, side)], wanted, shown=False)
     return planner.curves.points
 
 
@@ -90,22 +101,32 @@ def plan_from_curves(
     """
     units = geometry.num_kv_heads
 
-    def curve(layer: int, side: str, counts: Counts) -> dict[int, float]:
+    def curve(layer: int, side: str, counts: _Counts) -> dict[int, float]:
         if side == "both" and not recipe.together:
-            return {count: sum(curve(layer, each, [count])[count] for each in SIDES) for count in counts}
+            return {
+                count: sum(curve(layer, each, [count])[count] for each in SIDES) for count in counts
+            }
         sides = SIDES if side == "both" else (side,)
-        return {c: 0.0 if c == units else points[point_key(layer, sides, c)].increase for c in counts}
+        return {
+            c: 0.0 if c == units else points[point_key(layer, sides, c)].increase for c in counts
+        }
 
-    def curves(sites: Sequence[tuple[int, str]], counts: Counts) -> list[dict[int, float]]:
+    def curves(sites: Sequence[tuple[int, str]], counts: _Counts) -> list[dict[int, float]]:
         return [curve(layer, side, counts) for layer, side in sites]
 
     check_budget(recipe, kv_ratio, geometry)
     counts = recipe.apply("allocation", problem_of(recipe, kv_ratio, geometry, curves=curves))
     partitions: dict[tuple[int, str], Partition] = {}
     for layer, (keys, values) in enumerate(counts):
-        sites: Any = [(SIDES, keys)] if recipe.together else [(("key",), keys), (("value",), values)]
+        sites: Any = (
+            [(SIDES, keys)] if recipe.together else [(("key",), keys), (("value",), values)]
+        )
         for sides, count in sites:
             free = count not in (1, units)
-            partition = points[point_key(layer, sides, count)].partition if free else neighbour_partition(units, count)
+            partition = (
+                points[point_key(layer, sides, count)].partition
+                if free
+                else neighbour_partition(units, count)
+            )
             partitions |= {(layer, side): partition for side in sides}
     return plan_of_sites(partitions, geometry), expected_increases(recipe, counts, units, points)

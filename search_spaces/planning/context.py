@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.conversion.refinement.local import FIT_TOKENS, FitTexts, LayerTask
 from attention.conversion.refinement.original import Original
 from attention.conversion.refinement.parallel import beside, largest
@@ -36,7 +36,7 @@ from search_spaces.recipes.recipe import Recipe
 class PlanningContext:
     """What plans are made from.
 
-    `heads`: lifted, one entry a layer (`attention.conversion.conversion.lift`). `calibration` for parts that need
+    `heads`: lifted, one entry a layer (`attention.conversion.convert.lift`). `calibration` for parts that need
     statistics; `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model
     scores and measured curves. `original`: the model where others look at its layers too; else one that keeps nothing.
     `cache_dir`: folder where measured curves are kept, beside `curves` in memory. `fusion_distances`: of DHA's search
@@ -57,22 +57,27 @@ class PlanningContext:
     original: Original | None = None
     first_layer: int = 0
     work: list[Work] = field(default_factory=list, repr=False, compare=False)
-    increases: dict[AttentionPlan, list[float]] = field(default_factory=dict, repr=False, compare=False)
+    increases: dict[AttentionPlan, list[float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     curves: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
     _similarities: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
     _trials: dict[int, LayerTrials] = field(default_factory=dict, repr=False, compare=False)
     _metrics: dict[int, list[Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        layers, heads = self.geometry.num_layers, self.geometry.num_heads
+        layers = self.geometry.num_layers
+        heads = self.geometry.num_heads
         counts = {(h.num_heads, h.k.shape[0], h.v.shape[0]) for h in self.heads}
         if len(self.heads) != layers or counts != {(heads, heads, heads)}:
             raise ValueError(
                 f"expected {layers} layers of {heads} lifted heads, got {len(self.heads)} layers of {sorted(counts)}; "
-                "use attention.conversion.conversion.lift"
+                "use attention.conversion.convert.lift"
             )
         if self.calibration is not None and len(self.calibration.layers) != layers:
-            raise ValueError(f"the calibration has {len(self.calibration.layers)} layers, the model {layers}")
+            raise ValueError(
+                f"the calibration has {len(self.calibration.layers)} layers, the model {layers}"
+            )
 
     @cached_property
     def looked_at(self) -> Original:
@@ -86,11 +91,15 @@ class PlanningContext:
         """The query heads of each stored KV head."""
         return groups_of(self.geometry.kv_map)
 
-    def loss_of(self, recipe: Recipe, plan: AttentionPlan, refinement: Mapping[str, Any] | None = None) -> float:
+    def loss_of(
+        self, recipe: Recipe, plan: AttentionPlan, refinement: Mapping[str, Any] | None = None
+    ) -> float:
         """Loss in nats a token of the model converted with the recipe's alignment and fusion, and with its refinement
         if that is given settings (`refinement`). Raises ValueError without a model or sequences."""
         if self.model is None or self.sequences is None:
-            raise ValueError(f"recipe {recipe.name} measures whole models; the context needs a model and sequences")
+            raise ValueError(
+                f"recipe {recipe.name} measures whole models; the context needs a model and sequences"
+            )
         converted = convert_with(recipe, self.model, plan, self.calibration, share=True)
         if refinement is not None:
             fits = refine(recipe.refinement, self.looked_at, converted, self.sequences, refinement)
@@ -100,7 +109,9 @@ class PlanningContext:
     def measured_on(self, tokens: int) -> Tensor:
         """The first sequences, about `tokens` tokens and at least one. Raises ValueError without model or sequences."""
         if self.model is None or self.sequences is None:
-            raise ValueError("measuring the increase of the loss needs a model and sequences in the context")
+            raise ValueError(
+                "measuring the increase of the loss needs a model and sequences in the context"
+            )
         return self.sequences[: max(1, tokens // self.sequences.shape[1])]
 
     @property
@@ -174,7 +185,9 @@ class PlanningContext:
         key = (recipe.similarity, tuple(sorted(recipe.knobs("similarity").items())), layer, side)
         if key not in self._similarities:
             statistics = self.calibration.layers[layer] if self.calibration else None
-            full = recipe.apply("similarity", self.heads[layer], statistics, self.geometry.layer(layer), side)
+            full = recipe.apply(
+                "similarity", self.heads[layer], statistics, self.geometry.layer(layer), side
+            )
             first = [unit[0] for unit in self.units]  # the heads of a unit are identical
             self._similarities[key] = full.double().cpu().numpy()[np.ix_(first, first)]
         return self._similarities[key]

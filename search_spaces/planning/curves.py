@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attention.base.progress import stage
-from attention.calibration.calibration import calibration_digest, weights_of
+from attention.calibration.calibrate import calibration_digest, weights_of
 from attention.conversion.refinement.local import FIT_RATE, NEAR, STEP_TOKENS
 from attention.conversion.refinement.windows import windows
 from attention.io.files import write_whole
@@ -25,7 +25,8 @@ from search_spaces.planning.kept_files import alone
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES
 
-DECIDES = ("grouping", "objective", "similarity", "alignment", "fusion")  # axes that what is measured depends on
+# Axes that what is measured depends on.
+DECIDES = ("grouping", "objective", "similarity", "alignment", "fusion")
 
 
 class Point(NamedTuple):
@@ -61,31 +62,53 @@ class Curves:
         units: int,
         at_once: int = 1,
     ) -> None:
-        self._group, self._measure, self.file, self._prepare = group, measure, file, prepare
-        self._units, self._at_once = units, at_once
+        self._group = group
+        self._measure = measure
+        self.file = file
+        self._prepare = prepare
+        self._units = units
+        self._at_once = at_once
         self.points = known
         known.update(_read(file))
 
-    def of(self, places: Sequence[Place], counts: Sequence[int], *, shown: bool = True) -> list[dict[int, float]]:
+    def of(
+        self, places: Sequence[Place], counts: Sequence[int], *, shown: bool = True
+    ) -> list[dict[int, float]]:
         """Rise in nats a token for each count, of each place; all units kept is 0. `shown`: how many are done yet."""
-        missing = [(p, c) for p in places for c in counts if c != self._units and point_key(*p, c) not in self.points]
+        missing = [
+            (p, c)
+            for p in places
+            for c in counts
+            if c != self._units and point_key(*p, c) not in self.points
+        ]
         layers = list(dict.fromkeys(place.layer for place, _ in missing))
         if missing:
             self._prepare()
-        showing = stage("what each head count costs", len(missing), "head counts") if shown else nullcontext()
+        showing = (
+            stage("what each head count costs", len(missing), "head counts")
+            if shown
+            else nullcontext()
+        )
         with showing as told:
             for first in range(0, len(layers), self._at_once):
                 together = layers[first : first + self._at_once]
                 step = told.step if told else lambda: None
-                self._add([(place, count) for place, count in missing if place.layer in together], step)
+                self._add(
+                    [(place, count) for place, count in missing if place.layer in together], step
+                )
         return [
-            {c: 0.0 if c == self._units else self.points[point_key(*place, c)].increase for c in counts}
+            {
+                c: 0.0 if c == self._units else self.points[point_key(*place, c)].increase
+                for c in counts
+            }
             for place in places
         ]
 
     def _add(self, missing: Sequence[tuple[Place, int]], told: Callable[[], None]) -> None:
         partitions = [self._group(place, count) for place, count in missing]
-        increases = self._measure([(place, p) for (place, _), p in zip(missing, partitions, strict=True)], told)
+        increases = self._measure(
+            [(place, p) for (place, _), p in zip(missing, partitions, strict=True)], told
+        )
         for (place, count), increase, partition in zip(missing, increases, partitions, strict=True):
             self.points[point_key(*place, count)] = Point(increase, partition)
         self._save()
@@ -112,7 +135,9 @@ class Curves:
             write_whole(self.file, json.dumps(self.points, sort_keys=True).encode())
 
 
-def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], seed_of: str) -> str:
+def curve_name(
+    recipe: Recipe, context: PlanningContext, knobs: dict[str, int], seed_of: str
+) -> str:
     """A name that holds all that curves depend on.
 
     `knobs` are those of the measurement; `seed_of` stands for the random generator of the grouping.
@@ -121,7 +146,9 @@ def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], 
     if context.model is not None and context.sequences is not None:
         # Known where there is a calibration: to hash a large model takes longer than to plan it.
         weights = context.calibration.weights if context.calibration else weights_of(context.model)
-        measured_on = calibration_digest(context.model.config, weights, context.sequences, 0, context.model.dtype)
+        measured_on = calibration_digest(
+            context.model.config, weights, context.sequences, 0, context.model.dtype
+        )
     record = {
         "axes": {axis: [getattr(recipe, axis), recipe.knobs(axis)] for axis in DECIDES},
         "by": [recipe.together, recipe.by],
@@ -136,7 +163,9 @@ def curve_name(recipe: Recipe, context: PlanningContext, knobs: dict[str, int], 
 def _windowed(context: PlanningContext) -> dict[str, int]:
     """Into how many parts a local fit cuts long sequences, and how many of them are looked at here; nothing where it
     takes them whole."""
-    parts = 1 if context.sequences is None else len(windows(context.sequences.shape[1], STEP_TOKENS))
+    parts = (
+        1 if context.sequences is None else len(windows(context.sequences.shape[1], STEP_TOKENS))
+    )
     return {"parts": parts, "near": NEAR} if parts > 1 else {}
 
 
@@ -154,12 +183,18 @@ def expected_increases(
 
     if recipe.together:
         return [of(layer, SIDES, keys) for layer, (keys, _) in enumerate(counts)]
-    return [sum(of(i, (side,), n) for side, n in zip(SIDES, kept, strict=True)) for i, kept in enumerate(counts)]
+    return [
+        sum(of(i, (side,), n) for side, n in zip(SIDES, kept, strict=True))
+        for i, kept in enumerate(counts)
+    ]
 
 
 def points_of(record: Mapping[str, Any]) -> dict[str, Point]:
     """Points from plain JSON values."""
-    return {key: Point(increase, tuple(tuple(group) for group in groups)) for key, (increase, groups) in record.items()}
+    return {
+        key: Point(increase, tuple(tuple(group) for group in groups))
+        for key, (increase, groups) in record.items()
+    }
 
 
 def _read(file: Path | None) -> dict[str, Point]:

@@ -15,8 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
-from attention.conversion.conversion import LiftedHeads, convert
-from attention.conversion.refinement.local import FIT_DECAY, FIT_RATE, LayerTask, fit_module, output_errors
+from attention.conversion.convert import LiftedHeads, convert
+from attention.conversion.refinement.local import (
+    FIT_DECAY,
+    FIT_RATE,
+    LayerTask,
+    fit_module,
+    output_errors,
+)
 from attention.conversion.refinement.parallel import each_layer, largest
 from attention.conversion.refinement.refine import Work
 from attention.conversion.sensitivity import expected_cost
@@ -25,13 +31,15 @@ from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.grouped import attach
 from attention.modeling.losses import language_modelling, mean_loss
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.modeling.predictions import mean_cost
 from attention.modeling.running import AT_ONCE, Streams
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.recipes.recipe import Recipe
 
-ESTIMATED, MEASURED = "estimated", "measured"  # ways to know the loss increase of one layer
+# Ways to know the loss increase of one layer.
+ESTIMATED = "estimated"
+MEASURED = "measured"
 
 Told = Callable[[], None]
 
@@ -44,14 +52,17 @@ class LayerTrials:
     are best tried in ascending order: going back to a lower one starts again from the embeddings.
     """
 
-    def __init__(self, model: PreTrainedModel, sequences: Tensor, *, batch_size: int = AT_ONCE) -> None:
+    def __init__(
+        self, model: PreTrainedModel, sequences: Tensor, *, batch_size: int = AT_ONCE
+    ) -> None:
         own = plan_of(model).unshared
         identity = LayerPlan.identity(own.num_heads)
         lifted = convert(model, replace(own, layers=(identity,) * own.num_layers), share=True)
         self.model = lifted.eval().requires_grad_(False)
         self.family = family_of(self.model.config)
         self.geometry = geometry_of(self.model.config)
-        self.heads = LiftedHeads(model)  # of the model given: those of the copy may be views of what is written to
+        # Of the model given: those of the copy may be views of what is written to.
+        self.heads = LiftedHeads(model)
         self.modules = list(self.family.attention_modules(self.model))
         self.streams = Streams(self.model, self.modules, sequences, batch_size)
 
@@ -134,7 +145,8 @@ class LayerIncreases:
 
     def of(self, plans: Sequence[tuple[int, AttentionPlan]], told: Told) -> list[float]:
         """Of each (layer, plan), as `PlanningContext.increases_of` says."""
-        layers, measures = sorted({layer for layer, _ in plans}), self.increases == MEASURED
+        layers = sorted({layer for layer, _ in plans})
+        measures = self.increases == MEASURED
         looks = bool(self.fit_steps) or not measures
         tasks = {layer: self.task(layer) for layer in layers if looks}
 
@@ -148,10 +160,13 @@ class LayerIncreases:
         if measures:  # runs the whole model
             return [increase(index) for index in range(len(plans))]
         self.metric(0)  # made before several threads ask for it
-        return each_layer(len(plans), increase, largest(self.trials.modules), self.trials.model.device)
+        return each_layer(
+            len(plans), increase, largest(self.trials.modules), self.trials.model.device
+        )
 
     def _fused(self, layer: int, plan: LayerPlan) -> LayerHeads:
-        heads, statistics = self.heads[layer], self.calibration.layers[layer] if self.calibration else None
+        heads = self.heads[layer]
+        statistics = self.calibration.layers[layer] if self.calibration else None
         for axis in ("alignment", "fusion"):
             heads = self.recipe.apply(axis, heads, plan, statistics, self.geometry.layer(layer))
         return heads
@@ -162,17 +177,27 @@ class LayerIncreases:
         if task is not None:
             generator = torch.Generator().manual_seed(self.first_layer + layer)
             shared_by = self.geometry.num_kv_heads / plan.key_heads
-            self.work.append(fit_module(made, task.near, self.fit_steps, FIT_RATE, generator, shared_by=shared_by)[-1])
+            self.work.append(
+                fit_module(
+                    made, task.near, self.fit_steps, FIT_RATE, generator, shared_by=shared_by
+                )[-1]
+            )
         return made
 
     def _estimated(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> float:
         assert task is not None  # an estimate looks at the layer's output
         fit = bool(self.fit_steps) and plan.key_map != self.geometry.kv_map
         made = self._module(layer, plan, task if fit else None)
-        still_falls = (self.fit_steps / max(self.fit_steps, self.refined_steps)) ** FIT_DECAY if fit else 1.0
+        still_falls = (
+            (self.fit_steps / max(self.fit_steps, self.refined_steps)) ** FIT_DECAY if fit else 1.0
+        )
         return still_falls * expected_cost(self.metric(layer), output_errors(made, task.check))
 
     def _measured(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> float:
         if task is not None:
-            return self.trials.increase(layer, self.trials.heads_of(self._module(layer, plan, task), plan))
-        return self.trials.increase(layer, self._fused(layer, plan).expand(plan.key_map, plan.value_map))
+            return self.trials.increase(
+                layer, self.trials.heads_of(self._module(layer, plan, task), plan)
+            )
+        return self.trials.increase(
+            layer, self._fused(layer, plan).expand(plan.key_map, plan.value_map)
+        )

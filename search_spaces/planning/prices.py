@@ -32,7 +32,11 @@ class KeptPrices:
         """float64 prices by size; none if the file is missing or damaged, since they can be worked out again."""
         try:
             kept = {int(size): prices for size, prices in load_file(self.file).items()}
-            return {s: p for s, p in kept.items() if p.dtype == np.float64 and p.ndim == 1 and np.isfinite(p).all()}
+            return {
+                s: p
+                for s, p in kept.items()
+                if p.dtype == np.float64 and p.ndim == 1 and np.isfinite(p).all()
+            }
         except (OSError, ValueError, SafetensorError):
             return {}
 
@@ -40,10 +44,15 @@ class KeptPrices:
         """Raises OSError if the folder cannot be written."""
         with alone(self.file.parent):
             every = self.read() | dict(prices)
-            write_whole(self.file, save({str(size): np.ascontiguousarray(every[size]) for size in sorted(every)}))
+            write_whole(
+                self.file,
+                save({str(size): np.ascontiguousarray(every[size]) for size in sorted(every)}),
+            )
 
 
-def prices_of_site(folder: str | Path, objective: str, knobs: Mapping[str, Any], site: Site, digest: str) -> KeptPrices:
+def prices_of_site(
+    folder: str | Path, objective: str, knobs: Mapping[str, Any], site: Site, digest: str
+) -> KeptPrices:
     """Where the prices of an objective at a site are kept; `digest` is that of the calibration, and so of the model."""
     record = {
         "objective": [objective, dict(knobs)],
@@ -57,4 +66,8 @@ def prices_of_site(folder: str | Path, objective: str, knobs: Mapping[str, Any],
 
 
 def _digest(matrix: np.ndarray | None) -> str | None:
-    return None if matrix is None else hashlib.sha256(np.ascontiguousarray(matrix).tobytes()).hexdigest()
+    return (
+        None
+        if matrix is None
+        else hashlib.sha256(np.ascontiguousarray(matrix).tobytes()).hexdigest()
+    )

@@ -24,7 +24,13 @@ class Paper:
 PAPERS = {
     paper.key: paper
     for paper in (
-        Paper("MQA", "Shazeer", 2019, "Fast Transformer Decoding: One Write-Head is All You Need", "1911.02150"),
+        Paper(
+            "MQA",
+            "Shazeer",
+            2019,
+            "Fast Transformer Decoding: One Write-Head is All You Need",
+            "1911.02150",
+        ),
         Paper(
             "GQA",
             "Ainslie et al.",

@@ -8,12 +8,13 @@ from typing import Any
 
 from attention.base.messages import one_of
 from attention.geometry import HeadGeometry
+from search_spaces.recipes.catalogue import RECIPES
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipe import Recipe, RecipeError
-from search_spaces.recipes.recipes import RECIPES
 
 AUTO = "auto"
-BEST_FIRST = ("headfold", "headfold_layers", "headfold_gqa")  # by loss at equal bytes, docs/papers.md
+# By loss at equal bytes, docs/papers.md.
+BEST_FIRST = ("headfold", "headfold_layers", "headfold_gqa")
 ENGINE_TARGETS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "llama.cpp": ("gguf",),
@@ -40,7 +41,9 @@ class RecipeChoice:
 
 def engine_name(name: str) -> str:
     """Return the engine of a name as people write it. Raises RecipeError for an unknown one."""
-    plain = {"gguf": "llama.cpp", "llamacpp": "llama.cpp", "hf": "transformers"}.get(name.lower(), name.lower())
+    plain = {"gguf": "llama.cpp", "llamacpp": "llama.cpp", "hf": "transformers"}.get(
+        name.lower(), name.lower()
+    )
     if plain not in ENGINE_TARGETS:
         raise RecipeError(one_of("engine", ENGINE_TARGETS, name))
     return plain
@@ -80,17 +83,26 @@ def choose_recipe(config: Any, geometry: HeadGeometry, engine: str | None = None
     if engine is not None:
         for name in BEST_FIRST:
             if engine in engines[name]:
-                return RecipeChoice(name, engines[name], f"the best that {ENGINE_NAMES[engine]} loads", forms)
+                return RecipeChoice(
+                    name, engines[name], f"the best that {ENGINE_NAMES[engine]} loads", forms
+                )
         reason = refusals(RECIPES[BEST_FIRST[-1]], forms[engine])[0]
         raise RecipeError(f"no recipe suits {ENGINE_NAMES[engine]}: {reason}")
     servers = [server for server in SERVERS if any(server in names for names in engines.values())]
     for name in BEST_FIRST:
         if servers and all(server in engines[name] for server in servers):
             loads = " and ".join(ENGINE_NAMES[server] for server in servers)
-            return RecipeChoice(name, engines[name], f"the best that {loads} load{'s' * (len(servers) == 1)}", forms)
+            return RecipeChoice(
+                name, engines[name], f"the best that {loads} load{'s' * (len(servers) == 1)}", forms
+            )
     for name in BEST_FIRST:
         if engines[name]:
-            return RecipeChoice(name, engines[name], f"the best that {ENGINE_NAMES[engines[name][0]]} loads", forms)
+            return RecipeChoice(
+                name, engines[name], f"the best that {ENGINE_NAMES[engines[name][0]]} loads", forms
+            )
     return RecipeChoice(
-        BEST_FIRST[0], (), f"no engine loads grouped heads of the {geometry.family} family, so the best is taken", forms
+        BEST_FIRST[0],
+        (),
+        f"no engine loads grouped heads of the {geometry.family} family, so the best is taken",
+        forms,
     )

@@ -36,12 +36,20 @@ class EngineForm:
     @classmethod
     def of(cls, name: str, config: Any, geometry: HeadGeometry) -> EngineForm:
         """`config`, `geometry`: of the checkpoint. Raises ValueError naming the targets for one that is unknown."""
-        stored, layers, asked = geometry.num_kv_heads, geometry.num_layers, target(name)
+        stored = geometry.num_kv_heads
+        layers = geometry.num_layers
+        asked = target(name)
 
-        def holds(keys: Sequence[Sequence[int]], values: Sequence[Sequence[int]] | None = None, **more: Any) -> bool:
+        def holds(
+            keys: Sequence[Sequence[int]],
+            values: Sequence[Sequence[int]] | None = None,
+            **more: Any,
+        ) -> bool:
             """Whether it holds layers whose stored head `u` goes to group `keys[l][u]`, and `values[l][u]`."""
             both = zip(keys, values or keys, strict=True)
-            maps = [LayerPlan(*(tuple(g[u] for u in geometry.kv_map) for g in pair)) for pair in both]
+            maps = [
+                LayerPlan(*(tuple(g[u] for u in geometry.kv_map) for g in pair)) for pair in both
+            ]
             plan = AttentionPlan(tuple(maps), geometry.head_dim, **more)
             try:
                 held = asked.held(config, plan)
@@ -50,11 +58,17 @@ class EngineForm:
             return held.bytes_per_token("float16") <= plan.kv_bytes_per_token("float16")
 
         # Uneven on purpose: all but the first group have one head
-        groups = {count: [max(0, u - stored + count) for u in range(stored)] for count in range(1, stored + 1)}
-        even = {count: _even_groups(stored, count) for count in usual_counts(stored, geometry.num_heads)}
+        groups = {
+            count: [max(0, u - stored + count) for u in range(stored)]
+            for count in range(1, stored + 1)
+        }
+        even = {
+            count: _even_groups(stored, count) for count in usual_counts(stored, geometry.num_heads)
+        }
         if not geometry.pads_queries:
             even = {count: groups for count, groups in even.items() if stored % count == 0}
-        least, own = even[1], even[stored]
+        least = even[1]
+        own = even[stored]
         return cls(
             name,
             grouped=holds([least] * layers),
@@ -68,18 +82,31 @@ class EngineForm:
     def refusals(self, record: Mapping[str, Any], *, equal_groups: bool) -> list[str]:
         """Why the choices of `record` (fields of a recipe, not all of them) make plans that it does not hold so; empty
         if they make none. `equal_groups`: whether the grouping, if it is there, makes groups of one size."""
-        name, reasons = f"target {self.target}", []
-        by_layer = "by_layer" in ALLOCATION.get(record["allocation"]).needs if "allocation" in record else False
+        name = f"target {self.target}"
+        reasons = []
+        by_layer = (
+            "by_layer" in ALLOCATION.get(record["allocation"]).needs
+            if "allocation" in record
+            else False
+        )
         if record.get("composition", "none") != "none" and not self.composed:
-            reasons.append(f"{name} composes no heads, so composition must be none, got {record['composition']}")
+            reasons.append(
+                f"{name} composes no heads, so composition must be none, got {record['composition']}"
+            )
         if record.get("together", True) is False and not self.apart:
-            reasons.append(f"{name} holds a key head with each value head, so together must be true, got false")
+            reasons.append(
+                f"{name} holds a key head with each value head, so together must be true, got false"
+            )
         if by_layer and not self.own_counts:
             reasons.append(
                 f"{name} holds as many KV heads in every layer of this family as in the widest, so allocation must be "
                 f"uniform, got {record['allocation']}"
             )
-        if "grouping" in record and not equal_groups and not (self.own_unequal if by_layer else self.unequal):
+        if (
+            "grouping" in record
+            and not equal_groups
+            and not (self.own_unequal if by_layer else self.unequal)
+        ):
             where = "beside head counts of each layer's own, " if by_layer and self.unequal else ""
             reasons.append(
                 f"{name} holds no groups of unequal size {where}of this family, so grouping.equal_sizes must be true "

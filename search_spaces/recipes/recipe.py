@@ -32,7 +32,7 @@ AXES: dict[str, Axis] = {
     )
 }
 BY = (*SIDES, "both")
-CHOSEN = (*AXES, "together", "by")
+_CHOSEN = (*AXES, "together", "by")
 
 
 class RecipeError(ValueError):
@@ -70,12 +70,18 @@ class Recipe:
         if self.by not in BY:
             raise RecipeError(f"recipe {self.name}: {one_of('by', BY, self.by)}")
         if not isinstance(self.together, bool):
-            raise RecipeError(f"recipe {self.name}: together must be true or false, got {self.together!r}")
+            raise RecipeError(
+                f"recipe {self.name}: together must be true or false, got {self.together!r}"
+            )
         full: dict[str, Any] = {}
         try:
             parts = self.parts()
             for axis, part in parts.items():
-                own = {k.removeprefix(f"{axis}."): v for k, v in given.items() if k.startswith(f"{axis}.")}
+                own = {
+                    k.removeprefix(f"{axis}."): v
+                    for k, v in given.items()
+                    if k.startswith(f"{axis}.")
+                }
                 full |= {f"{axis}.{knob}": value for knob, value in part.settings(own).items()}
         except ValueError as error:
             raise RecipeError(f"recipe {self.name}: {error}") from None
@@ -122,10 +128,14 @@ class Recipe:
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(record) - known)
         if unknown or "name" not in record:
-            raise RecipeError(f"a recipe has the fields {sorted(known)} and needs a name, got {sorted(record)}")
+            raise RecipeError(
+                f"a recipe has the fields {sorted(known)} and needs a name, got {sorted(record)}"
+            )
         settings = record.get("settings", {})
         if not isinstance(settings, Mapping):
-            raise RecipeError(f"recipe {record['name']}: settings must map 'axis.knob' to values, got {settings!r}")
+            raise RecipeError(
+                f"recipe {record['name']}: settings must map 'axis.knob' to values, got {settings!r}"
+            )
         return cls(**{**record, "settings": tuple(sorted(settings.items()))})
 
     @property
@@ -138,19 +148,26 @@ class Recipe:
         """This recipe with other choices. `settings` (or "axis.knob" keys) are merged; settings of parts that are no
         longer chosen fall away; what the new grouping does not use is set to None. Raises RecipeError."""
         dotted = {key: changes.pop(key) for key in list(changes) if "." in key}
-        unknown = sorted(set(changes) - {*CHOSEN, "settings"})
+        unknown = sorted(set(changes) - {*_CHOSEN, "settings"})
         if unknown:
             raise RecipeError(
-                f"recipe {self.name}: no field {unknown[0]!r}{near(unknown[0], CHOSEN)}; there are {list(CHOSEN)}, and "
+                f"recipe {self.name}: no field {unknown[0]!r}{near(unknown[0], _CHOSEN)}; there are {list(_CHOSEN)}, and "
                 "settings like grouping.iterations"
             )
         settings = changes.pop("settings", {})
         if not isinstance(settings, Mapping):
-            raise RecipeError(f"recipe {self.name}: settings must map 'axis.knob' to values, got {settings!r}")
+            raise RecipeError(
+                f"recipe {self.name}: settings must map 'axis.knob' to values, got {settings!r}"
+            )
         new = {**settings, **dotted}
-        replaced = {axis for axis in AXES if axis in changes and changes[axis] != getattr(self, axis)}
+        replaced = {
+            axis for axis in AXES if axis in changes and changes[axis] != getattr(self, axis)
+        }
         old = {k: v for k, v in self.settings if k.split(".")[0] not in replaced}
-        chosen = {name: changes.get(name, getattr(self, name)) for name in ("grouping", "objective", "similarity")}
+        chosen = {
+            name: changes.get(name, getattr(self, name))
+            for name in ("grouping", "objective", "similarity")
+        }
         for name in ("objective", "similarity"):
             if name not in changes and not used(name, chosen):
                 chosen[name] = changes[name] = None

@@ -18,7 +18,11 @@ def broken_rules(record: Mapping[str, Any]) -> list[str]:
 
     The record may be partial: a rule applies once all fields that it reads are there.
     """
-    reasons = (rule(*(record[name] for name in names)) for names, rule in RULES if all(n in record for n in names))
+    reasons = (
+        rule(*(record[name] for name in names))
+        for names, rule in RULES
+        if all(n in record for n in names)
+    )
     return [reason for reason in reasons if reason]
 
 
@@ -33,7 +37,9 @@ def used(axis: str, chosen: Mapping[str, Any]) -> bool:
 def makes_equal_groups(grouping: str, settings: Mapping[str, Any]) -> bool:
     """Whether a grouping makes groups of one size, with these settings ("axis.knob") and its defaults."""
     part = GROUPING.get(grouping)
-    default = next((knob.default for knob in part.knobs if knob.name == EQUAL_SIZES.partition(".")[2]), False)
+    default = next(
+        (knob.default for knob in part.knobs if knob.name == EQUAL_SIZES.partition(".")[2]), False
+    )
     return "equal_groups" in part.needs or bool(settings.get(EQUAL_SIZES, default))
 
 
@@ -108,9 +114,7 @@ def sharing_saves_no_cache(sharing: str, kv_ratio: float | Fraction) -> str | No
 
 def _drawn_together(sharing: str, relaxation: str) -> str | None:
     if (sharing == "post") != (relaxation == "pull_together"):
-        return (
-            f"sharing=post and relaxation=pull_together go together, got sharing={sharing} and relaxation={relaxation}"
-        )
+        return f"sharing=post and relaxation=pull_together go together, got sharing={sharing} and relaxation={relaxation}"
     return None
 
 
@@ -144,7 +148,13 @@ RULES: tuple[Rule, ...] = (
     _shared_and("grouping", "neighbour"),
     _shared_and("allocation", "uniform"),
     _shared_and("refinement", "none"),
-    _only_with("fusion", ("least_squares",), "finds its own maps, to align is pointless", "alignment", "none"),
+    _only_with(
+        "fusion",
+        ("least_squares",),
+        "finds its own maps, to align is pointless",
+        "alignment",
+        "none",
+    ),
     (("grouping", "objective"), _objective_unused),
     (("grouping", "objective"), _not_additive),
     (("grouping", "objective", "similarity"), _similarity_unused),

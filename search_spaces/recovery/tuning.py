@@ -9,14 +9,20 @@ from search_spaces.axes import RECOVERY
 
 AS_CONFIGURED = "as_configured"
 ENDS = {"tenth": 0.1, "zero": 0.0}
-KNOBS = (
+_KNOBS = (
     Knob(
         "distillation",
         "choice",
         "learn from the original model: as the training's settings say, not at all, KL, or KL + BiLD (Jin 2024)",
         choices=(AS_CONFIGURED, "none", "kl", "kl_bild"),
     ),
-    Knob("distillation_weight", "float", "its share of the loss; 1 leaves language modelling out", 0.01, 1.0),
+    Knob(
+        "distillation_weight",
+        "float",
+        "its share of the loss; 1 leaves language modelling out",
+        0.01,
+        1.0,
+    ),
     Knob(
         "decay",
         "choice",
@@ -27,9 +33,12 @@ KNOBS = (
 )
 
 
-@RECOVERY.part("full", source="continued pre-training of all weights", knobs=KNOBS)
+@RECOVERY.part("full", source="continued pre-training of all weights", knobs=_KNOBS)
 def full(
-    *, distillation: str = AS_CONFIGURED, distillation_weight: float = 0.5, decay: str = AS_CONFIGURED
+    *,
+    distillation: str = AS_CONFIGURED,
+    distillation_weight: float = 0.5,
+    decay: str = AS_CONFIGURED,
 ) -> dict[str, Any]:
     """All weights train."""
     changes: dict[str, Any] = {}
@@ -44,7 +53,7 @@ def full(
     knobs=(
         Knob("rank", "int", "rank of an adapter", 1, 64, searched=True),
         Knob("alpha", "float", "an adapter counts alpha / rank times", 1e-3, 1e4),
-        *KNOBS,
+        *_KNOBS,
     ),
     passes_to=full,
 )

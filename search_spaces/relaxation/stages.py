@@ -10,7 +10,13 @@ from attention.conversion.relaxation_knobs import HARD_CONCRETE, LAGRANGIAN, PUL
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.axes import RELAXATION
 
-FRACTION = Knob("fraction", "float", "share of a trial's training steps; recovery has the rest, if any", 0.05, 1.0)
+FRACTION = Knob(
+    "fraction",
+    "float",
+    "share of a trial's training steps; recovery has the rest, if any",
+    0.05,
+    1.0,
+)
 STAGED = (
     Knob("halving", "bool", "fuse in stages: groups of 2, then of 4, then of 8 (DHA, App. B.2)"),
     Knob(
@@ -20,10 +26,31 @@ STAGED = (
         low=0,
         high=1_000_000,
     ),
-    Knob("steps", "int", "training steps of all stages, whatever `fraction` says; 0: `fraction`", 0, 1_000_000),
-    Knob("batch_size", "int", "sequences a step while fusing; 0: as in training (DHA: 64, then 256)", 0),
-    Knob("learning_rate", "float", "peak rate of the weights while fusing; 0: that of the trial", 0.0, 1.0),
-    Knob("own_schedule", "bool", "fusing and recovering each have a warm-up and a cosine (DHA, Table 4)"),
+    Knob(
+        "steps",
+        "int",
+        "training steps of all stages, whatever `fraction` says; 0: `fraction`",
+        0,
+        1_000_000,
+    ),
+    Knob(
+        "batch_size",
+        "int",
+        "sequences a step while fusing; 0: as in training (DHA: 64, then 256)",
+        0,
+    ),
+    Knob(
+        "learning_rate",
+        "float",
+        "peak rate of the weights while fusing; 0: that of the trial",
+        0.0,
+        1.0,
+    ),
+    Knob(
+        "own_schedule",
+        "bool",
+        "fusing and recovering each have a warm-up and a cosine (DHA, Table 4)",
+    ),
 )
 OWN = tuple(knob.name for knob in (FRACTION, *STAGED))
 """Knobs that are for whoever sets up the training; the relaxation itself does not have them."""
@@ -39,8 +66,15 @@ def none(plan: AttentionPlan) -> tuple[AttentionPlan, ...]:
     return ()
 
 
-@RELAXATION.part("pull_together", source="Cao 2024: PostShare", knobs=(FRACTION, *PULL_TOGETHER), needs=("shares",))
-def pull_together(plan: AttentionPlan, *, fraction: float = 0.5, **knobs: object) -> tuple[AttentionPlan, ...]:
+@RELAXATION.part(
+    "pull_together",
+    source="Cao 2024: PostShare",
+    knobs=(FRACTION, *PULL_TOGETHER),
+    needs=("shares",),
+)
+def pull_together(
+    plan: AttentionPlan, *, fraction: float = 0.5, **knobs: object
+) -> tuple[AttentionPlan, ...]:
     """PostShare: heads that are to share their weights are drawn together first (Cao 2024)."""
     return (plan,)
 
@@ -48,9 +82,14 @@ def pull_together(plan: AttentionPlan, *, fraction: float = 0.5, **knobs: object
 @RELAXATION.part(
     "hard_concrete",
     source="Jin 2024, sec. 3.5, Eq. 25 to 29",
-    knobs=(FRACTION, *(replace(knob, default=OF_WHOLE.get(knob.name, knob.default)) for knob in HARD_CONCRETE)),
+    knobs=(
+        FRACTION,
+        *(replace(knob, default=OF_WHOLE.get(knob.name, knob.default)) for knob in HARD_CONCRETE),
+    ),
 )
-def hard_concrete(plan: AttentionPlan, *, fraction: float = WHOLE, **knobs: object) -> tuple[AttentionPlan, ...]:
+def hard_concrete(
+    plan: AttentionPlan, *, fraction: float = WHOLE, **knobs: object
+) -> tuple[AttentionPlan, ...]:
     """Align: heads fade into their group's new head under L0 masks (Jin 2024, sec. 3.5)."""
     return (plan,)
 
@@ -80,7 +119,8 @@ def lagrangian(
     """
     if not halving:
         return (plan,)
-    stages, size = [], 2
+    stages = []
+    size = 2
     while (stage := _in_groups_of(size, plan)) != plan:
         stages.append(stage)
         size *= 2
@@ -94,6 +134,7 @@ def _in_groups_of(size: int, plan: AttentionPlan) -> AttentionPlan:
         return [group[i : i + size] for group in groups for i in range(0, len(group), size)]
 
     layers = (
-        LayerPlan.from_groups(cut(layer.key_groups), cut(layer.value_groups), plan.num_heads) for layer in plan.layers
+        LayerPlan.from_groups(cut(layer.key_groups), cut(layer.value_groups), plan.num_heads)
+        for layer in plan.layers
     )
     return replace(plan, layers=tuple(layers))

@@ -33,7 +33,11 @@ def similarities(layers: Sequence[Sequence[Tensor]]) -> np.ndarray:
         rows, width = part[0].shape[1:]
         step = max(1, CHUNK // (count * width))
         for start in range(0, rows, step):
-            x = torch.cat([w[:, start : start + step].detach().flatten(1) for w in part]).double().cpu()
+            x = (
+                torch.cat([w[:, start : start + step].detach().flatten(1) for w in part])
+                .double()
+                .cpu()
+            )
             gram.addmm_(x, x.T)
     norms = gram.diagonal().sqrt()
     norms = torch.where(norms > 0, norms, torch.inf)
@@ -70,7 +74,9 @@ def share_count(alpha: float | Fraction, num_layers: int, num_heads: int) -> int
     return int(exact * num_layers * num_heads)
 
 
-def match_parts(layers: Sequence[Sequence[Tensor]], alpha: float | Fraction) -> tuple[HeadShare, ...]:
+def match_parts(
+    layers: Sequence[Sequence[Tensor]], alpha: float | Fraction
+) -> tuple[HeadShare, ...]:
     """The best N shares of heads with these weights (see `similarities`), chains resolved to their roots."""
     heads = layers[0][0].shape[0]
     count = share_count(alpha, len(layers), heads)
@@ -79,7 +85,9 @@ def match_parts(layers: Sequence[Sequence[Tensor]], alpha: float | Fraction) -> 
     return resolve_shares(best_matches(similarities(layers), heads)[:count])
 
 
-def match_heads(heads: Sequence[LayerHeads], alpha: float | Fraction, sides: str = "qk") -> tuple[HeadShare, ...]:
+def match_heads(
+    heads: Sequence[LayerHeads], alpha: float | Fraction, sides: str = "qk"
+) -> tuple[HeadShare, ...]:
     """The α·L·H heads that resemble an earlier head most by their query and key weights, and those heads (Alg. 1).
 
     `heads`: multi-head layers, one entry a layer (lift others). `sides`: whose weights are compared, of "q", "k", "v";
@@ -95,7 +103,9 @@ def match_heads(heads: Sequence[LayerHeads], alpha: float | Fraction, sides: str
     return match_parts([[getattr(layer, side) for side in sides] for layer in heads], alpha)
 
 
-def match_blocks(mlps: Sequence[MlpWeights], num_blocks: int, alpha: float | Fraction) -> tuple[HeadShare, ...]:
+def match_blocks(
+    mlps: Sequence[MlpWeights], num_blocks: int, alpha: float | Fraction
+) -> tuple[HeadShare, ...]:
     """The same for MLPs cut into `num_blocks` blocks of neurons: **silent** in the paper, which only names "FFN".
 
     Blocks are compared by their input side, [gate ‖ up], as heads are by [Q ‖ K]; the output side follows, as V does.

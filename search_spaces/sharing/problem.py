@@ -25,12 +25,28 @@ class SharingProblem:
     mlps: Callable[[], Sequence[MlpWeights]]
 
 
-KNOBS = (
+_KNOBS = (
     # At most half: more than a two-layer model can share, of which the first layer has no earlier one.
-    Knob("alpha", "float", "part of all heads that use the weights of another", low=0.05, high=0.5, searched=True),
+    Knob(
+        "alpha",
+        "float",
+        "part of all heads that use the weights of another",
+        low=0.05,
+        high=0.5,
+        searched=True,
+    ),
     Knob("mlp", "bool", "share the same part of the MLP, in as many blocks as there are heads"),
-    Knob("match", "choice", "weights by which heads are matched; apart: each projection by itself", choices=MATCHES),
-    Knob("output", "bool", "share the head's columns of the output projection too (the paper's 90.4 %)"),
+    Knob(
+        "match",
+        "choice",
+        "weights by which heads are matched; apart: each projection by itself",
+        choices=MATCHES,
+    ),
+    Knob(
+        "output",
+        "bool",
+        "share the head's columns of the output projection too (the paper's 90.4 %)",
+    ),
 )
 
 
@@ -41,10 +57,15 @@ def none(problem: SharingProblem) -> Shares:
 
 
 # The plan is the same. "post" trains the heads towards each other first: a penalty pulls each pair together.
-@SHARING.part("post", source="Cao 2024, PostShare: the matches of DirectShare", knobs=KNOBS)
-@SHARING.part("direct", source="Cao 2024, Eq. 3 and Alg. 1", knobs=KNOBS)
+@SHARING.part("post", source="Cao 2024, PostShare: the matches of DirectShare", knobs=_KNOBS)
+@SHARING.part("direct", source="Cao 2024, Eq. 3 and Alg. 1", knobs=_KNOBS)
 def match(
-    problem: SharingProblem, *, alpha: float = 0.3, mlp: bool = False, match: str = "qk", output: bool = False
+    problem: SharingProblem,
+    *,
+    alpha: float = 0.3,
+    mlp: bool = False,
+    match: str = "qk",
+    output: bool = False,
 ) -> Shares:
     """The best α·L·H matches of heads, and of MLP blocks if `mlp`.
 

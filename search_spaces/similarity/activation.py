@@ -23,7 +23,9 @@ def activation_similarity(a: Tensor, b: Tensor) -> float:
     n; n for a head with itself. A zero row has cosine 0 with everything. Raises ValueError on unequal widths.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(f"activations must be [tokens, d] with equal d, got {tuple(a.shape)} and {tuple(b.shape)}")
+        raise ValueError(
+            f"activations must be [tokens, d] with equal d, got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
     cosines = _unit(a) @ _unit(b).T
     return float(0.5 * (cosines.amax(1).sum() + cosines.amax(0).sum()))
 
@@ -35,11 +37,18 @@ def _unit(x: Tensor) -> Tensor:
 @SIMILARITY.part(
     "activation",
     source="Chen 2024 (AsymGQA), sec. 2.2, Eq. 1",
-    knobs=(Knob("tokens", "int", "tokens a head is compared on; cost grows with their square", low=1),),
+    knobs=(
+        Knob("tokens", "int", "tokens a head is compared on; cost grows with their square", low=1),
+    ),
     needs=("statistics", "inputs"),
 )
 def activation(
-    heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str, *, tokens: int = 512
+    heads: LayerHeads,
+    statistics: LayerStatistics | None,
+    geometry: HeadGeometry,
+    side: str,
+    *,
+    tokens: int = 512,
 ) -> Tensor:
     """Eq. 1 for all pairs of heads, on evenly spaced calibration tokens. `[H, H]` float64."""
     unit_HTd = _unit(activations(heads, statistics, side, tokens)).float()

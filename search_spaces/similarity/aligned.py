@@ -19,7 +19,12 @@ from search_spaces.similarity.projections import projection
     needs=("statistics", "inputs"),
 )
 def aligned(
-    heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str, *, criterion: str = "dist"
+    heads: LayerHeads,
+    statistics: LayerStatistics | None,
+    geometry: HeadGeometry,
+    side: str,
+    *,
+    criterion: str = "dist",
 ) -> Tensor:
     """Pair similarity after the best alignment that leaves the model unchanged. `[H, H]` float64.
 
@@ -27,7 +32,9 @@ def aligned(
     is then still that of rotated keys, which orders heads but promises nothing. Raises ValueError without statistics.
     """
     if statistics is None:
-        raise ValueError("similarity=aligned needs calibration statistics; calibrate the model first")
+        raise ValueError(
+            "similarity=aligned needs calibration statistics; calibrate the model first"
+        )
     width = projection(heads, side)[0].shape[1]
     layout = geometry.rotary if side == "key" else RotaryLayout.none(width)
     return pair_similarity(head_gram(heads, statistics, side, criterion), criterion, layout)

@@ -24,16 +24,22 @@ def cka(a: Tensor, b: Tensor, *, center: bool = False) -> float:
     Raises ValueError on unequal row counts. A zero matrix has CKA 0.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[0]:
-        raise ValueError(f"CKA needs matrices with equal row counts, got {tuple(a.shape)} and {tuple(b.shape)}")
-    a, b = a.double(), b.double()
+        raise ValueError(
+            f"CKA needs matrices with equal row counts, got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    a = a.double()
+    b = b.double()
     if center:
-        a, b = a - a.mean(0), b - b.mean(0)
+        a = a - a.mean(0)
+        b = b - b.mean(0)
     scale = (a.T @ a).norm() * (b.T @ b).norm()
     return float((a.T @ b).norm() ** 2 / scale) if scale > 0 else 0.0
 
 
 @SIMILARITY.part("cka", source="Chen 2024 (DHA), App. B.1")
-def cka_similarity(heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str) -> Tensor:
+def cka_similarity(
+    heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str
+) -> Tensor:
     """Linear CKA of the heads' weights, rows being the model's dims, so that a rotation inside a head changes nothing.
     `[H, H]` float64."""
     weight_HdD = projection(heads, side)[0].double()
@@ -45,8 +51,12 @@ def cka_similarity(heads: LayerHeads, statistics: LayerStatistics | None, geomet
     return square / torch.outer(scale, scale).clamp_min(torch.finfo(torch.float64).tiny)
 
 
-@SIMILARITY.part("weight", source="Chen 2024 (AsymGQA), sec. 2.2, option 1; the exact form is silent there")
-def weight(heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str) -> Tensor:
+@SIMILARITY.part(
+    "weight", source="Chen 2024 (AsymGQA), sec. 2.2, option 1; the exact form is silent there"
+)
+def weight(
+    heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str
+) -> Tensor:
     """Cosine of the flattened weights. `[H, H]` float64.
 
     Silent: the paper only says "difference of the weights"; a cosine keeps the scale of a head out of it.

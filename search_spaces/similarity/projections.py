@@ -18,13 +18,17 @@ def projection(heads: LayerHeads, side: str) -> tuple[Tensor, Tensor | None]:
     raise ValueError(f"side must be 'key' or 'value', got {side!r}")
 
 
-def activations(heads: LayerHeads, statistics: LayerStatistics | None, side: str, tokens: int) -> Tensor:
+def activations(
+    heads: LayerHeads, statistics: LayerStatistics | None, side: str, tokens: int
+) -> Tensor:
     """`x W_h^T + b_h` on at most `tokens` evenly spaced tokens of the stored inputs: `[H, n, d]` float32.
 
     Keys are taken before rotation and before a key norm. Raises ValueError without stored inputs.
     """
     if statistics is None or not statistics.inputs.numel():
-        raise ValueError("activations need calibration inputs; calibrate the model with sample_tokens above 0")
+        raise ValueError(
+            "activations need calibration inputs; calibrate the model with sample_tokens above 0"
+        )
     weight, bias = projection(heads, side)
     x = statistics.inputs.flatten(0, 1)
     # Evenly spaced and not random: the same tokens for every head, layer and seed.

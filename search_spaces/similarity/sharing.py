@@ -22,7 +22,7 @@ from attention.plan import AttentionPlan
 from search_spaces.similarity.projections import projection
 from search_spaces.site import SIDES
 
-TOKENS = 4096
+_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,11 @@ class PairCosines:
 
 
 def pair_cosines(
-    heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry, side: str, tokens: int = TOKENS
+    heads: LayerHeads,
+    statistics: LayerStatistics,
+    geometry: HeadGeometry,
+    side: str,
+    tokens: int = _TOKENS,
 ) -> PairCosines:
     """Cosines of the pairs of lifted heads of a layer, on the first sampled sequences that hold `tokens` tokens.
 
@@ -48,7 +52,9 @@ def pair_cosines(
     if inputs.dim() == 3 and len(inputs):
         statistics = replace(statistics, inputs=inputs[: max(1, tokens // inputs.shape[1])])
     gram = head_gram(heads, statistics, side, "cos")
-    layout = geometry.rotary if side == "key" else RotaryLayout.none(projection(heads, side)[0].shape[1])
+    layout = (
+        geometry.rotary if side == "key" else RotaryLayout.none(projection(heads, side)[0].shape[1])
+    )
     raw = torch.einsum("ijdd->ij", gram)
     return PairCosines((raw + raw.T) / 2, pair_similarity(gram, "cos", layout))
 
@@ -84,7 +90,9 @@ def sharing_similarity(
                 sum(float(getattr(known[side], name)[i, j]) for i, j in mine)
                 for known, mine in zip(pairs, shared, strict=True)
             ]
-            told[side][name] = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+            told[side][name] = [
+                total / count if count else None for total, count in zip(sums, counts, strict=True)
+            ]
             if sum(counts):
                 told["means"][f"{side}_{name}"] = sum(sums) / sum(counts)
     return told

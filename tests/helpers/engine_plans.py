@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.modeling.composition import reset
 from attention.plan import AttentionPlan, Composition, LayerPlan
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.planning.context import PlanningContext
-from search_spaces.recipes.recipes import Recipe
+from search_spaces.recipes.catalogue import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)

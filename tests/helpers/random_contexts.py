@@ -11,8 +11,8 @@ from attention.calibration.store import Calibration
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan
-from search_spaces.planning.planning import PlanningContext
-from search_spaces.recipes.recipes import Recipe
+from search_spaces.planning.planner import PlanningContext
+from search_spaces.recipes.catalogue import Recipe
 
 
 def random_context(heads: int, stored: int, layers: int, *, dim: int = 3, width: int = 8) -> PlanningContext:

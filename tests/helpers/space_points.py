@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from search_spaces.space.domains import Domain, Point
-from search_spaces.space.space import JointSpace
+from search_spaces.space.joint_space import JointSpace
 
 Path = tuple[tuple[Domain, Any], ...]
 

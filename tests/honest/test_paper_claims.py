@@ -24,8 +24,8 @@ from attention.calibration.store import Calibration
 from attention.plan import AttentionPlan
 from orchestrator.conversion.steps import planning_context, relaxation_start
 from search_spaces.planning.context import convert_with
-from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import recipe
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes.catalogue import recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]  # test_alignment.py and test_fusion.py have the closed forms too
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from attention.calibration.store import Calibration
 from orchestrator.conversion.steps import planning_context
 from search_spaces.planning.context import convert_with
-from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import recipe
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes.catalogue import recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 

@@ -10,7 +10,7 @@ from attention.axes import Axis
 from orchestrator.search.schedulers.problem import SCHEDULERS
 from orchestrator.search.searchers.problem import SEARCHERS
 from search_spaces import axes as search_axes
-from search_spaces.recipes.recipes import RECIPES
+from search_spaces.recipes.catalogue import RECIPES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "methods.md").read_text()

@@ -18,9 +18,9 @@ PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
 MODEL = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from attention.conversion.conversion import convert, read_layers
+from attention.conversion.convert import convert, read_layers
 from attention.plan import AttentionPlan, LayerPlan
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 
 SHAPE = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
              num_key_value_heads=4, bos_token_id=None, eos_token_id=None)
@@ -47,9 +47,9 @@ else:
 """,
     "grouping_strided.py": """
 import numpy as np
-from attention.conversion.conversion import lift
+from attention.conversion.convert import lift
 from attention.families import geometry_of
-from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.planner import PlanningContext, make_plan
 context = PlanningContext(geometry_of(model.config), lift(model), model=model)
 made = make_plan(recipe("gqa", grouping="strided"), 0.5, context, np.random.default_rng(0))
 assert made.layers[0].key_groups == made.layers[0].value_groups == ((0, 2), (1, 3)), made

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import lift
+from attention.calibration.calibrate import calibrate
+from attention.conversion.convert import lift
 from attention.families import geometry_of
-from search_spaces.planning.planning import PlanningContext
+from search_spaces.planning.planner import PlanningContext
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.targets import TargetError, target, targets
 from search_spaces.planning.budgets import check_budget
-from search_spaces.planning.planning import make_plan
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes.catalogue import RECIPES, recipe
 from search_spaces.recipes.engine_form import EngineForm
-from search_spaces.recipes.recipes import RECIPES, recipe
-from search_spaces.space.space import JointSpace
+from search_spaces.space.joint_space import JointSpace
 
 COUNTS = [(4, 4, 3), (8, 4, 3), (6, 3, 2)]  # query heads, KV heads, layers
 FAMILIES: dict[str, Any] = {

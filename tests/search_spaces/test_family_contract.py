@@ -18,18 +18,18 @@ import torch
 from head_references import logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import lift
+from attention.calibration.calibrate import calibrate
+from attention.conversion.convert import lift
 from attention.families import families, geometry_of
 from attention.io import checkpoint
 from attention.io.export import export, tolerance
 from attention.io.targets import TargetError, target, targets
 from attention.modeling.growing_cache import cache_argument
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import PlanError
 from search_spaces.planning.context import PlanningContext, convert_with
-from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import RECIPES, Recipe, recipe
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes.catalogue import RECIPES, Recipe, recipe
 
 Tiny = Callable[..., PreTrainedModel]
 FAMILIES = sorted(families())

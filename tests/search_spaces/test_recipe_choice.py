@@ -13,9 +13,9 @@ from attention.families import families, geometry_of
 from attention.io.targets import TargetError, target
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.recipes.bibliography import PAPERS
+from search_spaces.recipes.catalogue import NAMED, RECIPES
 from search_spaces.recipes.choice import ENGINE_TARGETS, choose_recipe, engine_name
 from search_spaces.recipes.recipe import RecipeError
-from search_spaces.recipes.recipes import NAMED, RECIPES
 
 LLAMA = LlamaConfig()
 QWEN3 = Qwen3Config(tie_word_embeddings=False)

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from search_spaces.recipes.recipes import RECIPES, Recipe, RecipeError, recipe
+from search_spaces.recipes.catalogue import RECIPES, Recipe, RecipeError, recipe
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))

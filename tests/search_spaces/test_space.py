@@ -15,11 +15,11 @@ from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from search_spaces.axes import GROUPING
 from search_spaces.planning.budgets import check_budget
-from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import AXES, Recipe, RecipeError, recipe
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes.catalogue import AXES, Recipe, RecipeError, recipe
 from search_spaces.recipes.rules import broken_rules
 from search_spaces.space.domains import ORDER, Domain
-from search_spaces.space.space import NOT_UNASKED, JointSpace
+from search_spaces.space.joint_space import NOT_UNASKED, JointSpace
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def test_any_sampled_point_of_any_geometry_can_be_planned(data: st.DataObject) -
     """Random tiny checkpoints, head counts that are no powers of two: every proposal meets its budget exactly."""
     from random_contexts import random_context
 
-    from search_spaces.planning.planning import PlanningContext
+    from search_spaces.planning.planner import PlanningContext
 
     heads = data.draw(st.integers(2, 12))
     stored = data.draw(st.sampled_from([g for g in range(1, heads + 1) if heads % g == 0]))

@@ -11,7 +11,7 @@ import torch
 from parameters import extended
 from torch import Tensor
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.families import families, family_of
 from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan
 from trainers.engine import Engine

@@ -13,7 +13,7 @@ import torch
 from parameters import extended
 from torch import Tensor, nn
 
-from attention.conversion.conversion import build, convert
+from attention.conversion.convert import build, convert
 from attention.families import families
 from attention.io import checkpoint
 from attention.modeling.shared_weights import sharing_modules

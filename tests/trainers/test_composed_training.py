@@ -9,7 +9,7 @@ import pytest
 import torch
 from parameters import extended
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, Composition, LayerPlan
 from trainers.engine import Engine

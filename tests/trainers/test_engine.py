@@ -12,7 +12,7 @@ import torch
 from parameters import extended
 from torch import Tensor
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.engine import Engine
 from trainers.evaluation import evaluate

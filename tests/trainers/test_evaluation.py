@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.modeling.running import batch_of
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.evaluation import CachedTeacher, decode_speed, evaluate, measure_cache

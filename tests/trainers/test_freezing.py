@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.families import families, family_of, geometry_of
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.deepspeed_config import layout_of

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from attention.plan import AttentionPlan, LayerPlan
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 

@@ -11,7 +11,7 @@ from parameters import extended
 from sizes import parameters
 from zero_three import split_small_weights
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.engine import Engine

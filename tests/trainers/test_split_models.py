@@ -15,7 +15,7 @@ from parameters import extended
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.io import checkpoint, piecewise
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.engine import Engine

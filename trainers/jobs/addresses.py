@@ -61,7 +61,9 @@ def private(folder: Path) -> None:
     """Make a folder of this user's alone. Raises PermissionError for one of somebody else's: pickles are read there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user; remove it, or set TMPDIR to a folder of your own")
+        raise PermissionError(
+            f"{folder} belongs to another user; remove it, or set TMPDIR to a folder of your own"
+        )
 
 
 def folders(filesystem: Any, path: str) -> list[str]:

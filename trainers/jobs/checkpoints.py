@@ -33,7 +33,7 @@ import torch.distributed as dist
 from attention.base.messages import reason
 from attention.io.files import sha256, write_whole
 from trainers.jobs.addresses import INDEX, below, copy_folder, fetch, folders, open_place, private
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +76,25 @@ class CheckpointStore:
     folder `storage_path`. Reports name them below `storage_path` in either case."""
 
     def __init__(
-        self, storage_path: str, run_name: str, rank: int = 0, world_size: int = 1, address: str | None = None
+        self,
+        storage_path: str,
+        run_name: str,
+        rank: int = 0,
+        world_size: int = 1,
+        address: str | None = None,
     ) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.named, self.remote = Path(storage_path) / run_name, address is not None
+        self.rank = rank
+        self.world_size = world_size
+        self.named = Path(storage_path) / run_name
+        self.remote = address is not None
         self._address = address
         self.files, root = open_place(below(address, run_name) if address else str(self.named))
-        self.root, self._sending = Path(root), None
-        self._scratch = Path(tempfile.gettempdir()) / f"headfold-{hashlib.sha256(root.encode()).hexdigest()[:16]}"
+        self.root = Path(root)
+        self._sending = None
+        self._scratch = (
+            Path(tempfile.gettempdir())
+            / f"headfold-{hashlib.sha256(root.encode()).hexdigest()[:16]}"
+        )
 
     @classmethod
     def of(cls, job: TrainJob, rank: int = 0, world_size: int = 1) -> CheckpointStore:
@@ -91,7 +102,9 @@ class CheckpointStore:
 
     def of_run(self, run_name: str) -> CheckpointStore:
         """That of another run beside this one."""
-        return CheckpointStore(str(self.named.parent), run_name, self.rank, self.world_size, self._address)
+        return CheckpointStore(
+            str(self.named.parent), run_name, self.rank, self.world_size, self._address
+        )
 
     def read(self) -> tuple[list[Kept], list[dict[str, Any]]]:
         """Checkpoints and reports of the index, oldest first; both empty before the first. Any process may ask."""
@@ -104,7 +117,9 @@ class CheckpointStore:
 
     # ---- saving -----------------------------------------------------------------------------------------------
 
-    def save(self, step: int, write: Callable[[Path], None], report: dict[str, Any] | None = None) -> None:
+    def save(
+        self, step: int, write: Callable[[Path], None], report: dict[str, Any] | None = None
+    ) -> None:
         """Keep what `write(folder)` of every worker writes as the checkpoint of `step`, and with it the `report` of
         rank 0, `checkpoint_path` added; None between two milestones.
 
@@ -121,7 +136,9 @@ class CheckpointStore:
         scratch.mkdir(parents=True)
         try:
             write(scratch)
-            files = {p.relative_to(scratch).as_posix(): p for p in scratch.rglob("*") if p.is_file()}
+            files = {
+                p.relative_to(scratch).as_posix(): p for p in scratch.rglob("*") if p.is_file()
+            }
             kept = Kept(name, step, {file: sha256(path) for file, path in files.items()})
             if not self.remote:
                 for file, path in files.items():
@@ -150,7 +167,8 @@ class CheckpointStore:
         CheckpointNotSentError."""
         if self._sending is None:
             return
-        sending, self._sending = self._sending, None
+        sending = self._sending
+        self._sending = None
         error = sending.done.exception()
         problems = [p for p in gathered(error and reason(error), self.world_size) if p]
         if not problems:
@@ -168,7 +186,10 @@ class CheckpointStore:
         if not self.remote:
             yield Path(path)
             return
-        kept = next((k for k in gathered(self.read()[0], self.world_size)[0] if k.name == Path(path).name), None)
+        kept = next(
+            (k for k in gathered(self.read()[0], self.world_size)[0] if k.name == Path(path).name),
+            None,
+        )
         if problem := "it is not in the index" if kept is None else self.damage(kept):
             raise OSError(f"training checkpoint {path} at its address: {problem}")
         yield self._scratch / Path(path).name
@@ -183,11 +204,16 @@ class CheckpointStore:
     def _enter(self, mine: Kept, report: dict[str, Any] | None) -> None:
         """Name a checkpoint whose files are all there in the index; `mine` has this worker's."""
         parts = gathered(mine.digests, self.world_size)
-        whole = Kept(mine.name, mine.step, {file: digest for part in parts for file, digest in part.items()})
+        whole = Kept(
+            mine.name, mine.step, {file: digest for part in parts for file, digest in part.items()}
+        )
         if self.rank == 0:
             kept, reports = self.read()
             kept = [*(k for k in kept if k.step < mine.step), whole][-KEEP:]
-            reports = [*(r for r in reports if r["step"] < mine.step), *([report] if report is not None else [])]
+            reports = [
+                *(r for r in reports if r["step"] < mine.step),
+                *([report] if report is not None else []),
+            ]
             self._write(kept, reports)
             self._remove_all_but({k.name for k in kept})
         gathered(None, self.world_size)  # nobody goes on before the index says so
@@ -213,7 +239,10 @@ class CheckpointStore:
             everyone = [rank for rank in everyone if hosts[rank] == hosts[self.rank]]
             private(self._scratch)
         mine = sorted(kept.digests)[list(everyone).index(self.rank) :: len(everyone)]
-        return next((problem for problem in gathered(self._damage(kept, mine), self.world_size) if problem), None)
+        return next(
+            (problem for problem in gathered(self._damage(kept, mine), self.world_size) if problem),
+            None,
+        )
 
     def folder(self, kept: Kept) -> Path:
         """Where a checkpoint lies; that of an address once `damage` has looked, until `release`."""
@@ -252,11 +281,15 @@ class CheckpointStore:
         return None
 
     def _write(self, kept: list[Kept], reports: list[dict[str, Any]]) -> None:
-        record = json.dumps({"checkpoints": [asdict(k) for k in kept], "reports": reports}, indent=1)
+        record = json.dumps(
+            {"checkpoints": [asdict(k) for k in kept], "reports": reports}, indent=1
+        )
         if not self.remote:
             write_whole(self.root / INDEX, record)
             return
-        with self.files.open_output_stream(str(self.root / INDEX)) as stream:  # objects are replaced as a whole
+        with self.files.open_output_stream(
+            str(self.root / INDEX)
+        ) as stream:  # objects are replaced as a whole
             stream.write(record.encode())
 
     def _remove_all_but(self, names: set[str]) -> None:

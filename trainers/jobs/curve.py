@@ -20,8 +20,8 @@ import torch
 if TYPE_CHECKING:
     from trainers.engine import Engine
 
-NAME = "curve.jsonl"
-SECONDS = 10.0
+_NAME = "curve.jsonl"
+_SECONDS = 10.0
 """Between two lines."""
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Operations a second of dense bfloat16 products, by a part of the device's name; from NVIDIA's data sheets."""
@@ -30,36 +30,49 @@ PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 class Curve:
     """Lines of the run in `folder`, of an `engine` on `workers` devices. Each is also given to `show`."""
 
-    def __init__(self, folder: Path, engine: Engine, workers: int, show: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, folder: Path, engine: Engine, workers: int, show: Callable[[dict[str, Any]], None]
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._show = show
-        self._file, self._engine, self._workers = folder / NAME, engine, workers
+        self._file = folder / _NAME
+        self._engine = engine
+        self._workers = workers
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters())
-        self._flops = 6.0 * parameters  # a token's, forward and back; the products of attention are left out
-        self._written, self._tokens, self._seconds = 0.0, 0, 0.0
+        # A token's, forward and back; the products of attention are left out.
+        self._flops = 6.0 * parameters
+        self._written = 0.0
+        self._tokens = 0
+        self._seconds = 0.0
         node_use()  # a share of CPU time is that since the call before
 
     def add(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """After a step of `tokens` tokens that took `seconds`."""
-        self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
-        if time.time() - self._written < SECONDS:
+        self._tokens = self._tokens + tokens
+        self._seconds = self._seconds + seconds
+        if time.time() - self._written < _SECONDS:
             return
-        self._written, speed = time.time(), self._tokens / self._seconds
+        self._written = time.time()
+        speed = self._tokens / self._seconds
         line = {"step": step, "time": self._written, "batch_loss": loss, "tokens_per_second": speed}
-        line |= {"learning_rate": self._engine.last_rate, "gradient_norm": self._engine.gradient_norm}
+        line |= {
+            "learning_rate": self._engine.last_rate,
+            "gradient_norm": self._engine.gradient_norm,
+        }
         line |= node_use()
         if (peak := peak_flops()) is not None:
             line["mfu"] = speed * self._flops / (peak * self._workers)
         with self._file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
         self._show(line)
-        self._tokens, self._seconds = 0, 0.0
+        self._tokens = 0
+        self._seconds = 0.0
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run by rising step; one that a kill has cut short is left out."""
     lines: dict[int, dict[str, Any]] = {}
-    file = folder / NAME
+    file = folder / _NAME
     for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError):
             line = json.loads(text)
@@ -69,7 +82,10 @@ def read_curve(folder: Path) -> list[dict[str, Any]]:
 
 def node_use() -> dict[str, float]:
     """Of the node of this process: CPU in percent of all, memory in MB, and that of the process's GPU."""
-    used = {"cpu_percent": psutil.cpu_percent(), "memory_megabytes": psutil.virtual_memory().used / 1e6}
+    used = {
+        "cpu_percent": psutil.cpu_percent(),
+        "memory_megabytes": psutil.virtual_memory().used / 1e6,
+    }
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         used["gpu_memory_megabytes"] = (total - free) / 1e6

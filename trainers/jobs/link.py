@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 
 
 class Link(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attention.io.files import write_whole
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 
 
@@ -27,7 +27,9 @@ class MicroBatchLoweredError(RuntimeError):
 def lowered(settings: TrainSettings) -> TrainSettings | None:
     """The settings with at most half as many sequences at once; None if it is one already."""
     share = math.ceil(settings.batch_size / settings.num_workers)
-    rows = max((r for r in range(1, settings.device_batch_size // 2 + 1) if share % r == 0), default=None)
+    rows = max(
+        (r for r in range(1, settings.device_batch_size // 2 + 1) if share % r == 0), default=None
+    )
     return None if rows is None else settings.model_copy(update={"micro_batch_size": rows})
 
 
@@ -52,12 +54,15 @@ def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
     file = _note(job)
     if not file.exists():
         return job, []
-    rows, settings = json.loads(file.read_text())["rows"], lowered(job.settings)
+    rows = json.loads(file.read_text())["rows"]
+    settings = lowered(job.settings)
     if rows != job.settings.device_batch_size or settings is None:
         return job, []  # of a job with other settings
     relaxation = job.relaxation
     if relaxation is not None and relaxation.settings is not None:
-        relaxation = replace(relaxation, settings=lowered(relaxation.settings) or relaxation.settings)
+        relaxation = replace(
+            relaxation, settings=lowered(relaxation.settings) or relaxation.settings
+        )
     said = (
         f"out of memory with micro_batch_size {rows}: trained with {settings.device_batch_size} and "
         f"{settings.gradient_accumulation_steps} accumulation steps instead of "

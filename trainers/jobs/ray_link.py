@@ -17,12 +17,18 @@ import ray.train
 import torch.distributed as dist
 from ray.util.metrics import Gauge
 
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 
 POINTER = "checkpoint.json"  # in what Ray Train knows as a checkpoint
 GAUGES = {
-    "tokens_per_second": ("headfold_tokens_per_second", "Tokens a second of a training, all workers together"),
-    "mfu": ("headfold_mfu", "Share of the GPUs' peak that a training uses, 0 to 1; for GPUs of a known peak"),
+    "tokens_per_second": (
+        "headfold_tokens_per_second",
+        "Tokens a second of a training, all workers together",
+    ),
+    "mfu": (
+        "headfold_mfu",
+        "Share of the GPUs' peak that a training uses, 0 to 1; for GPUs of a known peak",
+    ),
 }
 """What Ray's metrics show of a line of a job's curve: name and description, by key. They are labelled by search (the
 name of its folder) and trial (that of the run); Ray exports them as `ray_` and the name, from the node of rank 0."""
@@ -33,8 +39,10 @@ class RayLink:
 
     def __init__(self, pool: Any = None, group: str = "") -> None:
         context = ray.train.get_context()
-        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
-        self.pool, self.group = pool, group
+        self.rank = context.get_world_rank()
+        self.world_size = context.get_world_size()
+        self.pool = pool
+        self.group = group
         self.shown: set[str] = set()
         self._watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
 
@@ -50,7 +58,9 @@ class RayLink:
             with self._pointer(metrics) as pointer:
                 ray.train.report(metrics, **pointer)
             return True
-        go = [ray.get(self.pool.report.remote(self.group, metrics, last)) if self.rank == 0 else None]
+        go = [
+            ray.get(self.pool.report.remote(self.group, metrics, last)) if self.rank == 0 else None
+        ]
         if self.world_size > 1:
             dist.broadcast_object_list(go, src=0)
         return bool(go[0])
@@ -67,7 +77,10 @@ class RayLink:
             where = {key: metrics.get(key) for key in ("checkpoint_path", "step")}
             (Path(folder) / POINTER).write_text(json.dumps(where))
             name = f"reported_{metrics['step']:06d}-{uuid.uuid4().hex[:8]}"  # of its own, also when said once more
-            yield {"checkpoint": ray.train.Checkpoint.from_directory(folder), "checkpoint_dir_name": name}
+            yield {
+                "checkpoint": ray.train.Checkpoint.from_directory(folder),
+                "checkpoint_dir_name": name,
+            }
 
 
 def set_gauges(job: TrainJob, values: dict[str, float]) -> None:

@@ -16,9 +16,9 @@ from attention.base.messages import reason
 from attention.io import checkpoint
 from trainers.jobs import best, memory
 from trainers.jobs.checkpoints import CheckpointStore, Kept, gathered
-from trainers.jobs.job import TrainJob
 from trainers.jobs.link import Link
 from trainers.jobs.share import teacher_of
+from trainers.jobs.train_job import TrainJob
 from trainers.jobs.training import Training
 from trainers.loop import TrainingDiverged
 from trainers.shortage import give_back, is_shortage
@@ -48,7 +48,8 @@ def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
 
 
 def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
-    from trainers.engine import Engine  # here, and not above: who only asks for a job has no need to load DeepSpeed
+    # Here, and not above: who only asks for a job has no need to load DeepSpeed.
+    from trainers.engine import Engine
     from trainers.relaxing import relax
     from trainers.zero import load_model
 
@@ -60,7 +61,8 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
         damage.append(
             f"the weights of the best step {reports[-1]['best_step']} are damaged: trained from the beginning"
         )
-        newest, reports = None, []
+        newest = None
+        reports = []
     if (ended := _ended_before(job, link, newest, reports)) is not None:
         store.release()
         return ended
@@ -74,10 +76,14 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     model = load_model(job.model_dir, job.settings)
     with ExitStack() as stack:
         engine = stack.enter_context(
-            closing(Engine(model, job.settings, job.schedule_steps, schedule_offset=job.schedule_offset))
+            closing(
+                Engine(model, job.settings, job.schedule_steps, schedule_offset=job.schedule_offset)
+            )
         )
         teacher = stack.enter_context(teacher_of(job, job.settings, engine.device))
-        return Training(job, engine, teacher, link, store, relaxed, [*notes, *damage]).run(newest, reports)
+        return Training(job, engine, teacher, link, store, relaxed, [*notes, *damage]).run(
+            newest, reports
+        )
 
 
 def _ended_before(
@@ -89,7 +95,11 @@ def _ended_before(
     for known in reports:
         if not link.report(known, known["step"] == last):
             return {"stopped": known["step"]}
-    if newest is not None and newest.step == last and _agreed(link, lambda: _is_written(job, reports[-1])):
+    if (
+        newest is not None
+        and newest.step == last
+        and _agreed(link, lambda: _is_written(job, reports[-1]))
+    ):
         return {"metrics": reports[-1]}
     return None
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
 from trainers.evaluation import Evaluation, evaluate
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream, read_sequences
 
@@ -28,19 +28,28 @@ class WorkerShare:
     """What one worker has of a job that is trained with `settings`; `seconds`: of work, up to the last `lap`."""
 
     def __init__(self, job: TrainJob, settings: TrainSettings) -> None:
-        self.job, self.settings, self.rank, self.world_size = job, settings, dist.get_rank(), dist.get_world_size()
+        self.job = job
+        self.settings = settings
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         sequences = read_sequences(job.train_file)
         self.stream = BatchStream(
-            sequences, settings.batch_size, rank=self.rank, world_size=self.world_size, seed=job.seed
+            sequences,
+            settings.batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=job.seed,
         )
         self.tokens_a_step = settings.batch_size * sequences.shape[1]
         self.held_out = read_sequences(job.eval_file)[:]
-        self.seconds, self._last = 0.0, time.perf_counter()
+        self.seconds = 0.0
+        self._last = time.perf_counter()
 
     def lap(self) -> float:
         """Seconds since the last call."""
         now = time.perf_counter()
-        lap, self._last = now - self._last, now
+        lap = now - self._last
+        self._last = now
         self.seconds += lap
         return lap
 
@@ -49,7 +58,11 @@ class WorkerShare:
 
     def evaluate(self, model: Any, teacher: Any = None) -> Evaluation:
         """On the held-out text, with all other workers."""
-        together: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size, "reduce": dist.all_reduce}
+        together: dict[str, Any] = {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "reduce": dist.all_reduce,
+        }
         size = self.settings.device_batch_size
         return evaluate(model, self.held_out, teacher=teacher, batch_size=size, **together)
 

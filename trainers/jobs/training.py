@@ -15,9 +15,9 @@ from attention.io import checkpoint, piecewise
 from trainers.jobs import best
 from trainers.jobs.checkpoints import CheckpointStore, Kept
 from trainers.jobs.curve import Curve
-from trainers.jobs.job import TrainJob
 from trainers.jobs.link import Link
 from trainers.jobs.share import WorkerShare
+from trainers.jobs.train_job import TrainJob
 from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
 
@@ -40,26 +40,39 @@ class Training(WorkerShare):
         notes: list[str],
     ) -> None:
         super().__init__(job, job.settings)
-        self.engine, self.teacher, self.link, self.store, self.notes = engine, teacher, link, store, notes
-        self.relaxed, self.earlier_tokens = relaxed, 0
-        self.train_seconds, self.steps = 0.0, 0
+        self.engine = engine
+        self.teacher = teacher
+        self.link = link
+        self.store = store
+        self.notes = notes
+        self.relaxed = relaxed
+        self.earlier_tokens = 0
+        self.train_seconds = 0.0
+        self.steps = 0
         if relaxed is not None:
-            self.stream.load_state_dict(relaxed.position)  # go on reading where the relaxation stopped
-            self.earlier_tokens, self.seconds = relaxed.tokens, relaxed.seconds
+            # Go on reading where the relaxation stopped.
+            self.stream.load_state_dict(relaxed.position)
+            self.earlier_tokens = relaxed.tokens
+            self.seconds = relaxed.seconds
         self.metrics: dict[str, Any] = {}
-        self.stopped, self.first_step_at = False, 0.0
+        self.stopped = False
+        self.first_step_at = 0.0
         self.losses: list[float] = []  # since the last milestone
-        self.saved_at, self.saved_step, self.leaving = time.monotonic(), 0, False
+        self.saved_at = time.monotonic()
+        self.saved_step = 0
+        self.leaving = False
         show = partial(link.show, job)
         self.curve = Curve(store.named, engine, self.world_size, show) if self.rank == 0 else None
 
     def run(self, newest: Kept | None, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """Train from the checkpoint `newest` of this run, or from where the job starts, to the last milestone.
         `reports`: of the milestones before. Returns what `run_job` does."""
-        job, last = self.job, self.job.milestones[-1]
+        job = self.job
+        last = self.job.milestones[-1]
         start = self._begin(newest)
         self.metrics = reports[-1] if reports else {}
-        if last == 0 and not reports:  # a relaxation and no recovery: speed and loss are those of the relaxation
+        # A relaxation and no recovery: speed and loss are those of the relaxation.
+        if last == 0 and not reports:
             assert self.relaxed is not None  # the job has checked it
             losses = [point["train_loss"] for point in self.relaxed.history]
             self.report(0, sum(losses) / max(1, len(losses)))
@@ -74,7 +87,9 @@ class Training(WorkerShare):
                 on_step=self.on_step,
                 until=lambda: self.stopped,
                 losses=self.losses,
-                loss_fn=objective(job.settings.distillation, job.settings.distillation_weight, self.teacher),
+                loss_fn=objective(
+                    job.settings.distillation, job.settings.distillation_weight, self.teacher
+                ),
             )
         except TrainingDiverged as error:
             # Returned and not raised: the loss is the same on all workers, and another try would end alike
@@ -83,7 +98,8 @@ class Training(WorkerShare):
         if self.stopped:
             return {"stopped": step}
         if start == last and reports:
-            self.finish(self.metrics)  # killed between its last checkpoint and here, or the weights were lost
+            # Killed between its last checkpoint and here, or the weights were lost.
+            self.finish(self.metrics)
         return {"metrics": self.metrics}
 
     def _begin(self, newest: Kept | None) -> int:
@@ -131,25 +147,34 @@ class Training(WorkerShare):
         if self.link.leaving() and not self.leaving:
             self.leaving = True
             return True
-        steps, minutes = self.job.checkpoint_steps, self.job.checkpoint_minutes
+        steps = self.job.checkpoint_steps
+        minutes = self.job.checkpoint_minutes
         if steps is not None and step - self.saved_step >= steps:
             return True
         if minutes is None:
             return False
-        late = torch.tensor([time.monotonic() - self.saved_at >= 60 * minutes], device=self.engine.device)
+        late = torch.tensor(
+            [time.monotonic() - self.saved_at >= 60 * minutes], device=self.engine.device
+        )
         if self.world_size > 1:
             dist.broadcast(late, src=0)
         return bool(late.item())
 
     def _save(self, step: int, report: dict[str, Any] | None = None) -> None:
-        state = {"step": step, "stream": self.stream.state_dict(), "train_file": self.job.train_file}
+        state = {
+            "step": step,
+            "stream": self.stream.state_dict(),
+            "train_file": self.job.train_file,
+        }
         state |= {"seconds": self.seconds, "losses": self.losses if report is None else []}
         self.store.save(step, lambda folder: self.engine.save(folder, state), report)
-        self.saved_at, self.saved_step = time.monotonic(), step
+        self.saved_at = time.monotonic()
+        self.saved_step = step
 
     def report(self, step: int, train_loss: float) -> None:
         """Measure, save, and report: every worker takes part, rank 0's numbers count."""
-        job, measured = self.job, self.evaluate(self.engine.model, self.teacher)
+        job = self.job
+        measured = self.evaluate(self.engine.model, self.teacher)
         metrics = {
             "loss": measured.loss,
             "kl": measured.kl,
@@ -178,16 +203,20 @@ class Training(WorkerShare):
         if last:
             self.finish(metrics)
         self.lap()
-        metrics["seconds"], metrics["time"] = self.seconds, time.time()
+        metrics["seconds"] = self.seconds
+        metrics["time"] = time.time()
         self._save(step, metrics)
         if job.keep_best and self.link.rank == 0:
             kept, reports = self.store.read()
-            named = [report for k in kept for report in [r for r in reports if r["step"] <= k.step][-1:]]
+            named = [
+                report for k in kept for report in [r for r in reports if r["step"] <= k.step][-1:]
+            ]
             best.remove_other_bests(job.out_dir, [metrics] if last else named)
         self.metrics = metrics
         self.stopped = not self.link.report(metrics, last)
         self.lap()
-        self.train_seconds, self.steps = 0.0, 0
+        self.train_seconds = 0.0
+        self.steps = 0
 
     def finish(self, metrics: dict[str, Any]) -> None:
         """Write the finished weights as a checkpoint of their own, before the report says that they are there."""
@@ -199,8 +228,10 @@ class Training(WorkerShare):
 
     def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
         """Write the weights down if none were better so far, and add to the report which are the best."""
-        known, step = {key: self.metrics[key] for key in best.BEST if key in self.metrics}, metrics["step"]
-        if metrics["loss"] < known.get("best_loss", math.inf):  # never with NaN; of equal steps the earlier one stays
+        known = {key: self.metrics[key] for key in best.BEST if key in self.metrics}
+        step = metrics["step"]
+        # Never with NaN; of equal steps the earlier one stays.
+        if metrics["loss"] < known.get("best_loss", math.inf):
             out = self.job.out_dir if last else best.best_folder(self.job.out_dir, step)
             known = dict(zip(best.BEST, (step, metrics["loss"], metrics["kl"], out), strict=True))
             if not last:  # the finished weights are written in any case
@@ -209,7 +240,8 @@ class Training(WorkerShare):
 
     def _write(self, folder: str) -> None:
         """The weights as they are now, by rank 0, a file at a time; all workers take part."""
-        source, tensors = self.job.model_dir, self.engine.tensors()
+        source = self.job.model_dir
+        tensors = self.engine.tensors()
         if self.link.rank == 0:
             piecewise.save_as(source, tensors, folder, checkpoint.carried(source))
         else:

@@ -27,8 +27,8 @@ import torch
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from trainers.jobs.job import TrainJob
 from trainers.jobs.ray_link import RayLink, set_gauges
+from trainers.jobs.train_job import TrainJob
 from trainers.loop import TrainingDiverged
 from trainers.settings import AUTO, Shape
 
@@ -53,13 +53,17 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
     Raises TrainingDiverged when the loss is no longer finite, and Ray's TrainingFailedError when workers failed more
     than `max_failures` times.
     """
-    config, minutes = {"job": job.to_json()}, job.checkpoint_minutes
+    config = {"job": job.to_json()}
+    minutes = job.checkpoint_minutes
     resize_seconds = RESIZE_SECONDS if minutes is None else 60 * minutes
     places = job.shape, job.run_name, job.storage_path
-    trainer = _trainer(_work, config, *places, job.max_failures, callbacks, resize_seconds=resize_seconds)
+    trainer = _trainer(
+        _work, config, *places, job.max_failures, callbacks, resize_seconds=resize_seconds
+    )
     # In the main thread Ray Train takes over Ctrl-C for good, and what it sets keeps the run's controller, a process,
     # alive for as long as this one [2.60]
-    in_main_thread, before = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGINT)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
     try:
         return metrics_of(job, trainer.fit().return_value)
     finally:
@@ -72,7 +76,9 @@ def metrics_of(job: TrainJob, ended: dict[str, Any] | None) -> dict[str, Any]:
     if ended and "diverged" in ended:
         raise TrainingDiverged(ended["diverged"])
     if not ended or "metrics" not in ended:
-        raise RuntimeError(f"run {job.run_name!r} ended without a report; see its logs under {job.storage_path}")
+        raise RuntimeError(
+            f"run {job.run_name!r} ended without a report; see its logs under {job.storage_path}"
+        )
     return ended["metrics"]
 
 
@@ -121,7 +127,9 @@ def _trainer(
             storage_path=storage_path,
             # Without a limit on the controller's failures a start that can never succeed is tried for ever
             failure_config=FailureConfig(
-                max_failures=max_failures, controller_failure_limit=1, max_preemption_failures=preemptions
+                max_failures=max_failures,
+                controller_failure_limit=1,
+                max_preemption_failures=preemptions,
             ),
             checkpoint_config=CheckpointConfig(num_to_keep=1),
             callbacks=list(callbacks),
@@ -137,7 +145,8 @@ def _prepare_worker(device: str) -> None:
     transformers_logging.disable_progress_bar()
     os.environ["DS_ACCELERATOR"] = device
     if device == "cuda":
-        torch.cuda.set_device(ray.train.torch.get_device())  # collectives come before DeepSpeed chooses
+        # Collectives come before DeepSpeed chooses.
+        torch.cuda.set_device(ray.train.torch.get_device())
 
 
 def _work(config: dict[str, Any]) -> dict[str, Any]:
@@ -156,8 +165,10 @@ def _serve(config: dict[str, Any]) -> None:
     import trainers.relaxing  # noqa: F401 - loaded before the first job and not within it
     from trainers.jobs.run import run_job
 
-    pool, group = config["pool"], config["group"]
-    link, worker = RayLink(pool, group), ray.get_runtime_context().current_actor
+    pool = config["pool"]
+    group = config["group"]
+    link = RayLink(pool, group)
+    worker = ray.get_runtime_context().current_actor
     for number in itertools.count():
         given: Any = ray.get(pool.next.remote(group, link.rank, number, worker))
         if given is None:
@@ -170,5 +181,6 @@ def _serve(config: dict[str, Any]) -> None:
                 raise  # the others wait for this one; a CUDA context may be broken
             ended = {"failed": traceback.format_exc()}
         if link.rank == 0:
-            set_gauges(job, dict.fromkeys(link.shown, 0.0))  # Ray exports them as long as the process lives
+            # Ray exports them as long as the process lives.
+            set_gauges(job, dict.fromkeys(link.shown, 0.0))
         ray.get(pool.finished.remote(group, link.rank, ended))

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.axes import Axis
-from attention.conversion.conversion import assemble, lift, read_layers, unshare
+from attention.conversion.convert import assemble, lift, read_layers, unshare
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.modeling.grouped import attach
-from attention.modeling.modeling import check_fits, plan_of
+from attention.modeling.model_classes import check_fits, plan_of
 from attention.plan import AttentionPlan, LayerPlan, PlanError
 from attention.plan_parts import groups_of
 from trainers.loop import ParameterGroup
@@ -89,11 +89,15 @@ class Relaxation(nn.Module, ABC):
     stop_early = False
 
     def __init__(
-        self, model: PreTrainedModel, plan: AttentionPlan, stand_ins: Sequence[Mapping[str, HeadProjection]] = ()
+        self,
+        model: PreTrainedModel,
+        plan: AttentionPlan,
+        stand_ins: Sequence[Mapping[str, HeadProjection]] = (),
     ) -> None:
         super().__init__()
         self.plan = plan
-        self.stand_ins = tuple(stand_ins)  # in a tuple of mappings, and the model in one: neither becomes a child
+        # In a tuple of mappings, and the model in one: neither becomes a child.
+        self.stand_ins = tuple(stand_ins)
         self._model = (model,)
         self.train(model.training)
         model.relaxation = self  # type: ignore[assignment]
@@ -133,15 +137,20 @@ class Relaxation(nn.Module, ABC):
 
         For whole weights: with ZeRO 3 load the gathered weights into a second relaxed model and collapse that.
         """
-        layers, old = read_layers(self.model), plan_of(self.model)
+        layers = read_layers(self.model)
+        old = plan_of(self.model)
         for index, sides in enumerate(self.stand_ins):
             for side, projection in sides.items():
                 heads = layers[index]
                 if side == "k":  # a norm's weights of each head's own have no stand-in: their mean
                     maps = old.layers[index].key_map, self.plan.layers[index].key_map
                     groups = coarser_groups(*maps, f"layer {index}, key_map")
-                    heads = heads.changed(["k_norm"], lambda rows, groups=groups: pooled(rows, groups))
-                rows, bias = projection.collapsed(getattr(heads, side), getattr(heads, f"{side}_bias"))
+                    heads = heads.changed(
+                        ["k_norm"], lambda rows, groups=groups: pooled(rows, groups)
+                    )
+                rows, bias = projection.collapsed(
+                    getattr(heads, side), getattr(heads, f"{side}_bias")
+                )
                 bias = None if bias is None else bias.float()
                 layers[index] = replace(heads, **{side: rows.float(), f"{side}_bias": bias})
         return layers
@@ -201,11 +210,13 @@ def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel
     layers = read_layers(model)
     first = [heads.expand((0,), (0,)) for heads in layers]
     new = assemble(model, replace(old, layers=(single,) * old.num_layers), first)
-    family, geometry = family_of(new.config), geometry_of(model.config)
+    family = family_of(new.config)
+    geometry = geometry_of(model.config)
     for module, heads, layer in zip(family.attention_modules(new), layers, old.layers, strict=True):
         heads = heads.to(new.device, new.dtype)
         for name in ("q", "k", "v"):
-            rows, bias = getattr(heads, name), getattr(heads, f"{name}_bias")
+            rows = getattr(heads, name)
+            bias = getattr(heads, f"{name}_bias")
             setattr(module, f"{name}_proj", HeadProjection(rows, bias).train(new.training))
         if family.key_norm is not None:
             family.key_norm(module, geometry, layer)
@@ -220,7 +231,10 @@ StandIn = TypeVar("StandIn", bound=HeadProjection)
 
 
 def put_in_place(
-    model: PreTrainedModel, old: AttentionPlan, new: AttentionPlan, make: Callable[[HeadProjection, Groups], StandIn]
+    model: PreTrainedModel,
+    old: AttentionPlan,
+    new: AttentionPlan,
+    make: Callable[[HeadProjection, Groups], StandIn],
 ) -> list[dict[str, StandIn]]:
     """Put `make(projection, groups)` in the place of every k and v projection of an opened model whose heads `new`
     fuses. Returns them by side, for each layer. Raises PlanError if `new` fuses nothing, or splits a head of `old`.

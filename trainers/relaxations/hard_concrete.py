@@ -36,8 +36,11 @@ from trainers.relaxations.base import (
     put_in_place,
 )
 
-SOURCE = "Jin 2024, sec. 3.5, Eq. 25 to 29; Louizos 2017, Eq. 10 to 13"
-BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1  # temperature and stretched interval, Louizos 2017, sec. 4.1
+_SOURCE = "Jin 2024, sec. 3.5, Eq. 25 to 29; Louizos 2017, Eq. 10 to 13"
+# Temperature and stretched interval, Louizos 2017, sec. 4.1.
+BETA = 2 / 3
+GAMMA = -0.1
+ZETA = 1.1
 
 
 # ---- the equations --------------------------------------------------------------------------------------------
@@ -94,7 +97,8 @@ class MaskedProjection(HeadProjection):
     def __init__(self, linear: HeadProjection, groups: Groups) -> None:
         weight, bias = linear.source()
         super().__init__(weight, bias)
-        self.shared_weight, self.shared_bias = _means(weight, groups), None if bias is None else _means(bias, groups)
+        self.shared_weight = _means(weight, groups)
+        self.shared_bias = None if bias is None else _means(bias, groups)
         head_map = torch.empty(len(weight), dtype=torch.int64)
         for index, group in enumerate(groups):
             head_map[list(group)] = index
@@ -102,14 +106,18 @@ class MaskedProjection(HeadProjection):
 
     def mixed(self) -> tuple[Tensor, Tensor | None]:
         masks, row = self.masks
-        z, (weight, bias) = masks.masks()[row], self.source()
+        z = masks.masks()[row]
+        (weight, bias) = self.source()
         weight = faded(z, weight, self.shared_weight, self.head_map)
         if bias is not None and self.shared_bias is not None:
             bias = faded(z, bias, self.shared_bias, self.head_map)
         return weight, bias
 
     def collapsed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.shared_weight.detach(), None if self.shared_bias is None else self.shared_bias.detach()
+        return (
+            self.shared_weight.detach(),
+            None if self.shared_bias is None else self.shared_bias.detach(),
+        )
 
 
 def _means(rows: Tensor, groups: Groups) -> nn.Parameter:
@@ -117,7 +125,7 @@ def _means(rows: Tensor, groups: Groups) -> nn.Parameter:
     return nn.Parameter(pooled(rows.detach(), groups))
 
 
-@RELAXATION.part("hard_concrete", source=SOURCE, knobs=HARD_CONCRETE)
+@RELAXATION.part("hard_concrete", source=_SOURCE, knobs=HARD_CONCRETE)
 class HardConcrete(Relaxation):
     """Align's pruning training, of a copy of `model`, towards `plan`. `penalty` is Eq. 29 over all masks at once.
 
@@ -147,11 +155,15 @@ class HardConcrete(Relaxation):
             )
         layers = put_in_place(new, old, plan, MaskedProjection)
         super().__init__(new, plan, layers)
-        self.rate, self.weight = rate_of("hard_concrete", rate, steps), constraint_weight(weight, rate, steps)
-        self.fall, self.freeze = target_fraction * steps, freeze_fraction * steps
+        self.rate = rate_of("hard_concrete", rate, steps)
+        self.weight = constraint_weight(weight, rate, steps)
+        self.fall = target_fraction * steps
+        self.freeze = freeze_fraction * steps
         masked = [layer for layer in layers if layer]
         self._shape = len(masked), plan.num_heads
-        self.log_alpha = Learned(torch.full(self._shape, log_alpha_start, device=new.device, dtype=new.dtype))
+        self.log_alpha = Learned(
+            torch.full(self._shape, log_alpha_start, device=new.device, dtype=new.dtype)
+        )
         seed = 0 if generator is None else int(torch.randint(2**31, (1,), generator=generator))
         self.register_buffer("seed", torch.tensor(seed, device=new.device))
         for row, layer in enumerate(masked):
@@ -171,7 +183,11 @@ class HardConcrete(Relaxation):
         log_alpha = self.log_alpha().float()
         if self.finished():
             return log_alpha * 0
-        return sampled_mask(log_alpha, self._uniform.to(log_alpha.device)) if self.training else certain_mask(log_alpha)
+        return (
+            sampled_mask(log_alpha, self._uniform.to(log_alpha.device))
+            if self.training
+            else certain_mask(log_alpha)
+        )
 
     def penalty(self, step: int) -> Tensor:
         log_alpha = self.log_alpha().float()

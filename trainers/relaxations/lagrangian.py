@@ -24,9 +24,17 @@ from transformers import PreTrainedModel
 from attention.conversion.relaxation_knobs import LAGRANGIAN, rate_of
 from attention.plan import AttentionPlan
 from trainers.loop import ParameterGroup
-from trainers.relaxations.base import RELAXATION, Groups, HeadProjection, Learned, Relaxation, opened, put_in_place
+from trainers.relaxations.base import (
+    RELAXATION,
+    Groups,
+    HeadProjection,
+    Learned,
+    Relaxation,
+    opened,
+    put_in_place,
+)
 
-SOURCE = "Chen 2024 (DHA), sec. 4.2, Eq. 5 to 8, and App. B.2"
+_SOURCE = "Chen 2024 (DHA), sec. 4.2, Eq. 5 to 8, and App. B.2"
 
 
 # ---- the equations --------------------------------------------------------------------------------------------
@@ -34,13 +42,20 @@ SOURCE = "Chen 2024 (DHA), sec. 4.2, Eq. 5 to 8, and App. B.2"
 
 def identity_coefficients(groups: Groups, width: int) -> Tensor:
     """ω at the start, `[P, width]`: 1 where a head meets itself, 0 elsewhere, so that every head is itself (Eq. 5)."""
-    return torch.cat([torch.eye(len(group)).flatten() for group in groups])[:, None].expand(-1, width).contiguous()
+    return (
+        torch.cat([torch.eye(len(group)).flatten() for group in groups])[:, None]
+        .expand(-1, width)
+        .contiguous()
+    )
 
 
 def blocks(omega: Tensor, groups: Groups) -> list[Tensor]:
     """ω `[P, width]` as one `[g, g, width]` a group: `block[h, j]` is what head h takes of head j."""
     pieces = omega.split([len(group) ** 2 for group in groups])
-    return [piece.unflatten(0, (len(group), len(group))) for piece, group in zip(pieces, groups, strict=True)]
+    return [
+        piece.unflatten(0, (len(group), len(group)))
+        for piece, group in zip(pieces, groups, strict=True)
+    ]
 
 
 def mix(omega: Tensor, groups: Groups, rows: Tensor) -> Tensor:
@@ -102,8 +117,11 @@ class FusedProjection(HeadProjection):
         self.coefficients = Learned(omega.to(self.weight.device, self.weight.dtype))
 
     def mixed(self) -> tuple[Tensor, Tensor | None]:
-        (weight, bias), omega = self.source(), self.coefficients()
-        return mix(omega, self.groups, weight), None if bias is None else mix(omega, self.groups, bias)
+        (weight, bias) = self.source()
+        omega = self.coefficients()
+        return mix(omega, self.groups, weight), None if bias is None else mix(
+            omega, self.groups, bias
+        )
 
     @property
     def pairs(self) -> int:
@@ -111,12 +129,17 @@ class FusedProjection(HeadProjection):
 
     def fusion_loss(self) -> Tensor:
         """Sum over groups and pairs, not normalised; float32."""
-        return torch.stack([fusion_loss(b) for b in blocks(self.coefficients().float(), self.groups)]).sum()
+        return torch.stack(
+            [fusion_loss(b) for b in blocks(self.coefficients().float(), self.groups)]
+        ).sum()
 
     def collapsed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """One head a group: its heads mixed by their mean coefficients, sum_j diag(mean_h ω_hj) rows_j (App. B.2)."""
-        rows, shift = [], []
-        for block, group in zip(blocks(self.coefficients().float(), self.groups), self.groups, strict=True):
+        rows = []
+        shift = []
+        for block, group in zip(
+            blocks(self.coefficients().float(), self.groups), self.groups, strict=True
+        ):
             mean = block.mean(0)
             rows.append((mean[..., None] * weight[list(group)]).sum(0))
             if bias is not None:
@@ -124,7 +147,7 @@ class FusedProjection(HeadProjection):
         return torch.stack(rows), torch.stack(shift) if shift else None
 
 
-@RELAXATION.part("lagrangian", source=SOURCE, knobs=LAGRANGIAN)
+@RELAXATION.part("lagrangian", source=_SOURCE, knobs=LAGRANGIAN)
 class Lagrangian(Relaxation):
     """DHA's fusion stage, of a copy of `model`, towards `plan` over `steps` steps. `penalty` is the second term of
     Eq. 8. Nothing is random, so `generator` is not used.
@@ -151,16 +174,25 @@ class Lagrangian(Relaxation):
         tolerance: float,
     ) -> None:
         new, old = opened(model, plan)
-        super().__init__(new, plan, put_in_place(new, old, plan, partial(FusedProjection, per_dimension=per_dimension)))
+        super().__init__(
+            new,
+            plan,
+            put_in_place(new, old, plan, partial(FusedProjection, per_dimension=per_dimension)),
+        )
         self.rate = rate_of("lagrangian", rate, steps)
-        self.warmup, self.base, self.tolerance = round(margin_fraction * steps), base, tolerance
-        self.multiplier = Learned(torch.tensor([multiplier_start], device=new.device, dtype=new.dtype))
+        self.warmup = round(margin_fraction * steps)
+        self.base = base
+        self.tolerance = tolerance
+        self.multiplier = Learned(
+            torch.tensor([multiplier_start], device=new.device, dtype=new.dtype)
+        )
         self._latest: Tensor | None = None
 
     def layer_losses(self) -> list[Tensor]:
         """Mean L_head over the pairs of each layer in which something is fused, keys and values together."""
         return [
-            torch.stack([p.fusion_loss() for p in layer.values()]).sum() / sum(p.pairs for p in layer.values())
+            torch.stack([p.fusion_loss() for p in layer.values()]).sum()
+            / sum(p.pairs for p in layer.values())
             for layer in self.stand_ins
             if layer
         ]
@@ -183,7 +215,8 @@ class Lagrangian(Relaxation):
     def remaining(self) -> float:
         """L_fusion over that of heads that are all themselves, of which two in a group of g are 2 / g apart."""
         start = [
-            sum(len(group) - 1 for p in layer.values() for group in p.groups) / sum(p.pairs for p in layer.values())
+            sum(len(group) - 1 for p in layer.values() for group in p.groups)
+            / sum(p.pairs for p in layer.values())
             for layer in self.stand_ins
             if layer
         ]
@@ -217,7 +250,9 @@ class Lagrangian(Relaxation):
             heads = projection.out_features // projection.head_dim
             distance = torch.full((heads, heads), torch.inf)
             omega = projection.coefficients().float().cpu()
-            for block, group in zip(blocks(omega, projection.groups), projection.groups, strict=True):
+            for block, group in zip(
+                blocks(omega, projection.groups), projection.groups, strict=True
+            ):
                 index = torch.tensor(group)
                 distance[index[:, None], index] = head_distances(block)
             of_layers.append(distance)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention.conversion.conversion import assemble, read_layers
+from attention.conversion.convert import assemble, read_layers
 from attention.conversion.relaxation_knobs import PULL_TOGETHER, rate_of
 from attention.modeling.shared_heads import SharedSite, shared_sites
 from attention.modeling.shared_weights import SharedColumns, SharedProjection, stored
@@ -34,7 +34,7 @@ from attention.plan import AttentionPlan, PlanError
 from trainers.loop import ParameterGroup
 from trainers.relaxations.base import RELAXATION, Learned, Relaxation, opened
 
-Block = tuple[int, int]  # layer, head
+_Block = tuple[int, int]  # layer, head
 
 
 def from_centre(apart: Tensor) -> Tensor:
@@ -64,17 +64,26 @@ class Beside:
     `parts`: for each block its star and its place there (0: the earlier block).
     """
 
-    def __init__(self, site: SharedSite, parts: dict[int, tuple[Star, int]], device: torch.device) -> None:
-        self.columns, self.parts, size = site.kind is SharedColumns, parts, site.size
-        self.places = torch.cat([torch.arange(b * size, (b + 1) * size, device=device) for b in parts])
+    def __init__(
+        self, site: SharedSite, parts: dict[int, tuple[Star, int]], device: torch.device
+    ) -> None:
+        self.columns = site.kind is SharedColumns
+        self.parts = parts
+        size = site.size
+        self.places = torch.cat(
+            [torch.arange(b * size, (b + 1) * size, device=device) for b in parts]
+        )
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        stars = {id(star): from_centre(star()) for star, _ in self.parts.values()}  # by a call, for ZeRO 3
+        # By a call, for ZeRO 3.
+        stars = {id(star): from_centre(star()) for star, _ in self.parts.values()}
         lines = torch.cat([stars[id(star)][place] for star, place in self.parts.values()])
         if self.columns:
             return output + F.linear(args[0].index_select(-1, self.places), lines.T)
         x = args[0]
-        extra = F.linear(x, lines[:, : x.shape[-1]], lines[:, -1] if lines.shape[1] > x.shape[-1] else None)
+        extra = F.linear(
+            x, lines[:, : x.shape[-1]], lines[:, -1] if lines.shape[1] > x.shape[-1] else None
+        )
         return output.index_add(-1, self.places, extra)
 
 
@@ -83,7 +92,11 @@ def _lines(projection: Any, columns: bool) -> Tensor:
     if columns:
         return projection.weight.detach().T
     bias = projection.bias
-    return projection.weight.detach() if bias is None else torch.cat([projection.weight, bias[:, None]], 1).detach()
+    return (
+        projection.weight.detach()
+        if bias is None
+        else torch.cat([projection.weight, bias[:, None]], 1).detach()
+    )
 
 
 def _centre(projection: Any, block: int, size: int, mean: Tensor, columns: bool) -> None:
@@ -99,16 +112,27 @@ def _centre(projection: Any, block: int, size: int, mean: Tensor, columns: bool)
 
 def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
     """Move the lent blocks of one projection to the means of their stars and put the differences beside them."""
-    columns, size = site.kind is SharedColumns, site.size
-    borrowers: dict[Block, list[Block]] = {}
+    columns = site.kind is SharedColumns
+    size = site.size
+    borrowers: dict[_Block, list[_Block]] = {}
     for share in site.shares:
-        borrowers.setdefault((share.source_layer, share.source_head), []).append((share.layer, share.head))
+        borrowers.setdefault((share.source_layer, share.source_head), []).append(
+            (share.layer, share.head)
+        )
     parts: dict[int, dict[int, tuple[Star, int]]] = {}
     for earlier, later in borrowers.items():
         members = [earlier, *later]
-        blocks = torch.stack([_lines(plain.projection(i), columns)[b * size : (b + 1) * size] for i, b in members])
+        blocks = torch.stack(
+            [_lines(plain.projection(i), columns)[b * size : (b + 1) * size] for i, b in members]
+        )
         star = Star(blocks[1:] - blocks[0])
-        _centre(site.projection(earlier[0]), earlier[1], size, blocks.double().mean(0).to(blocks.dtype), columns)
+        _centre(
+            site.projection(earlier[0]),
+            earlier[1],
+            size,
+            blocks.double().mean(0).to(blocks.dtype),
+            columns,
+        )
         for place, (layer, block) in enumerate(members):
             parts.setdefault(layer, {})[block] = (star, place)
         yield star
@@ -117,7 +141,9 @@ def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
         projection.register_forward_hook(Beside(site, at_blocks, projection.weight.device))
 
 
-@RELAXATION.part("pull_together", source="Cao 2024: PostShare", knobs=PULL_TOGETHER, needs=("shares",))
+@RELAXATION.part(
+    "pull_together", source="Cao 2024: PostShare", knobs=PULL_TOGETHER, needs=("shares",)
+)
 class PullTogether(Relaxation):
     """PostShare's post-training, of a copy of `model`: the shared model of `plan`, and beside it the differences, which
     shrink. Nothing is random, and no schedule depends on `steps`.
@@ -137,7 +163,9 @@ class PullTogether(Relaxation):
         tolerance: float,
     ) -> None:
         if not plan.is_shared:
-            raise PlanError("relaxation=pull_together needs a plan with shared heads or MLP blocks, got none")
+            raise PlanError(
+                "relaxation=pull_together needs a plan with shared heads or MLP blocks, got none"
+            )
         plain, old = opened(model, plan)
         if not all(layer.is_identity for layer in (*old.layers, *plan.layers)):
             raise PlanError(
@@ -147,8 +175,11 @@ class PullTogether(Relaxation):
         new = assemble(plain, plan, read_layers(plain))
         super().__init__(new, plan)
         sites = zip(shared_sites(new, plan), shared_sites(plain, plan), strict=True)
-        self.stars = nn.ModuleList(star for site, plain_site in sites for star in _part(site, plain_site))
-        self.rate, self.tolerance = rate_of("pull_together", rate, steps), tolerance
+        self.stars = nn.ModuleList(
+            star for site, plain_site in sites for star in _part(site, plain_site)
+        )
+        self.rate = rate_of("pull_together", rate, steps)
+        self.tolerance = tolerance
         self._left: float | None = None
 
     def penalty(self, step: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 from trainers.loop import LossFunction
 from trainers.relaxations.base import RELAXATION, Relaxation, is_coarser, lifted
@@ -45,20 +45,26 @@ class RelaxationSpec:
         object.__setattr__(self, "plans", tuple(self.plans))
         object.__setattr__(self, "knobs", RELAXATION.get(self.name).settings(self.knobs))
         if self.steps < 1 or self.save_every < 1:
-            raise ValueError(f"steps and save_every must be at least 1, got {self.steps} and {self.save_every}")
+            raise ValueError(
+                f"steps and save_every must be at least 1, got {self.steps} and {self.save_every}"
+            )
         if self.regroup_steps < 0 or (self.regroup_steps and self.name != "lagrangian"):
             raise ValueError(
                 "regroup_steps is for relaxation=lagrangian, whose mixes tell distances, and at least 0; got "
                 f"{self.regroup_steps} with {self.name}"
             )
         if self.settings is not None and self.settings.tuning != "full":
-            raise ValueError(f"a relaxation trains all weights: its tuning must be full, got {self.settings.tuning!r}")
+            raise ValueError(
+                f"a relaxation trains all weights: its tuning must be full, got {self.settings.tuning!r}"
+            )
         if not self.plans:
             raise ValueError("a relaxation needs at least one plan, got none")
         stages = [AttentionPlan.from_json(text) for text in self.plans]
         for a, b in pairwise(stages):
             if not is_coarser(a, b):
-                raise ValueError("each plan of a relaxation must be made of whole groups of the one before")
+                raise ValueError(
+                    "each plan of a relaxation must be made of whole groups of the one before"
+                )
 
     @property
     def total_steps(self) -> int:
@@ -74,23 +80,36 @@ class RelaxationSpec:
         """Plain values; `RelaxationSpec.from_dict` is the inverse."""
         settings = None if self.settings is None else self.settings.model_dump()
         record = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**record, "plans": list(self.plans), "knobs": dict(self.knobs), "settings": settings}
+        return {
+            **record,
+            "plans": list(self.plans),
+            "knobs": dict(self.knobs),
+            "settings": settings,
+        }
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> RelaxationSpec:
         settings = record.get("settings")
-        return cls(**{**record, "settings": None if settings is None else TrainSettings(**settings)})
+        return cls(
+            **{**record, "settings": None if settings is None else TrainSettings(**settings)}
+        )
 
-    def install(self, model: PreTrainedModel, stage: int, seed: int, plan: AttentionPlan | None = None) -> Relaxation:
+    def install(
+        self, model: PreTrainedModel, stage: int, seed: int, plan: AttentionPlan | None = None
+    ) -> Relaxation:
         """The relaxation of one stage, towards its plan or `plan`, on a copy of `model`, lifted where need be."""
         plan = plan or AttentionPlan.from_json(self.plans[stage])
         if not is_coarser(plan_of(model), plan):
             model = lifted(model)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + stage)
-        return RELAXATION.get(self.name)(model, plan, steps=self.steps, generator=generator, **self.knobs)
+        return RELAXATION.get(self.name)(
+            model, plan, steps=self.steps, generator=generator, **self.knobs
+        )
 
 
-def relaxed_objective(relaxation: Relaxation, loss_fn: LossFunction, step: Callable[[], int]) -> LossFunction:
+def relaxed_objective(
+    relaxation: Relaxation, loss_fn: LossFunction, step: Callable[[], int]
+) -> LossFunction:
     """`loss_fn` plus the penalty; `step()` tells how many steps are done."""
 
     def objective(model: Any, batch: Tensor) -> Tensor:

@@ -39,17 +39,22 @@ Division = Literal["twentieth", "by_size", "whole"]
 held-out side of local files that are too small for it. `whole`: not at all, since another source is for the other side;
 the built-in sources, whose held-out side is fixed, are divided by the md5 rule all the same."""
 
-BUILTIN, STDLIB = "builtin", "stdlib"
+BUILTIN = "builtin"
+STDLIB = "stdlib"
 HOLD_OUT = 20  # one document of so many is held out
-SHUFFLE_BUFFER = 10_000  # documents in memory while shuffling; a corpus of fewer is shuffled completely
-FEW_FILES = 20  # fewer text files than this are cut at blank lines: whole files could not be divided
+SHUFFLE_BUFFER = (
+    10_000  # documents in memory while shuffling; a corpus of fewer is shuffled completely
+)
+FEW_FILES = (
+    20  # fewer text files than this are cut at blank lines: whole files could not be divided
+)
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SMALL_BYTES = 32 * 2**20  # of files that are read once more to divide them by size
-HELD_OUT_CHARACTERS = (
-    100_000  # that `by_size` holds out, some 25,000 tokens, but no more than LARGEST_SHARE of the text
-)
+HELD_OUT_CHARACTERS = 100_000  # that `by_size` holds out, some 25,000 tokens, but no more than LARGEST_SHARE of the text
 LARGEST_SHARE = 0.25
-TOPICS_HELD_OUT = 4  # one of so many help topics: there are 80, and a twentieth of them is no text to measure on
+TOPICS_HELD_OUT = (
+    4  # one of so many help topics: there are 80, and a twentieth of them is no text to measure on
+)
 NOT_READ = (
     ".csv",
     ".tsv",
@@ -67,8 +72,14 @@ NOT_READ = (
     ".zip",
 )
 CHAT_FIELDS = ("messages", "conversations")
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "observation": "tool", "function": "tool"}
-PLAIN = (".txt", ".jsonl", ".json")  # whose size in bytes bounds the text
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+    "function": "tool",
+}
+_PLAIN = (".txt", ".jsonl", ".json")  # whose size in bytes bounds the text
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -89,8 +100,13 @@ class Conversation(str):
         for message in messages:
             known = {name: value for name, value in message.items() if value is not None}
             if "from" in known and "value" in known:
-                known = {"role": ROLES.get(str(known["from"]), known["from"]), "content": known["value"]}
-            if not isinstance(known.get("role"), str) or not ({"content", "tool_calls"} & set(known)):
+                known = {
+                    "role": ROLES.get(str(known["from"]), known["from"]),
+                    "content": known["value"],
+                }
+            if not isinstance(known.get("role"), str) or not (
+                {"content", "tool_calls"} & set(known)
+            ):
                 raise DataError(
                     f"{field}: expected messages with role and content (or from and value), got one with "
                     f"{sorted(known)}"
@@ -148,7 +164,9 @@ class Corpus:
     @property
     def most_tokens(self) -> int | None:
         """More tokens cannot be in the text, beginning and end tokens included; None where only reading it tells."""
-        if self.kind not in (STDLIB, BUILTIN) and not (self.files and self.files[0].suffix in PLAIN):
+        if self.kind not in (STDLIB, BUILTIN) and not (
+            self.files and self.files[0].suffix in _PLAIN
+        ):
             return None
         # A token stands for a byte or more, and so does a document, which has one end token
         return 2 * self.size
@@ -159,7 +177,13 @@ class Corpus:
         return sum(file.stat().st_size for file in self.files)
 
     def documents(
-        self, side: Side, text_field: str, seed: int | None, division: Division = "twentieth", *, mixed: bool = False
+        self,
+        side: Side,
+        text_field: str,
+        seed: int | None,
+        division: Division = "twentieth",
+        *,
+        mixed: bool = False,
     ) -> Iterator[str]:
         """Texts of one side, in the order of the source, or shuffled when a seed is given. `mixed`: of `builtin` only
         as much code as there is prose.
@@ -190,7 +214,9 @@ class Corpus:
         """Topics and as much code, by turns; then the rest of the code, unless `mixed`."""
         topics = help_topics()
         kept = sorted(
-            name for name in topics if side == "all" or held_out(name, TOPICS_HELD_OUT) == (side == "held_out")
+            name
+            for name in topics
+            if side == "all" or held_out(name, TOPICS_HELD_OUT) == (side == "held_out")
         )
         prose = [topics[name] for name in _shuffled(kept, seed)]
         # Shuffled always: files in the order of their names would be those of a few packages
@@ -205,8 +231,14 @@ class Corpus:
         if not mixed:
             yield from code
 
-    def _datasets(self, side: Side, text_field: str, seed: int | None, division: Division) -> Iterator[str]:
-        more = self._held_out_by_size(text_field) if side != "all" and division == "by_size" else frozenset()
+    def _datasets(
+        self, side: Side, text_field: str, seed: int | None, division: Division
+    ) -> Iterator[str]:
+        more = (
+            self._held_out_by_size(text_field)
+            if side != "all" and division == "by_size"
+            else frozenset()
+        )
         stream = _open(self)
         if seed is not None:
             stream = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
@@ -251,7 +283,10 @@ def _shuffled(items: list[Any], seed: int | None) -> list[Any]:
 
     if seed is None:
         return items
-    return [items[i] for i in torch.randperm(len(items), generator=torch.Generator().manual_seed(seed)).tolist()]
+    return [
+        items[i]
+        for i in torch.randperm(len(items), generator=torch.Generator().manual_seed(seed)).tolist()
+    ]
 
 
 def help_topics() -> dict[str, str]:
@@ -273,13 +308,16 @@ def resolve(source: str) -> Corpus:
             "line, and pass its path"
         )
     if not source.strip():
-        raise DataError("a source of text has no name; give 'builtin', 'stdlib', local text or a hub data set")
+        raise DataError(
+            "a source of text has no name; give 'builtin', 'stdlib', local text or a hub data set"
+        )
     if source in (STDLIB, BUILTIN):
         files = tuple(library_files())
         parts = [platform.python_version(), *map(_stamp, files)]
         if source == STDLIB:
             return Corpus(source, STDLIB, source, _digest(*parts), files=files)
-        code = tuple(file for file in files if file.parent.name != "pydoc_data")  # the topics themselves
+        # The topics themselves.
+        code = tuple(file for file in files if file.parent.name != "pydoc_data")
         return Corpus(source, BUILTIN, source, _digest(*parts, *help_topics().values()), files=code)
     if source.startswith(synthetic_corpus.PREFIX):
         name = source.removeprefix(synthetic_corpus.PREFIX)
@@ -297,7 +335,8 @@ def resolve(source: str) -> Corpus:
         ) from None
     if files:
         return Corpus(source, "files", name, _digest(*map(_stamp, files)), split, files=files)
-    path, kinds = Path(name).expanduser(), ", ".join(BUILDERS)
+    path = Path(name).expanduser()
+    kinds = ", ".join(BUILDERS)
     if path.is_file():
         raise DataError(
             f"{source}: {path.suffix or 'a file without a suffix'} is not read; expected {kinds} (a table as .jsonl: "
@@ -320,7 +359,8 @@ def library_files() -> Iterable[Path]:
     """Every .py file of this interpreter's standard library but tests and installed packages, by relative path."""
     files: list[Path] = []
     for folder, below, names in os.walk(LIBRARY):
-        below[:] = [name for name in below if name not in NOT_LIBRARY]  # installed packages are most of the tree
+        # Installed packages are most of the tree.
+        below[:] = [name for name in below if name not in NOT_LIBRARY]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(files, key=lambda f: f.relative_to(LIBRARY).as_posix())
 
@@ -344,7 +384,9 @@ def _local_files(name: str) -> tuple[Path, ...]:
     files = tuple(sorted(f.resolve() for f in candidates if f.suffix in BUILDERS))
     kinds = sorted({BUILDERS[f.suffix] for f in files})
     if len(kinds) > 1:
-        raise DataError(f"{name}: expected files of one type, found {kinds}; name one by a glob like '{name}/*.jsonl'")
+        raise DataError(
+            f"{name}: expected files of one type, found {kinds}; name one by a glob like '{name}/*.jsonl'"
+        )
     return files
 
 
@@ -356,14 +398,20 @@ def _open(corpus: Corpus) -> Any:
     logging.set_verbosity(logging.CRITICAL)  # what goes wrong is raised as well, and told once
     try:
         if corpus.kind == "hub":
-            return load_dataset(corpus.name, corpus.subset, split=corpus.split or "train", streaming=True)
+            return load_dataset(
+                corpus.name, corpus.subset, split=corpus.split or "train", streaming=True
+            )
         builder = BUILDERS[corpus.files[0].suffix]
         options = {}
         if builder == "text":
             options["sample_by"] = "paragraph" if len(corpus.files) < FEW_FILES else "document"
         names = [str(f) for f in corpus.files]
-        return load_dataset(builder, data_files={"train": names}, split="train", streaming=True, **options)
-    except Exception as error:  # the library raises a dozen types, of its own and of its HTTP client
+        return load_dataset(
+            builder, data_files={"train": names}, split="train", streaming=True, **options
+        )
+    except (
+        Exception
+    ) as error:  # the library raises a dozen types, of its own and of its HTTP client
         if corpus.files and not any(file.stat().st_size for file in corpus.files):
             raise DataError(f"{corpus.source}: expected text, and what it names is empty") from None
         _check_json(corpus)
@@ -384,7 +432,9 @@ def _texts(stream: Any, text_field: str, corpus: Corpus) -> Iterator[str]:
         raise
     except Exception as error:
         _check_json(corpus)
-        raise DataError(f"{corpus.source}: reading failed: {type(error).__name__}: {reason(error)}") from error
+        raise DataError(
+            f"{corpus.source}: reading failed: {type(error).__name__}: {reason(error)}"
+        ) from error
 
 
 def _text(row: Mapping[str, Any], text_field: str, corpus: Corpus) -> str:
@@ -402,16 +452,24 @@ def _text(row: Mapping[str, Any], text_field: str, corpus: Corpus) -> str:
         return value
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         return Conversation.of(value, f"{corpus.source}: field {name!r}") if value else ""
-    raise DataError(f"{corpus.source}: field {name!r} must be text, or a list of messages, got {type(value).__name__}")
+    raise DataError(
+        f"{corpus.source}: field {name!r} must be text, or a list of messages, got {type(value).__name__}"
+    )
 
 
 def _check_json(corpus: Corpus) -> None:
     """Raises DataError naming the first line of a JSON file that is none."""
-    for file in corpus.files if corpus.kind == "files" and BUILDERS[corpus.files[0].suffix] == "json" else ():
+    for file in (
+        corpus.files
+        if corpus.kind == "files" and BUILDERS[corpus.files[0].suffix] == "json"
+        else ()
+    ):
         try:
             content = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise DataError(f"{corpus.source}: {file.name} is not encoded in UTF-8; convert it first") from None
+            raise DataError(
+                f"{corpus.source}: {file.name} is not encoded in UTF-8; convert it first"
+            ) from None
         starts = content.lstrip()[:1]
         pieces = [(1, content)] if starts == "[" else list(enumerate(content.split("\n"), start=1))
         for first, piece in pieces:

@@ -23,7 +23,16 @@ import torch
 from torch import Tensor
 
 from attention.base.progress import Stage, stage
-from trainers.text.corpora import BUILTIN, HOLD_OUT, Corpus, DataError, Division, Side, document_digest, resolve
+from trainers.text.corpora import (
+    BUILTIN,
+    HOLD_OUT,
+    Corpus,
+    DataError,
+    Division,
+    Side,
+    document_digest,
+    resolve,
+)
 from trainers.text.token_sets import (
     FORMAT,
     SHARD_TOKENS,
@@ -51,12 +60,19 @@ Split = Literal["train", "eval", "calibration"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 SMALL = 16_000_000  # tokens of a text that one process reads and tokenises in seconds
 POOL = 4_000_000  # tokens of text at most from which evaluation and calibration sequences are spaced evenly
-CALIBRATION_SPREAD = 64  # calibration keeps one sequence in so many: few long documents must not stand for all
-COMPARED = 64_000_000  # characters of the other text that a whole evaluation text is compared with
+CALIBRATION_SPREAD = (
+    64  # calibration keeps one sequence in so many: few long documents must not stand for all
+)
+_COMPARED = 64_000_000  # characters of the other text that a whole evaluation text is compared with
 TOKENS = 16_384  # to calibrate and to measure on by default, or as many as there are
-LENGTH, SHORTEST = 2048, 64  # of sequences by default, and of those that little text is cut to
-FEWEST = 4  # sequences of a split: little text is cut to shorter ones, since a standard error needs some
-CALIBRATION_SEED = 1  # added to the seed: calibration takes other documents first than training does
+LENGTH = 2048  # tokens of a sequence by default
+_SHORTEST = 64  # tokens of the sequences that little text is cut to
+FEWEST = (
+    4  # sequences of a split: little text is cut to shorter ones, since a standard error needs some
+)
+CALIBRATION_SEED = (
+    1  # added to the seed: calibration takes other documents first than training does
+)
 
 
 @dataclass(frozen=True)
@@ -115,7 +131,9 @@ class TextCut:
                 "fewer tokens or give more text"
             )
 
-    def folder(self, tokenizer: Any, cache_dir: str | Path, shard_tokens: int = SHARD_TOKENS) -> Path:
+    def folder(
+        self, tokenizer: Any, cache_dir: str | Path, shard_tokens: int = SHARD_TOKENS
+    ) -> Path:
         """Where in `cache_dir` the token set lies, or will: the name holds everything that it depends on."""
         key = json.dumps([FORMAT, shard_tokens, self._made_of(tokenizer)], sort_keys=True)
         return Path(cache_dir) / f"{self.split}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
@@ -133,14 +151,19 @@ class TextCut:
             record["apart_from"] = resolve(self.apart_from).fingerprint
         if first := beginning(tokenizer):
             record["beginning"] = first
-        return record | {"fingerprint": self.corpus.fingerprint, "tokenizer": tokenizer_digest(tokenizer)}
+        return record | {
+            "fingerprint": self.corpus.fingerprint,
+            "tokenizer": tokenizer_digest(tokenizer),
+        }
 
     def _texts(self, left_out: list[str] | None = None) -> Iterator[str]:
         """Documents in order. `left_out`: takes those that also stand in `apart_from`."""
         seed = self.seed + (CALIBRATION_SEED if self.split == "calibration" else 0)
         side: Side = "held_out" if self.split == "eval" else "train"
         own = {"division": self.division, "mixed": self.split != "train"}
-        texts = self.corpus.documents(side, self.text_field, None if self.split == "eval" else seed, **own)
+        texts = self.corpus.documents(
+            side, self.text_field, None if self.split == "eval" else seed, **own
+        )
         if self.apart_from is None:
             yield from texts
             return
@@ -157,10 +180,12 @@ class TextCut:
         found: set[bytes] = set()
         characters = 0
         other = resolve(self.apart_from or self.source)
-        for text in other.documents("train", self.text_field, self.seed + CALIBRATION_SEED, "whole", mixed=True):
+        for text in other.documents(
+            "train", self.text_field, self.seed + CALIBRATION_SEED, "whole", mixed=True
+        ):
             found.add(document_digest(text))
             characters += len(text)
-            if characters >= COMPARED:
+            if characters >= _COMPARED:
                 break
         return found
 
@@ -185,10 +210,13 @@ class TextCut:
     def write(self, tokenizer: Any, folder: Path, shard_tokens: int, tokenise: Tokenise) -> None:
         """Write the token set, what an earlier run has left of it excepted. Raises DataError when there is too little
         text."""
-        made_of, largest = self._made_of(tokenizer), largest_id(tokenizer)
+        made_of = self._made_of(tokenizer)
+        largest = largest_id(tokenizer)
         if self.split != "train":
             rows = torch.from_numpy(self.in_memory(tokenizer))
-            write_sequences(rows, folder, largest_id=largest, shard_tokens=shard_tokens, made_of=made_of)
+            write_sequences(
+                rows, folder, largest_id=largest, shard_tokens=shard_tokens, made_of=made_of
+            )
             return
         check_end_token(tokenizer)
         layout = Layout.of(self.sequences, self.sequence_length, largest, shard_tokens, made_of)
@@ -196,18 +224,27 @@ class TextCut:
         missing = list(writer.missing())
         begun = missing[0][0] * layout.sequences_per_shard * self.sequence_length if missing else 0
         tokens = self.sequences * self.sequence_length
-        with stage(f"tokenising {self.split} of {self.source}", tokens, "tokens", start=begun) as told:
+        with stage(
+            f"tokenising {self.split} of {self.source}", tokens, "tokens", start=begun
+        ) as told:
             for run in missing:
                 start = writer.start(run[0])
-                texts = islice(self._texts(), start.documents, None)  # passed over, not tokenised again
+                # Passed over, not tokenised again.
+                texts = islice(self._texts(), start.documents, None)
                 reader = TokenReader(tokenise(blocks(texts), tokenizer), start)
                 self._write_run(writer, run, reader, beginning(tokenizer), told)
         writer.finish()
 
     def _write_run(
-        self, writer: TokenSetWriter, run: list[int], reader: TokenReader, first: list[int], told: Stage
+        self,
+        writer: TokenSetWriter,
+        run: list[int],
+        reader: TokenReader,
+        first: list[int],
+        told: Stage,
     ) -> None:
-        length, layout = self.sequence_length, writer.layout
+        length = self.sequence_length
+        layout = writer.layout
         done = run[0] * layout.sequences_per_shard * length
         for number in run:
             wanted = layout.rows(number) * length
@@ -219,14 +256,19 @@ class TextCut:
 
     def too_few(self, tokens: int, documents: int, left_out: int = 0) -> DataError:
         """The mistake that a text of so many tokens is."""
-        wanted, length = self.sequences, self.sequence_length
+        wanted = self.sequences
+        length = self.sequence_length
         there = tokens // length
         fewer = f"ask for at most {there * length} tokens or give" if there else "give"
         apart = ""
         if left_out:
             apart = f" ({left_out} documents also stand in {self.apart_from} and are left out)"
         elif self.split == "eval" and not self.corpus.wholly_held_out:
-            share = "a part of the documents" if self.division == "by_size" else f"about one document in {HOLD_OUT}"
+            share = (
+                "a part of the documents"
+                if self.division == "by_size"
+                else f"about one document in {HOLD_OUT}"
+            )
             apart = f" ({share} is held out to measure on, by a digest of its text: of equal ones all or none)"
         return DataError(
             f"{self.source}: {self.split} needs {wanted} sequences of {length} tokens ({wanted * length}), found "
@@ -246,13 +288,15 @@ class PooledTokens:
 
     def sequences(self, cut: TextCut) -> np.ndarray:
         """Those of `cut`, `[N, T]` int32, evenly spaced. Raises DataError when there is too little text."""
-        wanted, length = cut.sequences, cut.sequence_length
+        wanted = cut.sequences
+        length = cut.sequence_length
         there = len(self.ids) // length
         if there < (1 if cut.at_most else wanted):
             raise cut.too_few(len(self.ids), self.documents, self.left_out)
         wanted = min(wanted, there)
         return _begun(
-            self.ids[: there * length].reshape(there, length)[np.arange(wanted) * there // wanted], self.first
+            self.ids[: there * length].reshape(there, length)[np.arange(wanted) * there // wanted],
+            self.first,
         )
 
 
@@ -269,7 +313,7 @@ def default_length(positions: int, *tokens: int) -> int:
     """Tokens a sequence by default, for a model of so many positions and splits of so many tokens: LENGTH, or all that
     the model takes; less where the tokens would be fewer than FEWEST sequences."""
     length = min(LENGTH, positions)
-    while length > SHORTEST and min(tokens, default=length * FEWEST) < length * FEWEST:
+    while length > _SHORTEST and min(tokens, default=length * FEWEST) < length * FEWEST:
         length //= 2
     return length
 
@@ -319,8 +363,14 @@ class Texts:
     def cut(self, split: Split, tokens: int | None, length: int) -> TextCut:
         """One split. Raises DataError for a source that is not there, and for tokens that fill no sequence."""
         source = self.eval_source if split == "eval" else self.source
-        corpus, apart = resolve(source), None
-        if split == "eval" and not self.one and corpus.kind in ("files", "hub") and self.data is not None:
+        corpus = resolve(source)
+        apart = None
+        if (
+            split == "eval"
+            and not self.one
+            and corpus.kind in ("files", "hub")
+            and self.data is not None
+        ):
             apart = None if resolve(self.data).kind == "synthetic" else self.data
         return TextCut(
             source,
@@ -349,13 +399,19 @@ class Texts:
         wanted: dict[Split, int | None] = {"eval": eval_tokens}
         if calibrate:
             wanted["calibration"] = calibration_tokens
-        length = sequence_length or default_length(positions, *(tokens or TOKENS for tokens in wanted.values()))
+        length = sequence_length or default_length(
+            positions, *(tokens or TOKENS for tokens in wanted.values())
+        )
         cuts = {split: self.cut(split, tokens, length) for split, tokens in wanted.items()}
         pools = {split: cut.pooled(tokenizer) for split, cut in cuts.items()}
         if sequence_length is None:
-            length = default_length(positions, *(min(cuts[split].tokens, len(pools[split].ids)) for split in cuts))
+            length = default_length(
+                positions, *(min(cuts[split].tokens, len(pools[split].ids)) for split in cuts)
+            )
         rows = {
-            split: torch.from_numpy(pools[split].sequences(replace(cut, sequence_length=length))).long()
+            split: torch.from_numpy(
+                pools[split].sequences(replace(cut, sequence_length=length))
+            ).long()
             for split, cut in cuts.items()
         }
         facts = {
@@ -367,7 +423,9 @@ class Texts:
         return LoadedTexts(rows.get("calibration", rows["eval"][:0]), rows["eval"], facts)
 
 
-def load_sequences(source: str, tokenizer: Any, *, cache_dir: str | Path | None = None, **cut: Any) -> Tensor:
+def load_sequences(
+    source: str, tokenizer: Any, *, cache_dir: str | Path | None = None, **cut: Any
+) -> Tensor:
     """The sequences of `TextCut(source, **cut)` in memory, `[N, T]` int64; without `cache_dir` none are kept."""
     if cache_dir is not None:
         return read_sequences(token_set(TextCut(source, **cut), tokenizer, cache_dir))[:]
@@ -411,15 +469,22 @@ class BatchStream:
         seed: int = 0,
     ) -> None:
         if len(sequences.shape) != 2 or not len(sequences):
-            raise ValueError(f"sequences must be [N, T] with at least one row, got shape {tuple(sequences.shape)}")
+            raise ValueError(
+                f"sequences must be [N, T] with at least one row, got shape {tuple(sequences.shape)}"
+            )
         if batch_size < max(1, world_size):
-            raise ValueError(f"batch_size must give each of {world_size} worker(s) a sequence, got {batch_size}")
+            raise ValueError(
+                f"batch_size must give each of {world_size} worker(s) a sequence, got {batch_size}"
+            )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
-        self._sequences, self._batch_size, self._seed = sequences, batch_size, seed
+        self._sequences = sequences
+        self._batch_size = batch_size
+        self._seed = seed
         self._mine = range(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
         self._position = 0
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.int64)
 
     def next(self) -> Tensor:
         rows = [self._row(self._position + row) for row in self._mine]
@@ -431,7 +496,8 @@ class BatchStream:
         if epoch != self._epoch:
             # a seed of its own for each (seed, epoch), so that a position can be reached without the ones before
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            self._epoch, self._order = epoch, torch.randperm(len(self._sequences), generator=generator)
+            self._epoch = epoch
+            self._order = torch.randperm(len(self._sequences), generator=generator)
         return int(self._order[offset])
 
     def skip(self, sequences: int) -> None:

@@ -57,11 +57,15 @@ def _pick(words: Sequence[str], count: int, generator: np.random.Generator) -> l
     return [words[int(i)] for i in generator.choice(len(words), size=count, replace=False)]
 
 
-def _apart(domain: Domain, table: dict[str, str], count: int, generator: np.random.Generator) -> list[str]:
+def _apart(
+    domain: Domain, table: dict[str, str], count: int, generator: np.random.Generator
+) -> list[str]:
     """Items of which none leads to the answer of another, neither as it is nor transformed."""
     chosen: list[str] = []
     for item in _pick(domain.items, len(domain.items), generator):
-        if all(table[item] not in (other, table[other]) and item != table[other] for other in chosen):
+        if all(
+            table[item] not in (other, table[other]) and item != table[other] for other in chosen
+        ):
             chosen.append(item)
             if len(chosen) == count:
                 break
@@ -86,7 +90,11 @@ def _other_person(domain: Domain, table: dict[str, str], generator: np.random.Ge
     items = _apart(domain, table, 3, generator)
     people = [twice, twice, once]
     order = generator.permutation(3)
-    return _statements(domain, [(people[i], items[i]) for i in order]), f"whoever is not {twice}", items[2]
+    return (
+        _statements(domain, [(people[i], items[i]) for i in order]),
+        f"whoever is not {twice}",
+        items[2],
+    )
 
 
 def _ordered(place: int, word: str) -> Callable[..., Drawn]:
@@ -107,11 +115,16 @@ def _odd_one(domain: Domain, table: dict[str, str], generator: np.random.Generat
 def _other_class(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
     while True:
         inside, outside = _pick(list(domain.classes), 2, generator)
-        pair, odd = _pick(domain.classes[inside], 2, generator), _pick(domain.classes[outside], 1, generator)[0]
+        pair = _pick(domain.classes[inside], 2, generator)
+        odd = _pick(domain.classes[outside], 1, generator)[0]
         if all(table[odd] not in (item, table[item]) and odd != table[item] for item in pair):
             break
     listed = [(*pair, odd)[i] for i in generator.permutation(3)]
-    return domain.listing.format(items=", ".join(listed)), f"the one {domain.other_class.format(name=inside)}", odd
+    return (
+        domain.listing.format(items=", ".join(listed)),
+        f"the one {domain.other_class.format(name=inside)}",
+        odd,
+    )
 
 
 def _same_item(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
@@ -146,18 +159,26 @@ def all_tasks() -> tuple[Task, ...]:
     return tuple(sorted(made))
 
 
-def split_tasks(tasks: Sequence[Task], held_out: int, generator: np.random.Generator) -> tuple[list[Task], list[Task]]:
+def split_tasks(
+    tasks: Sequence[Task], held_out: int, generator: np.random.Generator
+) -> tuple[list[Task], list[Task]]:
     """(tasks to train on, `held_out` tasks to test on): every pattern and every transformation of the second is also in
     the first, but no pair of them. Raises ValueError if so many cannot be held out."""
-    kept, out = set(tasks), list[Task]()
+    kept = set(tasks)
+    out = list[Task]()
     for task in (sorted(tasks)[i] for i in generator.permutation(len(tasks))):
         rest = kept - {task}
         pattern_stays = any(t.pattern == task.pattern for t in rest)
-        change_stays = any((t.domain, t.transformation) == (task.domain, task.transformation) for t in rest)
+        change_stays = any(
+            (t.domain, t.transformation) == (task.domain, task.transformation) for t in rest
+        )
         if len(out) < held_out and pattern_stays and change_stays:
-            kept, out = rest, [*out, task]
+            kept = rest
+            out = [*out, task]
     if len(out) < held_out:
-        raise ValueError(f"of {len(tasks)} tasks at most {len(out)} can be held out, got held_out={held_out}")
+        raise ValueError(
+            f"of {len(tasks)} tasks at most {len(out)} can be held out, got held_out={held_out}"
+        )
     return sorted(kept), sorted(out)
 
 
@@ -168,29 +189,49 @@ def draw(task: Task, generator: np.random.Generator) -> Example:
     context, whom, source = PATTERNS[task.pattern](domain, table, generator)
     about_person = task.pattern == "same item"
     phrase = "the name was" if about_person else domain.phrases[task.transformation]
-    return Example(task, f"{context} Back to {whom}: {phrase}", source if about_person else table[source])
+    return Example(
+        task, f"{context} Back to {whom}: {phrase}", source if about_person else table[source]
+    )
 
 
 def episode(task: Task, shots: int, generator: np.random.Generator) -> Example:
     """An example after `shots` solved ones of the same task, one a line."""
-    solved = "".join(f"{e.prompt} {e.answer}.\n" for e in (draw(task, generator) for _ in range(shots)))
+    solved = "".join(
+        f"{e.prompt} {e.answer}.\n" for e in (draw(task, generator) for _ in range(shots))
+    )
     last = draw(task, generator)
     return Example(task, solved + last.prompt, last.answer, shots)
 
 
 def examples(
-    tasks: Sequence[Task], per_task: int, generator: np.random.Generator, shots: Sequence[int] = SHOTS
+    tasks: Sequence[Task],
+    per_task: int,
+    generator: np.random.Generator,
+    shots: Sequence[int] = SHOTS,
 ) -> list[Example]:
     """`per_task` examples of each task (the paper has 12), each with one of `shots` numbers of shots, drawn evenly."""
-    return [episode(task, int(generator.choice(shots)), generator) for task in tasks for _ in range(per_task)]
+    return [
+        episode(task, int(generator.choice(shots)), generator)
+        for task in tasks
+        for _ in range(per_task)
+    ]
 
 
 def vocabulary() -> tuple[str, ...]:
     """Every word and sign that any example can hold, sorted, behind padding (id 0) and the line end."""
     texts = [*PEOPLE, "Back to whoever is not the first last one listed once name was : . ,"]
     for domain in DOMAINS.values():
-        texts += [domain.statement, domain.listing, domain.other_class, *domain.classes, *domain.items]
-        texts += [*domain.phrases.values(), *(w for table in domain.answers.values() for w in table.values())]
+        texts += [
+            domain.statement,
+            domain.listing,
+            domain.other_class,
+            *domain.classes,
+            *domain.items,
+        ]
+        texts += [
+            *domain.phrases.values(),
+            *(w for table in domain.answers.values() for w in table.values()),
+        ]
     plain = re.sub(r"\{\w+\}", " ", " ".join(texts))
     return ("<pad>", "\n", *sorted(set(re.findall(r"\w+|[^\w\s]", plain))))
 
@@ -210,7 +251,12 @@ class Score:
 
 
 def evaluate_tasks(
-    model: Any, items: Sequence[Example], encode: Encode, *, first: Sequence[int] = (), batch_size: int = 16
+    model: Any,
+    items: Sequence[Example],
+    encode: Encode,
+    *,
+    first: Sequence[int] = (),
+    batch_size: int = 16,
 ) -> Score:
     """Score a causal model on examples (Xiao 2024, Table 5). `encode` gives token ids without special tokens; `first`:
     those that a prompt begins with.
@@ -222,11 +268,13 @@ def evaluate_tasks(
     if not items:
         raise ValueError("expected at least one example, got none")
     device = next(model.parameters()).device
-    nats, right = [], []
+    nats = []
+    right = []
     with evaluating(model):
         for start in range(0, len(items), batch_size):
             pairs = [
-                ([*first, *encode(e.prompt)], list(encode(f" {e.answer}"))) for e in items[start : start + batch_size]
+                ([*first, *encode(e.prompt)], list(encode(f" {e.answer}")))
+                for e in items[start : start + batch_size]
             ]
             rows = [torch.tensor(prompt + answer, device=device) for prompt, answer in pairs]
             logits = model(input_ids=pad_sequence(rows, batch_first=True), use_cache=False).logits

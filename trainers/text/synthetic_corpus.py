@@ -14,15 +14,25 @@ from typing import Any
 
 import numpy as np
 
-from trainers.text.synthetic import PATTERNS, Score, Task, all_tasks, episode, evaluate_tasks, examples, split_tasks
+from trainers.text.synthetic import (
+    PATTERNS,
+    Score,
+    Task,
+    all_tasks,
+    episode,
+    evaluate_tasks,
+    examples,
+    split_tasks,
+)
 from trainers.text.synthetic_words import DOMAINS, PEOPLE
 
 PREFIX = "synthetic:"
 HELD_OUT = 2_000  # documents
-SHOTS = 3  # of a document
-ASKED_SHOTS = (2, 3, 4)  # of an example that is asked: of the paper's 2 to 7 those that fit a short context
+_SHOTS = 3  # of a document
+# Of an example that is asked: of the paper's 2 to 7 those that fit a short context.
+ASKED_SHOTS = (2, 3, 4)
 NEW_PAIRS = 15
-TRAINING, HOLDING, ASKING = range(3)  # streams of random numbers
+_TRAINING, HOLDING, ASKING = range(3)  # streams of random numbers
 
 
 def names() -> list[str]:
@@ -31,7 +41,7 @@ def names() -> list[str]:
 
 def fingerprint() -> str:
     """Changes with the words and the tasks."""
-    return hashlib.sha256(repr((DOMAINS, PEOPLE, all_tasks(), SHOTS)).encode()).hexdigest()
+    return hashlib.sha256(repr((DOMAINS, PEOPLE, all_tasks(), _SHOTS)).encode()).hexdigest()
 
 
 @cache
@@ -46,18 +56,23 @@ def tasks_of(name: str, train: bool) -> Sequence[Task]:
 
 def documents(name: str, train: bool, seed: int | None) -> Iterator[str]:
     """Episodes of random tasks; those to train on by `seed` and without end, those held out always the same."""
-    generator = np.random.default_rng([0, HOLDING] if not train else [seed or 0, TRAINING])
-    tasks, made = tasks_of(name, train), 0
+    generator = np.random.default_rng([0, HOLDING] if not train else [seed or 0, _TRAINING])
+    tasks = tasks_of(name, train)
+    made = 0
     while train or made < HELD_OUT:
-        example = episode(tasks[int(generator.integers(len(tasks)))], SHOTS, generator)
+        example = episode(tasks[int(generator.integers(len(tasks)))], _SHOTS, generator)
         yield f"{example.prompt} {example.answer}.\n"
         made += 1
 
 
-def score(model: Any, tokenizer: Any, name: str, per_task: int = 12, *, first: Sequence[int] = ()) -> Score:
+def score(
+    model: Any, tokenizer: Any, name: str, per_task: int = 12, *, first: Sequence[int] = ()
+) -> Score:
     """How a model answers the held-out tasks of `synthetic:name`, always the same examples; the paper has 12 a task
     (App. F). `first`: tokens that every prompt begins with."""
-    asked = examples(tasks_of(name, False), per_task, np.random.default_rng([0, ASKING]), ASKED_SHOTS)
+    asked = examples(
+        tasks_of(name, False), per_task, np.random.default_rng([0, ASKING]), ASKED_SHOTS
+    )
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)

@@ -48,7 +48,9 @@ def _domain(
     members = {key: tuple(words.split()) for key, words in classes.items()}
     items = [item for words in members.values() for item in words]
     phrases = {"copy": "the word was"} | {key: phrase for key, (phrase, _) in asked.items()}
-    answers = {"copy": {item: item for item in items}} | {key: table for key, (_, table) in asked.items()}
+    answers = {"copy": {item: item for item in items}} | {
+        key: table for key, (_, table) in asked.items()
+    }
     return Domain(name, members, statement, listing, other_class, phrases, answers)
 
 
@@ -59,7 +61,13 @@ _THINGS = {
     "livestock": "horse goat duck rabbit donkey hen",
     "music": "flute violin drum harp cello trumpet",
 }
-_USES = {"fruit": "eat", "clothing": "wear", "transport": "drive", "livestock": "feed", "music": "play"}
+_USES = {
+    "fruit": "eat",
+    "clothing": "wear",
+    "transport": "drive",
+    "livestock": "feed",
+    "music": "play",
+}
 _TOWNS = {
     "Norway": "Oslo Bergen Trondheim",
     "Kenya": "Nairobi Mombasa Kisumu",
@@ -95,7 +103,10 @@ DOMAINS: dict[str, Domain] = {
             "that has nothing to do with {name}",
             {
                 "superclass": ("it has to do with", _inverse(_THINGS)),
-                "use": ("it is something to", {item: _USES[name] for item, name in _inverse(_THINGS).items()}),
+                "use": (
+                    "it is something to",
+                    {item: _USES[name] for item, name in _inverse(_THINGS).items()},
+                ),
             },
         ),
         _domain(
@@ -112,7 +123,12 @@ DOMAINS: dict[str, Domain] = {
             "{person} felt {item}.",
             "On the chart: {items}.",
             "",
-            {"opposite": ("its opposite is", {word: _OPPOSITES[place ^ 1] for place, word in enumerate(_OPPOSITES)})},
+            {
+                "opposite": (
+                    "its opposite is",
+                    {word: _OPPOSITES[place ^ 1] for place, word in enumerate(_OPPOSITES)},
+                )
+            },
         ),
         _domain(
             "number",
@@ -121,8 +137,14 @@ DOMAINS: dict[str, Domain] = {
             "On the board: {items}.",
             "that is not {name}",
             {
-                "previous": ("one less is", {word: _COUNT[i - 1] for i, word in enumerate(_COUNT) if 0 < i < 19}),
-                "next": ("one more is", {word: _COUNT[i + 1] for i, word in enumerate(_COUNT) if 0 < i < 19}),
+                "previous": (
+                    "one less is",
+                    {word: _COUNT[i - 1] for i, word in enumerate(_COUNT) if 0 < i < 19},
+                ),
+                "next": (
+                    "one more is",
+                    {word: _COUNT[i + 1] for i, word in enumerate(_COUNT) if 0 < i < 19},
+                ),
             },
         ),
     )

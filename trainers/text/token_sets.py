@@ -30,8 +30,11 @@ from attention.io.files import sha256, write_whole, written_whole
 from trainers.text.corpora import DataError
 
 FORMAT = 1
-SHARD_TOKENS = 2**21  # tokens of a shard: what a killed run makes again at most, and what its writer holds in memory
-INDEX, UNFINISHED, TENSOR = "index.json", "unfinished.json", "sequences"
+# Tokens of a shard: what a killed run makes again at most, and what its writer holds in memory.
+SHARD_TOKENS = 2**21
+_INDEX = "index.json"
+_UNFINISHED = "unfinished.json"
+TENSOR = "sequences"
 
 
 class Place(NamedTuple):
@@ -65,7 +68,14 @@ class Layout:
     made_of: dict[str, Any]
 
     @classmethod
-    def of(cls, sequences: int, length: int, largest_id: int, shard_tokens: int, made_of: dict[str, Any]) -> Layout:
+    def of(
+        cls,
+        sequences: int,
+        length: int,
+        largest_id: int,
+        shard_tokens: int,
+        made_of: dict[str, Any],
+    ) -> Layout:
         dtype = "uint16" if largest_id < 2**16 else "uint32"
         return cls(sequences, length, max(1, shard_tokens // length), dtype, made_of)
 
@@ -85,7 +95,7 @@ class TokenSequences:
     def __init__(self, folder: str | Path) -> None:
         """Raises DataError if there is no finished set in `folder`."""
         self.folder = Path(folder)
-        index = _read(self.folder / INDEX)
+        index = _read(self.folder / _INDEX)
         if index is None:
             raise DataError(
                 f"expected a set of token sequences, found none at {self.folder}; build it with token_set()"
@@ -115,7 +125,9 @@ class TokenSequences:
                     for place, row in wanted:
                         found[place] = sequences[row : row + 1][0]
             except (OSError, SafetensorError) as error:
-                raise DataError(f"{file} cannot be read: {error}; start again, and it is made again") from None
+                raise DataError(
+                    f"{file} cannot be read: {error}; start again, and it is made again"
+                ) from None
         return torch.from_numpy(found)
 
 
@@ -123,12 +135,17 @@ class TokenSetWriter:
     """Writes the shards of a set but those that an earlier run has left whole."""
 
     def __init__(self, folder: str | Path, layout: Layout) -> None:
-        self._folder, self.layout = Path(folder), layout
-        known = _read(self._folder / UNFINISHED) or _read(self._folder / INDEX) or {}
+        self._folder = Path(folder)
+        self.layout = layout
+        known = _read(self._folder / _UNFINISHED) or _read(self._folder / _INDEX) or {}
         self._shards: dict[int, Shard] = {}
         if known.get("layout") == json.loads(json.dumps(asdict(layout))):
-            self._shards = {int(number): Shard.from_dict(shard) for number, shard in known["shards"].items()}
-        self._whole = {number for number, shard in self._shards.items() if self._intact(number, shard)}
+            self._shards = {
+                int(number): Shard.from_dict(shard) for number, shard in known["shards"].items()
+            }
+        self._whole = {
+            number for number, shard in self._shards.items() if self._intact(number, shard)
+        }
 
     def missing(self) -> list[list[int]]:
         """Shards that are still to be written, in runs of neighbours."""
@@ -149,12 +166,12 @@ class TokenSetWriter:
             save_file({TENSOR: np.ascontiguousarray(sequences, dtype=self.layout.dtype)}, fresh)
             self._shards[number] = Shard(fresh.stat().st_size, sha256(fresh), end)
         self._whole.add(number)
-        self._write(UNFINISHED)
+        self._write(_UNFINISHED)
 
     def finish(self) -> None:
         """Write the index: from now on the set is there."""
-        self._write(INDEX)
-        (self._folder / UNFINISHED).unlink(missing_ok=True)
+        self._write(_INDEX)
+        (self._folder / _UNFINISHED).unlink(missing_ok=True)
 
     def _intact(self, number: int, shard: Shard) -> bool:
         file = shard_file(self._folder, number)
@@ -163,9 +180,11 @@ class TokenSetWriter:
     def _write(self, name: str) -> None:
         record: dict[str, Any] = {"format": FORMAT, "layout": asdict(self.layout)}
         record["shards"] = {number: asdict(shard) for number, shard in sorted(self._shards.items())}
-        if name == INDEX:
+        if name == _INDEX:
             cut = [self.layout.sequences, self.layout.sequence_length]
-            content = json.dumps([cut, [self._shards[number].sha256 for number in range(self.layout.shards)]])
+            content = json.dumps(
+                [cut, [self._shards[number].sha256 for number in range(self.layout.shards)]]
+            )
             record["digest"] = hashlib.sha256(content.encode()).hexdigest()
         write_whole(self._folder / name, json.dumps(record, indent=1) + "\n")
 
@@ -198,10 +217,12 @@ def write_sequences(
 def is_complete(folder: str | Path) -> bool:
     """Whether a set is there, with every shard of the size that it was written with."""
     folder = Path(folder)
-    index = _read(folder / INDEX)
-    if index is None or (folder / UNFINISHED).exists():
+    index = _read(folder / _INDEX)
+    if index is None or (folder / _UNFINISHED).exists():
         return False
-    files = {shard_file(folder, int(number)): shard["size"] for number, shard in index["shards"].items()}
+    files = {
+        shard_file(folder, int(number)): shard["size"] for number, shard in index["shards"].items()
+    }
     return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
 
 

@@ -45,7 +45,8 @@ def blocks(texts: Iterator[str]) -> Iterator[list[str]]:
         characters += len(text)
         if number % DOCUMENTS_AT_ONCE == 0 or characters >= BLOCK_CHARACTERS:
             yield block
-            block, characters = [], 0
+            block = []
+            characters = 0
     if block:
         yield block
 
@@ -53,8 +54,11 @@ def blocks(texts: Iterator[str]) -> Iterator[list[str]]:
 def tokenise(texts: list[str], tokenizer: Any) -> Block:
     """The tokens of one block: of nothing but the block and the tokenizer. Raises DataError for conversations that the
     tokenizer's chat template does not take."""
-    first, end = beginning(tokenizer), tokenizer.eos_token_id
-    written = [_written(text, tokenizer) if isinstance(text, Conversation) else text for text in texts]
+    first = beginning(tokenizer)
+    end = tokenizer.eos_token_id
+    written = [
+        _written(text, tokenizer) if isinstance(text, Conversation) else text for text in texts
+    ]
     documents: list[np.ndarray] = []
     for text, ids in zip(texts, _ids(written, tokenizer), strict=True):
         if isinstance(text, Conversation):  # begins and ends as the template says
@@ -71,7 +75,9 @@ def beginning(tokenizer: Any) -> list[int]:
     plain = _ids(["a"], tokenizer)[0]
     whole = list(tokenizer("a")["input_ids"])
     places = range(len(whole) - len(plain) + 1)
-    return whole[: next((place for place in places if whole[place : place + len(plain)] == plain), 0)]
+    return whole[
+        : next((place for place in places if whole[place : place + len(plain)] == plain), 0)
+    ]
 
 
 def _written(conversation: Conversation, tokenizer: Any) -> str:
@@ -95,9 +101,13 @@ def _written(conversation: Conversation, tokenizer: Any) -> str:
 def _ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:  # without offsets into the text it takes two thirds of the time
-        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)
+        ]
     # verbose=False: a document may be longer than the model's context, since it is cut afterwards
-    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
 
 
 def tokenise_here(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[Block]:
@@ -128,12 +138,16 @@ class TokenReader:
     `start`."""
 
     def __init__(self, tokens: Iterator[Block], start: Place) -> None:
-        self._blocks, self._before, self._at = tokens, start.documents, start.tokens
-        self._ids, self._ends = np.empty(0, np.int32), np.empty(0, np.int64)
+        self._blocks = tokens
+        self._before = start.documents
+        self._at = start.tokens
+        self._ids = np.empty(0, np.int32)
+        self._ends = np.empty(0, np.int64)
 
     def take(self, count: int) -> np.ndarray:
         """The next `count` tokens, int32; fewer where the text ends."""
-        taken, done = np.empty(count, np.int32), 0
+        taken = np.empty(count, np.int32)
+        done = 0
         while done < count and (self._at < len(self._ids) or self._advance()):
             piece = self._ids[self._at : self._at + count - done]
             taken[done : done + len(piece)] = piece
@@ -161,7 +175,9 @@ class TokenReader:
 def pool(tokens: Iterator[Block], limit: int) -> tuple[np.ndarray, int]:
     """All tokens of the first documents that have `limit` together, of a multiple of DOCUMENTS_AT_ONCE; and how many
     documents that are."""
-    ids, documents, total = [np.empty(0, np.int32)], 0, 0
+    ids = [np.empty(0, np.int32)]
+    documents = 0
+    total = 0
     for block in tokens:
         ids.append(block.ids)
         documents += len(block.ends)
@@ -174,8 +190,14 @@ def pool(tokens: Iterator[Block], limit: int) -> tuple[np.ndarray, int]:
 def tokenizer_digest(tokenizer: Any) -> str:
     """SHA-256 of all that decides how a tokenizer cuts text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    state = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return hashlib.sha256(f"{type(tokenizer).__name__}|{tokenizer.eos_token_id}|{state}".encode()).hexdigest()
+    state = (
+        backend.to_str()
+        if backend is not None
+        else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    )
+    return hashlib.sha256(
+        f"{type(tokenizer).__name__}|{tokenizer.eos_token_id}|{state}".encode()
+    ).hexdigest()
 
 
 def largest_id(tokenizer: Any) -> int:
@@ -185,4 +207,6 @@ def largest_id(tokenizer: Any) -> int:
 def check_end_token(tokenizer: Any) -> None:
     """Raises DataError for a tokenizer that has none."""
     if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end token to join documents with; set tokenizer.eos_token")
+        raise DataError(
+            "the tokenizer has no end token to join documents with; set tokenizer.eos_token"
+        )

@@ -26,15 +26,25 @@ def read_tokenizer(source: str | Path) -> Any:
     try:
         cached = not folder.is_dir() and only_cached(source)
         tokenizer = _read(str(source), cached)
-    except Exception as error:  # its files may hold anything, and their readers may stumble over it in any way
+    except (
+        Exception
+    ) as error:  # its files may hold anything, and their readers may stumble over it in any way
         present = [name for name in VOCABULARIES if (folder / name).is_file()]
         if folder.is_dir() and not present:
             raise _none_at(source) from None
         said = " ".join((str(error) or type(error).__name__).split())[:300]
-        what = f"{folder / present[0]} cannot be read" if present else f"no tokenizer at {str(source)!r}"
+        what = (
+            f"{folder / present[0]} cannot be read"
+            if present
+            else f"no tokenizer at {str(source)!r}"
+        )
         raise TokenizerError(f"{what}: {said}; copy it again from the model's source") from None
     files: dict[str, str] = type(tokenizer).vocab_files_names
-    if folder.is_dir() and files and not any((folder / name).is_file() for name in (*VOCABULARIES, *files.values())):
+    if (
+        folder.is_dir()
+        and files
+        and not any((folder / name).is_file() for name in (*VOCABULARIES, *files.values()))
+    ):
         raise _none_at(source)
     return tokenizer
 

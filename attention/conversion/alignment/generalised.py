@@ -23,7 +23,10 @@ from attention.plan import LayerPlan
 
 @ALIGNMENT.part("none", source="Ainslie 2023, sec. 2.1: heads are pooled as they are")
 def unaligned(
-    heads: LayerHeads, plan: LayerPlan, statistics: LayerStatistics | None = None, geometry: HeadGeometry | None = None
+    heads: LayerHeads,
+    plan: LayerPlan,
+    statistics: LayerStatistics | None = None,
+    geometry: HeadGeometry | None = None,
 ) -> LayerHeads:
     """The heads as they are."""
     return heads
@@ -58,7 +61,9 @@ def align(
     check_lifted(heads, plan)
     if not geometry.qk_norm:
         gram = head_gram(heads, statistics, "key", criterion)
-        heads = rotate_keys(heads, align_heads(gram, plan.key_groups, geometry.rotary, iterations=iterations))
+        heads = rotate_keys(
+            heads, align_heads(gram, plan.key_groups, geometry.rotary, iterations=iterations)
+        )
     gram = head_gram(heads, statistics, "value", criterion)
     free = RotaryLayout.none(heads.v.shape[1])
     return rotate_values(heads, align_heads(gram, plan.value_groups, free, iterations=iterations))
@@ -72,11 +77,15 @@ def align_heads(
     for group in groups:
         if len(group) > 1:
             index = torch.tensor(group)
-            rotations[index] = align_group(gram[index[:, None], index], layout, iterations=iterations)
+            rotations[index] = align_group(
+                gram[index[:, None], index], layout, iterations=iterations
+            )
     return rotations
 
 
-def align_group(gram: Tensor, layout: RotaryLayout, *, iterations: int = 100, tolerance: float = 1e-9) -> Tensor:
+def align_group(
+    gram: Tensor, layout: RotaryLayout, *, iterations: int = 100, tolerance: float = 1e-9
+) -> Tensor:
     """Generalised Procrustes of g heads (Jin 2024, alg. 1): rotations `[g, d, d]` that bring P_i k_i together.
 
     Each round turns every head towards the mean of all, then takes the mean anew; the summed squared distance to the
@@ -84,7 +93,8 @@ def align_group(gram: Tensor, layout: RotaryLayout, *, iterations: int = 100, to
     leaves the criterion open). The first mean is that of the heads as they are. gram `[g, g, d, d]`: mean of k_i k_j^T.
     """
     gram = gram.double()
-    members, dim = gram.shape[0], gram.shape[-1]
+    members = gram.shape[0]
+    dim = gram.shape[-1]
     rotations = torch.eye(dim).to(gram).expand(members, dim, dim)
     energy = torch.einsum("iidd->", gram).item()
     reached = _agreement(gram, rotations)
@@ -92,7 +102,8 @@ def align_group(gram: Tensor, layout: RotaryLayout, *, iterations: int = 100, to
         # Row i: mean of M k_i^T, where M is the sum of all turned heads (a multiple of the mean does as well).
         cross = torch.einsum("jab,jibc->iac", rotations, gram)
         rotations = rotation_from_cross(cross, layout)
-        before, reached = reached, _agreement(gram, rotations)
+        before = reached
+        reached = _agreement(gram, rotations)
         if reached - before <= tolerance * energy:
             break
     return rotations

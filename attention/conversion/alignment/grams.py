@@ -16,31 +16,41 @@ from attention.modeling.rotary import pair_products
 
 CRITERIA = ("dist", "cos")
 CRITERION = Knob(
-    "criterion", "choice", "dist: activations as they are; cos: unit length", choices=CRITERIA, searched=True
+    "criterion",
+    "choice",
+    "dist: activations as they are; cos: unit length",
+    choices=CRITERIA,
+    searched=True,
 )
-SIDES = ("key", "value")
+_SIDES = ("key", "value")
 
 
-def head_gram(heads: LayerHeads, statistics: LayerStatistics, side: str, criterion: str = "dist") -> Tensor:
+def head_gram(
+    heads: LayerHeads, statistics: LayerStatistics, side: str, criterion: str = "dist"
+) -> Tensor:
     """Gram of the key or value activations (keys before RoPE), `[H, H, d, d]` float64.
 
     `dist` takes the activations as they are, over all calibration tokens; `cos` makes each vector one unit long first
     (Jin 2024, eq. 7 and 8), on the sampled inputs. Raises ValueError for an unknown side or criterion, or if `cos`
     finds no sample.
     """
-    if side not in SIDES:
-        raise ValueError(f"side must be one of {SIDES}, got {side!r}")
+    if side not in _SIDES:
+        raise ValueError(f"side must be one of {_SIDES}, got {side!r}")
     if criterion not in CRITERIA:
         raise ValueError(f"criterion must be one of {CRITERIA}, got {criterion!r}")
     if criterion == "dist":
         return statistics.key_gram(heads) if side == "key" else statistics.value_gram(heads)
     if not statistics.inputs.numel():
-        raise ValueError("criterion 'cos' needs sampled inputs; calibrate with sample_tokens > 0, or use 'dist'")
+        raise ValueError(
+            "criterion 'cos' needs sampled inputs; calibrate with sample_tokens > 0, or use 'dist'"
+        )
     rows = augmented(heads.k, heads.k_bias) if side == "key" else augmented(heads.v, heads.v_bias)
-    weight, bias = rows[..., :-1].float(), rows[..., -1:].float()
+    weight = rows[..., :-1].float()
+    bias = rows[..., -1:].float()
     total = torch.zeros(rows.shape[0] * rows.shape[1], rows.shape[0] * rows.shape[1]).to(rows)
     tokens = 0
-    for x_TD in statistics.inputs:  # one sequence at a time: the activations of all tokens are never held at once
+    # One sequence at a time: the activations of all tokens are never held at once.
+    for x_TD in statistics.inputs:
         unit = torch.nn.functional.normalize(weight @ x_TD.T.to(weight) + bias, dim=1).flatten(0, 1)
         total += (unit @ unit.T).double()
         tokens += len(x_TD)

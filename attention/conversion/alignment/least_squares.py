@@ -23,7 +23,13 @@ from attention.heads import LayerHeads
 from attention.modeling.rotary import pair_maps
 from attention.plan import LayerPlan
 
-FLOOR = Knob("floor", "float", "least stretch of a head over its greatest, so that maps can be undone", 1e-3, 1.0)
+FLOOR = Knob(
+    "floor",
+    "float",
+    "least stretch of a head over its greatest, so that maps can be undone",
+    1e-3,
+    1.0,
+)
 
 
 @ALIGNMENT.part(
@@ -57,7 +63,8 @@ def fold(
             if len(group) > 1:
                 maps = key_maps(heads, group, statistics, geometry)[1].double()
                 onto[list(group)] = bounded(maps, geometry.rotary, floor)
-    cost, free = ValueCost(heads, statistics), RotaryLayout.none(heads.v.shape[1])
+    cost = ValueCost(heads, statistics)
+    free = RotaryLayout.none(heads.v.shape[1])
     for group in plan.value_groups:
         if len(group) > 1:
             back[list(group)] = bounded(cost.fit(torch.tensor(group)).back.double(), free, floor)
@@ -71,14 +78,20 @@ def bounded(maps: Tensor, layout: RotaryLayout, floor: float) -> Tensor:
     A rotary pair is a scaled rotation: its scale is raised. The free dims have singular values raised. Raises
     ValueError for maps that are zero.
     """
-    first, second, free = (torch.tensor(dims, dtype=torch.long) for dims in (layout.first, layout.second, layout.free))
+    first, second, free = (
+        torch.tensor(dims, dtype=torch.long) for dims in (layout.first, layout.second, layout.free)
+    )
     pairs = torch.complex(maps[:, first, first], maps[:, second, first])
     inner = maps[:, free[:, None], free]
     left, stretch, right = torch.linalg.svd(inner)
     greatest = torch.cat([pairs.abs(), stretch], 1).amax(1, keepdim=True)
     if not bool((greatest > 0).all()):
-        raise ValueError("a head's least-squares map is zero: its keys or values are silent in the calibration text")
+        raise ValueError(
+            "a head's least-squares map is zero: its keys or values are silent in the calibration text"
+        )
     raised = torch.polar(pairs.abs().clamp(min=floor * greatest), pairs.angle())
     result = pair_maps(raised.real, raised.imag, layout)
-    result[:, free[:, None], free] = left @ torch.diag_embed(torch.maximum(stretch, floor * greatest)) @ right
+    result[:, free[:, None], free] = (
+        left @ torch.diag_embed(torch.maximum(stretch, floor * greatest)) @ right
+    )
     return result

@@ -37,7 +37,9 @@ def rotation_from_cross(cross: Tensor, layout: RotaryLayout) -> Tensor:
 
 def _cross(x: Tensor, y: Tensor, layout_dim: int | None = None) -> Tensor:
     if x.dim() != 2 or x.shape != y.shape or (layout_dim is not None and x.shape[0] != layout_dim):
-        wanted = "two [d, N] matrices of one shape" + (f" with d = {layout_dim}" if layout_dim is not None else "")
+        wanted = "two [d, N] matrices of one shape" + (
+            f" with d = {layout_dim}" if layout_dim is not None else ""
+        )
         raise ValueError(f"expected {wanted}, got {tuple(x.shape)} and {tuple(y.shape)}")
     return y.double() @ x.double().T
 

@@ -57,7 +57,9 @@ class Cost:
         Raises ValueError as `cost` does, and for groups of several sizes.
         """
         if len({len(group) for group in groups}) > 1:
-            raise ValueError(f"groups must be of one size, got sizes {sorted({len(group) for group in groups})}")
+            raise ValueError(
+                f"groups must be of one size, got sizes {sorted({len(group) for group in groups})}"
+            )
         index = torch.tensor([self._checked(group) for group in groups])
         if not len(groups) or index.shape[1] == 1:
             return torch.zeros(len(groups), dtype=torch.float64)
@@ -66,7 +68,9 @@ class Cost:
     def _checked(self, members: Sequence[int]) -> tuple[int, ...]:
         key = tuple(sorted(members))
         if not key or len(set(key)) != len(key) or not 0 <= key[0] <= key[-1] < self.num_heads:
-            raise ValueError(f"members must be distinct heads of 0..{self.num_heads - 1}, got {tuple(members)}")
+            raise ValueError(
+                f"members must be distinct heads of 0..{self.num_heads - 1}, got {tuple(members)}"
+            )
         return key
 
     def effort(self, members: int) -> float:
@@ -89,15 +93,20 @@ class KeyCost(Cost):
     heads at once divides them by one number, so that heads are compared as elsewhere, times the norm's weights.
     """
 
-    def __init__(self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry) -> None:
+    def __init__(
+        self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry
+    ) -> None:
         super().__init__(heads.num_heads)
-        self.layout, self.qk_norm = geometry.rotary, geometry.qk_norm and not geometry.whole_norm
+        self.layout = geometry.rotary
+        self.qk_norm = geometry.qk_norm and not geometry.whole_norm
         heads = under_norm(heads) if geometry.whole_norm else heads
         first, which = distinct(heads.k, heads.k_bias)
         # In float32, as the products that were summed up in the moment.
         rows = augmented(heads.k, heads.k_bias)[first].float()
         if self.qk_norm:
-            units = unit_gram(rows, statistics.input_moment, self.layout).double()[:, which][:, :, which]
+            units = unit_gram(rows, statistics.input_moment, self.layout).double()[:, which][
+                :, :, which
+            ]
             self.gram = units if geometry.keeps_signs else units.sum(0, keepdim=True)
             self.signed = geometry.keeps_signs
             self.energy = torch.einsum("hdd->h", statistics.query_moment.to(self.gram))
@@ -118,7 +127,9 @@ class KeyCost(Cost):
             return self._of_mean(groups)
         index = groups.to(self.energy.device)
         gram = self.pairs[:, index[:, :, None], index[:, None, :]].transpose(0, 1)
-        costs = complex_error(gram, self.energy[:, index].transpose(0, 1)) if self.layout.dims else 0.0
+        costs = (
+            complex_error(gram, self.energy[:, index].transpose(0, 1)) if self.layout.dims else 0.0
+        )
         if self.layout.free:
             costs = costs + self._free(index)
         return costs  # type: ignore[return-value]
@@ -158,9 +169,12 @@ class ValueCost(Cost):
     uncorrelated. With an output bias the means cost nothing, since the bias takes up what is constant.
     """
 
-    def __init__(self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry | None = None) -> None:
+    def __init__(
+        self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry | None = None
+    ) -> None:
         super().__init__(heads.num_heads)
-        self.heads, self.statistics = heads, statistics
+        self.heads = heads
+        self.statistics = statistics
         self.metrics = head_metrics(heads)
         self.first, self.which = distinct(heads.v, heads.v_bias)
         self._roots: dict[tuple[int, ...], Tensor] = {}
@@ -169,7 +183,9 @@ class ValueCost(Cost):
         self.preparation = count * rows * width * (width / 2 + rows)
 
     def effort(self, members: int) -> float:
-        return (EIGEN + 1) * (members * len(self.first) / self.num_heads * self.metrics.shape[-1]) ** 3
+        return (EIGEN + 1) * (
+            members * len(self.first) / self.num_heads * self.metrics.shape[-1]
+        ) ** 3
 
     def _batch(self, groups: Tensor) -> Tensor:
         return torch.stack([self._error(group) for group in groups])
@@ -181,8 +197,10 @@ class ValueCost(Cost):
         good to about 1e-6 of the members' energy.
         """
         units, which = self._units(group)
-        own_gnn, root_udd = self._of(units, group), self._root(group, which)
-        dim, metrics = root_udd.shape[-1], self.metrics[group.to(self.metrics.device)]
+        own_gnn = self._of(units, group)
+        root_udd = self._root(group, which)
+        dim = root_udd.shape[-1]
+        metrics = self.metrics[group.to(self.metrics.device)]
 
         def weighted(matrix: Tensor) -> Tensor:
             return (root_udd @ matrix.reshape(len(units), dim, -1)).flatten(0, 1)
@@ -207,7 +225,9 @@ class ValueCost(Cost):
 
     def _root(self, group: Tensor, which: Tensor) -> Tensor:
         """The root of the members' metrics, summed over those that have the same value head: `[u, d, d]` float32."""
-        members = [tuple(group[which.cpu() == unit].tolist()) for unit in range(int(which.max()) + 1)]
+        members = [
+            tuple(group[which.cpu() == unit].tolist()) for unit in range(int(which.max()) + 1)
+        ]
         for those in members:
             if those not in self._roots:
                 self._roots[those] = symmetric_root(self.metrics[list(those)].sum(0)).float()
@@ -215,18 +235,26 @@ class ValueCost(Cost):
 
     def _of(self, units: list[int], group: Tensor) -> Tensor:
         """Of some of the different value heads, under what each member of a group sees: `[g, n, n]` float32."""
-        if len(units) == len(self.first):  # no copy of what may be the largest tensor of a conversion
+        # No copy of what may be the largest tensor of a conversion.
+        if len(units) == len(self.first):
             return self._grams if len(group) == self.num_heads else self._grams[group]
-        dim, index = self.metrics.shape[-1], torch.tensor(units, device=self._grams.device)
+        dim = self.metrics.shape[-1]
+        index = torch.tensor(units, device=self._grams.device)
         blocks = self._grams.view(self.num_heads, len(self.first), dim, -1)
         rows = torch.stack([blocks[head].index_select(0, index) for head in group.tolist()])
         size = len(units) * dim
-        return rows.view(len(group), size, len(self.first), dim).index_select(2, index).view(len(group), size, size)
+        return (
+            rows.view(len(group), size, len(self.first), dim)
+            .index_select(2, index)
+            .view(len(group), size, size)
+        )
 
     @cached_property
     def _grams(self) -> Tensor:
         """Of all different value heads, under what each query head sees: `[H, U d, U d]` float32."""
-        return mixed_gram(self.heads, self.statistics, self.first, range(self.num_heads), torch.float32)
+        return mixed_gram(
+            self.heads, self.statistics, self.first, range(self.num_heads), torch.float32
+        )
 
     def different(self, group: Tensor) -> list[int]:
         """The different value heads among the members of a group, each by the first that has it, ascending."""
@@ -235,7 +263,9 @@ class ValueCost(Cost):
     def fit(self, group: Tensor, sweeps: int = 0) -> RealFit:
         """The fit of one group, `[g]` head indices (see `fit_real`); its basis is of the `different` ones."""
         own = mixed_gram(self.heads, self.statistics, self.different(group), group.tolist())
-        return fit_real(own, self.metrics[group.to(self.metrics.device)], self._units(group)[1], sweeps=sweeps)
+        return fit_real(
+            own, self.metrics[group.to(self.metrics.device)], self._units(group)[1], sweeps=sweeps
+        )
 
 
 def under_norm(heads: LayerHeads) -> LayerHeads:
@@ -243,7 +273,9 @@ def under_norm(heads: LayerHeads) -> LayerHeads:
     rows = {"q": heads.q_norm, "k": heads.k_norm, "q_bias": heads.q_norm, "k_bias": heads.k_norm}
     for name, weight in rows.items():
         if weight is not None:
-            heads = heads.changed([name], lambda x, w=weight: x * (w if x.dim() == 2 else w[..., None]))
+            heads = heads.changed(
+                [name], lambda x, w=weight: x * (w if x.dim() == 2 else w[..., None])
+            )
     return replace(heads, q_norm=None, k_norm=None)
 
 
@@ -253,7 +285,9 @@ def head_metrics(heads: LayerHeads) -> Tensor:
     return o.transpose(1, 2) @ o
 
 
-def free_parts(heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry) -> tuple[Tensor, Tensor]:
+def free_parts(
+    heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry
+) -> tuple[Tensor, Tensor]:
     """Free dims only: Gram of centred keys `[H, H, f, f]` and query moments `[H, f, f]`.
 
     The mean key adds one number a query to all its logits, which softmax does not see; so it need not be fitted.

@@ -16,7 +16,9 @@ from attention.conversion.fusion.costs import SINGLE, Cost, head_metrics
 from attention.conversion.fusion.rank import symmetric_root
 from attention.heads import LayerHeads
 
-STEPS = 2  # of subspace iteration: with one more no groups were ranked better against their exact costs
+_STEPS = (
+    2  # of subspace iteration: with one more no groups were ranked better against their exact costs
+)
 LEADING = 768  # combinations of outputs that are followed head by head
 LEADING_STEPS = 3
 
@@ -28,9 +30,10 @@ class PooledValueCost(Cost):
     subspace iteration bounds from below.
     """
 
-    def __init__(self, heads: LayerHeads, statistics: LayerStatistics, steps: int = STEPS) -> None:
+    def __init__(self, heads: LayerHeads, statistics: LayerStatistics, steps: int = _STEPS) -> None:
         super().__init__(heads.num_heads)
-        self.steps, self.dim = steps, heads.v.shape[1]
+        self.steps = steps
+        self.dim = heads.v.shape[1]
         self.centred = heads.o_bias is not None
         rows = (symmetric_root(head_metrics(heads)) @ augmented(heads.v, heads.v_bias)).float()
         count, dim, _ = rows.shape
@@ -39,13 +42,19 @@ class PooledValueCost(Cost):
             means = rows.flatten(0, 1) @ statistics.mixed_means().to(rows).T
             gram = gram - means @ means.T / means.shape[1]
         each = torch.arange(count, device=rows.device)
-        turns = torch.linalg.eigh(gram.view(count, dim, count, dim)[each, :, each])[1].flip(-1).transpose(1, 2)
+        turns = (
+            torch.linalg.eigh(gram.view(count, dim, count, dim)[each, :, each])[1]
+            .flip(-1)
+            .transpose(1, 2)
+        )
         self.rows = (turns @ rows).flatten(0, 1)
         """Of the projection, `[H d, e]` float32."""
         half = (turns @ gram.view(count, dim, -1)).view_as(gram).T
         self.gram = (turns @ half.reshape(count, dim, -1)).view_as(gram)
         """Of all outputs under the pooled moment, `[H d, H d]` float32."""
-        self.energy = self.gram.diagonal().view(self.num_heads, self.dim).sum(1, dtype=torch.float64)
+        self.energy = (
+            self.gram.diagonal().view(self.num_heads, self.dim).sum(1, dtype=torch.float64)
+        )
 
     def effort(self, members: int) -> float:
         return 2.0 * self.steps * (members * self.dim) ** 2 * self.dim
@@ -60,9 +69,15 @@ class PooledValueCost(Cost):
 
     def leading(self, group: Tensor) -> tuple[Tensor, Tensor]:
         """Gram of the members' outputs `[n, n]`, and an orthonormal basis `[n, d]` of nearly its leading directions."""
-        size, blocks = len(group) * self.dim, self.gram.view(self.num_heads, self.dim, self.num_heads, self.dim)
+        size = len(group) * self.dim
+        blocks = self.gram.view(self.num_heads, self.dim, self.num_heads, self.dim)
         # Rows, then columns, in long pieces: an index of single numbers takes longer than the products.
-        gram = blocks[group].view(size, self.num_heads, self.dim).index_select(1, group).view(size, size)
+        gram = (
+            blocks[group]
+            .view(size, self.num_heads, self.dim)
+            .index_select(1, group)
+            .view(size, size)
+        )
         return gram, subspace(gram, self.start(len(group), self.dim), self.steps)
 
     def dims(self, group: Tensor) -> Tensor:
@@ -83,14 +98,18 @@ class LeadingValueCost(Cost):
     the rest. With K = H d it is exact but for rounding, and for a basis of few steps.
     """
 
-    def __init__(self, pooled: PooledValueCost, statistics: LayerStatistics, leading: int = LEADING) -> None:
+    def __init__(
+        self, pooled: PooledValueCost, statistics: LayerStatistics, leading: int = LEADING
+    ) -> None:
         super().__init__(pooled.num_heads)
         self.pooled = pooled
-        gram, size = pooled.gram, len(pooled.gram)
+        gram = pooled.gram
+        size = len(pooled.gram)
         basis = subspace(gram, pooled.start(self.num_heads, min(leading, size)), LEADING_STEPS)
         values, vectors = torch.linalg.eigh(basis.T @ (gram @ basis))
         alive = values > SINGLE * values[-1].clamp_min(torch.finfo(values.dtype).tiny)
-        basis, values = basis @ vectors[:, alive], values[alive]
+        basis = basis @ vectors[:, alive]
+        values = values[alive]
         self.predict = gram @ basis / values
         """A, `[H d, K]`."""
         rows = basis.T @ pooled.rows
@@ -108,15 +127,21 @@ class LeadingValueCost(Cost):
         return gram - torch.outer(mean, mean)
 
     def effort(self, members: int) -> float:
-        return self.pooled.effort(members) + float(members) * self.changes.shape[-1] ** 2 * self.pooled.dim
+        return (
+            self.pooled.effort(members)
+            + float(members) * self.changes.shape[-1] ** 2 * self.pooled.dim
+        )
 
     def _batch(self, groups: Tensor) -> Tensor:
         return torch.stack([self._error(group.to(self.predict.device)) for group in groups])
 
     def _error(self, group: Tensor) -> Tensor:
-        pooled, members, dim = self.pooled, len(group), self.pooled.dim
+        pooled = self.pooled
+        members = len(group)
+        dim = self.pooled.dim
         gram, basis = pooled.leading(group)
-        predict, changes = self.predict[pooled.dims(group)], self.changes[group]
+        predict = self.predict[pooled.dims(group)]
+        changes = self.changes[group]
         basis = torch.linalg.qr(gram @ basis + predict @ (changes.mean(0) @ (predict.T @ basis)))[0]
         read = predict.T @ basis
         moved = changes @ read  # [g, K, d]
@@ -124,7 +149,9 @@ class LeadingValueCost(Cost):
         cross = plain.view(members, dim, dim) + predict.view(members, dim, -1) @ moved
         shared = (basis.T @ plain + read.T @ moved).double()
         ridge = SINGLE * shared.diagonal(dim1=1, dim2=2).mean(1) + torch.finfo(torch.float32).tiny
-        shared = (shared + shared.transpose(1, 2)) / 2 + ridge[:, None, None] * torch.eye(dim).to(shared)
+        shared = (shared + shared.transpose(1, 2)) / 2 + ridge[:, None, None] * torch.eye(dim).to(
+            shared
+        )
         factor = torch.linalg.cholesky_ex(shared)[0]
         solved = torch.linalg.solve_triangular(factor, cross.double().transpose(1, 2), upper=False)
         return (self.energy[group] - solved.square().sum((1, 2))).clamp_min(0).sum()

@@ -23,7 +23,13 @@ from attention.heads import KEY_SIDE, LayerHeads, distinct
 from attention.modeling.rotary import pair_maps
 from attention.plan import LayerPlan
 
-SWEEPS = Knob("sweeps", "int", "rounds that fit the shared value head to the members' own covariances", low=0, high=50)
+SWEEPS = Knob(
+    "sweeps",
+    "int",
+    "rounds that fit the shared value head to the members' own covariances",
+    low=0,
+    high=50,
+)
 
 
 @FUSION.part(
@@ -56,7 +62,11 @@ def least_squares_fuse(
     if geometry.whole_norm:
         keys = _under_whole_norm(heads, plan, statistics, geometry)
     elif geometry.qk_norm:
-        turned = with_signs(heads, plan.key_groups, statistics, geometry) if geometry.keeps_signs else heads
+        turned = (
+            with_signs(heads, plan.key_groups, statistics, geometry)
+            if geometry.keeps_signs
+            else heads
+        )
         keys = mean_fuse(turned, plan)
     else:
         keys = _fuse_keys(heads, plan.key_groups, statistics, geometry)
@@ -71,7 +81,9 @@ def _shared(rows: Tensor | None, groups: Groups, maps: Sequence[Tensor | None]) 
     if rows is None:
         return None
     heads = [
-        rows[group[0]] if into is None else torch.einsum("iab,ib...->a...", into, rows[list(group)].double())
+        rows[group[0]]
+        if into is None
+        else torch.einsum("iab,ib...->a...", into, rows[list(group)].double())
         for group, into in zip(groups, maps, strict=True)
     ]
     return torch.stack([head.to(rows.dtype) for head in heads])
@@ -85,12 +97,19 @@ def key_maps(
     heads: LayerHeads, group: Sequence[int], statistics: LayerStatistics, geometry: HeadGeometry
 ) -> tuple[Tensor, Tensor]:
     """`[g, d, d]` twice: F with k' = sum_i F_i k_i, and E with q'_i = E_i q_i, so that q'_i^T k' ~ q_i^T k_i."""
-    layout, own = geometry.rotary, list(group)
+    layout = geometry.rotary
+    own = list(group)
     heads = replace(
-        heads, q=heads.q[own], k=heads.k[own], q_bias=_pick(heads.q_bias, group), k_bias=_pick(heads.k_bias, group)
+        heads,
+        q=heads.q[own],
+        k=heads.k[own],
+        q_bias=_pick(heads.q_bias, group),
+        k_bias=_pick(heads.k_bias, group),
     )
     first, which = distinct(heads.k, heads.k_bias)
-    gram = complex_gram(augmented(heads.k, heads.k_bias)[first], statistics.input_moment, layout)[:, which][:, :, which]
+    gram = complex_gram(augmented(heads.k, heads.k_bias)[first], statistics.input_moment, layout)[
+        :, which
+    ][:, :, which]
     mix, scale = fit_complex(gram, pair_energy(statistics.query_power(heads), layout))
     into, onto = (pair_maps(numbers.real.T, -numbers.imag.T, layout) for numbers in (mix, scale))
     if layout.free:
@@ -103,7 +122,9 @@ def key_maps(
     return into, onto
 
 
-def _fuse_keys(heads: LayerHeads, groups: Groups, statistics: LayerStatistics, geometry: HeadGeometry) -> LayerHeads:
+def _fuse_keys(
+    heads: LayerHeads, groups: Groups, statistics: LayerStatistics, geometry: HeadGeometry
+) -> LayerHeads:
     changed = [rows.clone() for rows in (heads.q, heads.q_bias) if rows is not None]
     maps: list[Tensor | None] = []
     for group in groups:
@@ -113,9 +134,14 @@ def _fuse_keys(heads: LayerHeads, groups: Groups, statistics: LayerStatistics, g
         into, onto = key_maps(heads, group, statistics, geometry)
         maps.append(into)
         for rows in changed:
-            rows[list(group)] = torch.einsum("iab,ib...->ia...", onto, rows[list(group)].double()).to(rows.dtype)
-    k, k_bias = _shared(heads.k, groups, maps), _shared(heads.k_bias, groups, maps)
-    return replace(heads, q=changed[0], q_bias=changed[1] if len(changed) > 1 else None, k=k, k_bias=k_bias)
+            rows[list(group)] = torch.einsum(
+                "iab,ib...->ia...", onto, rows[list(group)].double()
+            ).to(rows.dtype)
+    k = _shared(heads.k, groups, maps)
+    k_bias = _shared(heads.k_bias, groups, maps)
+    return replace(
+        heads, q=changed[0], q_bias=changed[1] if len(changed) > 1 else None, k=k, k_bias=k_bias
+    )
 
 
 def _under_whole_norm(
@@ -130,22 +156,28 @@ def _under_whole_norm(
     if plan.key_heads == plan.num_heads:
         return heads
     fused = _fuse_keys(under_norm(heads), plan.key_groups, statistics, geometry)
-    read = fused.expand(plan.key_map, range(plan.num_heads))  # the norm counts a key once for each query head
+    # The norm counts a key once for each query head.
+    read = fused.expand(plan.key_map, range(plan.num_heads))
     sizes = []
     for side in ("q", "k"):
         before, after = (
             torch.einsum("hde,ef,hdf->", rows, statistics.input_moment.to(rows), rows)
-            for rows in (augmented(getattr(h, side), getattr(h, f"{side}_bias")) for h in (heads, read))
+            for rows in (
+                augmented(getattr(h, side), getattr(h, f"{side}_bias")) for h in (heads, read)
+            )
         )
         sizes.append(float((after / before).sqrt()) if before > 0 else 1.0)
     q_norm = torch.full_like(fused.q[..., 0], sizes[0])
     return replace(fused, q_norm=q_norm, k_norm=torch.full_like(fused.k[..., 0], sizes[1]))
 
 
-def _fuse_values(heads: LayerHeads, groups: Groups, statistics: LayerStatistics, sweeps: int) -> LayerHeads:
+def _fuse_values(
+    heads: LayerHeads, groups: Groups, statistics: LayerStatistics, sweeps: int
+) -> LayerHeads:
     cost = ValueCost(heads, statistics)
     mean = statistics.mixed_value_mean(heads)
-    o, shift = heads.o.clone(), heads.o.new_zeros(heads.hidden_size, dtype=torch.float64)
+    o = heads.o.clone()
+    shift = heads.o.new_zeros(heads.hidden_size, dtype=torch.float64)
     maps: list[Tensor | None] = []
     read: list[Sequence[int]] = []  # heads that each map is of
     for group in groups:
@@ -154,7 +186,8 @@ def _fuse_values(heads: LayerHeads, groups: Groups, statistics: LayerStatistics,
             read.append(group)
             continue
         index = torch.tensor(group)
-        fit, different = cost.fit(index, sweeps), cost.different(index)
+        fit = cost.fit(index, sweeps)
+        different = cost.different(index)
         into = fit.basis.transpose(1, 2)
         maps.append(into)
         read.append(different)
@@ -167,5 +200,6 @@ def _fuse_values(heads: LayerHeads, groups: Groups, statistics: LayerStatistics,
     o_bias = heads.o_bias
     if o_bias is not None and statistics.sums_to_one:
         o_bias = (o_bias.double() + shift).to(o_bias.dtype)
-    v, v_bias = _shared(heads.v, read, maps), _shared(heads.v_bias, read, maps)
+    v = _shared(heads.v, read, maps)
+    v_bias = _shared(heads.v_bias, read, maps)
     return replace(heads, o=o, v=v, v_bias=v_bias, o_bias=o_bias)

@@ -37,11 +37,15 @@ def _mean(rows: Tensor, groups: Groups) -> Tensor:
 
 @FUSION.part("mean", source="Ainslie 2023, sec. 2.1: mean pooling of key and value heads")
 def mean_fuse(
-    heads: LayerHeads, plan: LayerPlan, statistics: LayerStatistics | None = None, geometry: HeadGeometry | None = None
+    heads: LayerHeads,
+    plan: LayerPlan,
+    statistics: LayerStatistics | None = None,
+    geometry: HeadGeometry | None = None,
 ) -> LayerHeads:
     """Each kept head is the mean of its group's heads; queries and output stay. Raises ValueError if not lifted."""
     check_lifted(heads, plan)
-    keys, values = plan.key_groups, plan.value_groups
+    keys = plan.key_groups
+    values = plan.value_groups
     fused = heads.changed(KEY_SIDE, lambda rows: _mean(rows, keys))
     return fused.changed(VALUE_SIDE, lambda rows: _mean(rows, values))
 
@@ -52,7 +56,8 @@ def _lost_norm(gram: Tensor, groups: Groups) -> Tensor:
     for group in groups:
         index = torch.tensor(group)
         inner = torch.einsum("ijdd->ij", gram[index[:, None], index])
-        members, pooled = inner.diagonal().mean(), inner.mean()
+        members = inner.diagonal().mean()
+        pooled = inner.mean()
         # Below this the mean is rounding alone; blowing it up would put noise in the place of a head.
         alive = len(group) > 1 and pooled > 1e-12 * members
         factors.append((members / pooled).sqrt() if alive else torch.ones_like(members))
@@ -65,7 +70,10 @@ def _lost_norm(gram: Tensor, groups: Groups) -> Tensor:
     needs=("statistics",),
 )
 def norm_restored_fuse(
-    heads: LayerHeads, plan: LayerPlan, statistics: LayerStatistics | None, geometry: HeadGeometry | None = None
+    heads: LayerHeads,
+    plan: LayerPlan,
+    statistics: LayerStatistics | None,
+    geometry: HeadGeometry | None = None,
 ) -> LayerHeads:
     """The mean, rescaled so that its activations have the root-mean-square norm of the group's activations.
 
@@ -81,7 +89,10 @@ def norm_restored_fuse(
         scaled["k"] = _lost_norm(statistics.key_gram(heads), plan.key_groups)
     changes = {}
     for name, factor in scaled.items():
-        rows, bias = getattr(pooled, name), getattr(pooled, f"{name}_bias")
+        rows = getattr(pooled, name)
+        bias = getattr(pooled, f"{name}_bias")
         changes[name] = (rows.double() * factor[:, None, None]).to(rows.dtype)
-        changes[f"{name}_bias"] = None if bias is None else (bias.double() * factor[:, None]).to(bias.dtype)
+        changes[f"{name}_bias"] = (
+            None if bias is None else (bias.double() * factor[:, None]).to(bias.dtype)
+        )
     return replace(pooled, **changes)

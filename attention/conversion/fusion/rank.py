@@ -27,7 +27,9 @@ class RealFit:
     errors: Tensor
 
 
-def fit_real(grams: Tensor, metrics: Tensor, which: Tensor | None = None, *, sweeps: int = 0) -> RealFit:
+def fit_real(
+    grams: Tensor, metrics: Tensor, which: Tensor | None = None, *, sweeps: int = 0
+) -> RealFit:
     """The shared head of g members, each under its own covariance and its own metric.
 
     grams `[g, u f, u f]`: the Gram of the u different heads among the members under the covariance that a member sees;
@@ -49,7 +51,9 @@ def fit_real(grams: Tensor, metrics: Tensor, which: Tensor | None = None, *, swe
         fitted, missed = _read_back(grams, metrics, which, refitted)
         if not missed.sum() < errors.sum():
             break  # only rounding is left to fit
-        basis, back, errors = refitted, fitted, missed
+        basis = refitted
+        back = fitted
+        errors = missed
     size = _size_factor(grams, which, basis)
     return RealFit((basis * size).view(heads, dim, dim), back / size, errors)
 
@@ -62,7 +66,8 @@ def summed(metrics: Tensor, which: Tensor, heads: int) -> Tensor:
 
 def own_blocks(grams: Tensor, which: Tensor, dim: int) -> Tensor:
     """Of the Grams `[g, u f, u f]` each member's own head under its own covariance, `[g, f, f]`."""
-    members, heads = len(grams), grams.shape[1] // dim
+    members = len(grams)
+    heads = grams.shape[1] // dim
     each = torch.arange(members, device=grams.device)
     return grams.view(members, heads, dim, heads, dim)[each, which, :, which]
 
@@ -93,19 +98,23 @@ def _leading_basis(gram: Tensor, roots: Tensor) -> Tensor:
     weight = torch.block_diag(*roots)
     weighted = weight @ gram @ weight.T
     values, vectors = torch.linalg.eigh((weighted + weighted.T) / 2)
-    values, vectors = values[-dim:], vectors[:, -dim:]
+    values = values[-dim:]
+    vectors = vectors[:, -dim:]
     alive = _positive(values)
     return weight.T @ (vectors * (_safe(values, alive).pow(-0.25) * alive))
 
 
-def _read_back(grams: Tensor, metrics: Tensor, which: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+def _read_back(
+    grams: Tensor, metrics: Tensor, which: Tensor, basis: Tensor
+) -> tuple[Tensor, Tensor]:
     """L `[g, f, f]`, the least-squares map from the shared head to each member under its own covariance, and errors.
 
     grams `[g, u f, u f]`, basis `[u f, f]`. L is the best in every metric at once, so the metric enters errors alone.
     """
     members, dim = metrics.shape[:2]
     seen = grams @ basis
-    cross = seen.view(members, -1, dim, dim)[torch.arange(members, device=seen.device), which]  # mean of y_h y'^T
+    # Mean of y_h y'^T.
+    cross = seen.view(members, -1, dim, dim)[torch.arange(members, device=seen.device), which]
     shared = basis.T @ seen
     values, vectors = torch.linalg.eigh((shared + shared.transpose(1, 2)) / 2)
     alive = _positive(values)
@@ -114,7 +123,9 @@ def _read_back(grams: Tensor, metrics: Tensor, which: Tensor, basis: Tensor) -> 
     return back, torch.einsum("hab,hab->h", metrics, missed).clamp_min(0)
 
 
-def _refit_basis(grams: Tensor, metrics: Tensor, which: Tensor, back: Tensor, start: Tensor) -> Tensor:
+def _refit_basis(
+    grams: Tensor, metrics: Tensor, which: Tensor, back: Tensor, start: Tensor
+) -> Tensor:
     """The best N for given L: sum_h C_h N L_h^T P_h L_h = sum_h C_h[:, h] P_h L_h, by conjugate gradients from `start`.
 
     Preconditioned by the same equation under the mean covariance and the mean of L^T P L, which is solved directly;
@@ -144,7 +155,8 @@ def _refit_basis(grams: Tensor, metrics: Tensor, which: Tensor, back: Tensor, st
         n = n + length * direction
         residual = residual - length * image
         step = left @ residual @ right
-        before, power = power, (residual * step).sum()
+        before = power
+        power = (residual * step).sum()
         direction = step + power / before * direction
     return n
 
@@ -152,7 +164,9 @@ def _refit_basis(grams: Tensor, metrics: Tensor, which: Tensor, back: Tensor, st
 def _pseudo_inverse(matrix: Tensor, ridge: float) -> Tensor:
     """Inverse of a positive semi-definite matrix with `ridge` of its mean eigenvalue added."""
     eye = torch.eye(len(matrix)).to(matrix)
-    return torch.linalg.inv(matrix + ridge * (matrix.diagonal().mean() + torch.finfo(matrix.dtype).tiny) * eye)
+    return torch.linalg.inv(
+        matrix + ridge * (matrix.diagonal().mean() + torch.finfo(matrix.dtype).tiny) * eye
+    )
 
 
 def _size_factor(grams: Tensor, which: Tensor, basis: Tensor) -> Tensor:
@@ -199,7 +213,9 @@ def fit_complex(gram: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
     members = gram.diagonal(dim1=1, dim2=2).real.mean(1)
     alive = shared > 0
     size = torch.where(alive, members / _safe(shared, alive), 1.0).sqrt()[:, None]
-    scale = torch.where(alive[:, None], cross / _safe(shared, alive)[:, None] / size, torch.zeros_like(cross))
+    scale = torch.where(
+        alive[:, None], cross / _safe(shared, alive)[:, None] / size, torch.zeros_like(cross)
+    )
     # A pair without any keys or queries stays the plain mean.
     return torch.where(alive[:, None], mix * size, torch.full_like(mix, 1 / mix.shape[1])), scale
 

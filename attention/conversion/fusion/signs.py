@@ -37,12 +37,17 @@ def signs(gram: Tensor) -> Tensor:
     for _ in range(gram.shape[-1]):
         gain = -chosen * (between @ chosen[..., None])[..., 0]
         most, head = gain.max(-1, keepdim=True)
-        chosen = chosen.scatter(-1, head, torch.where(most > 0, -1.0, 1.0).to(gram) * chosen.gather(-1, head))
+        chosen = chosen.scatter(
+            -1, head, torch.where(most > 0, -1.0, 1.0).to(gram) * chosen.gather(-1, head)
+        )
     return chosen * chosen[..., :1]
 
 
 def with_signs(
-    heads: LayerHeads, groups: Sequence[Sequence[int]], statistics: LayerStatistics, geometry: HeadGeometry
+    heads: LayerHeads,
+    groups: Sequence[Sequence[int]],
+    statistics: LayerStatistics,
+    geometry: HeadGeometry,
 ) -> LayerHeads:
     """An equivalent layer of lifted heads, whose keys agree better within each group."""
     layout = geometry.rotary
@@ -51,7 +56,8 @@ def with_signs(
     for group in groups:
         index = torch.tensor(group, device=gram.device)
         chosen = signs(gram[:, index[:, None], index]).T.double()  # [g, U]
-        pairs, singles = chosen[:, : layout.dims // 2], chosen[:, layout.dims // 2 :]
+        pairs = chosen[:, : layout.dims // 2]
+        singles = chosen[:, layout.dims // 2 :]
         for dims, own in ((layout.first, pairs), (layout.second, pairs), (layout.free, singles)):
             turns[index[:, None], torch.tensor(dims, dtype=torch.long, device=gram.device)] = own
     turned = torch.diag_embed(turns)

@@ -38,7 +38,10 @@ class Record:
     @property
     def nbytes(self) -> int:
         """Of all tensors, each memory once."""
-        held = (t.untyped_storage() for t in _tensors([self.args, self.kwargs, self.output, self.stream, self.mixed]))
+        held = (
+            t.untyped_storage()
+            for t in _tensors([self.args, self.kwargs, self.output, self.stream, self.mixed])
+        )
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
 
@@ -86,7 +89,8 @@ def recorded(streams: Streams, layer: int) -> Iterator[Record]:
     streams.advance(layer)
     for index, batch in enumerate(streams.batches):
         with _recording_mixed(streams.model), streams.entering(index):
-            hook = streams.layers[layer].register_forward_pre_hook(enter, with_kwargs=True)  # sees what enters it so
+            # Sees what enters it so.
+            hook = streams.layers[layer].register_forward_pre_hook(enter, with_kwargs=True)
             try:
                 call = run_to(streams.model, module, batch)
                 record = Record(*call, entered.pop(), _mixed.get(module))

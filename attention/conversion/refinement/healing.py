@@ -20,12 +20,24 @@ from attention.conversion.refinement.original import Original, Text
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.modeling.running import AT_ONCE, Streams
 
 HEAL_KNOBS = (
-    Knob("ridge", "log_float", "pull towards the present weights, relative to the features' power", 1e-8, 1.0),
-    Knob("carry", "float", "share of the error of the layers below that the refit also tries to undo", 0.0, 1.0),
+    Knob(
+        "ridge",
+        "log_float",
+        "pull towards the present weights, relative to the features' power",
+        1e-8,
+        1.0,
+    ),
+    Knob(
+        "carry",
+        "float",
+        "share of the error of the layers below that the refit also tries to undo",
+        0.0,
+        1.0,
+    ),
     Knob("batch_size", "int", "sequences run at once", 1, 1024),
 )
 
@@ -38,7 +50,8 @@ def _weight(heads: LayerHeads) -> Tensor:
 
 def _with_weight(heads: LayerHeads, weight: Tensor) -> LayerHeads:
     if heads.o_bias is not None:
-        heads, weight = replace(heads, o_bias=weight[-1].to(heads.o_bias)), weight[:-1]
+        heads = replace(heads, o_bias=weight[-1].to(heads.o_bias))
+        weight = weight[:-1]
     H, D, d = heads.o.shape
     return replace(heads, o=weight.view(H, d, D).transpose(1, 2).to(heads.o))
 
@@ -60,18 +73,25 @@ class SideBySide:
     def pairs(self, layer: int, carry: float, bias: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Z and Y = the original's attention + carry x (stream difference), a batch at a time."""
         self.mixed = []
-        for original, converted in zip(self.original.at(layer), recorded(self.converted, layer), strict=True):
+        for original, converted in zip(
+            self.original.at(layer), recorded(self.converted, layer), strict=True
+        ):
             if converted.mixed is None:
                 raise ValueError("only a Headfold model can be healed; convert it first")
             self.mixed.append(converted.mixed)
-            y = original.output.double() + carry * (original.stream.double() - converted.stream.double())
+            y = original.output.double() + carry * (
+                original.stream.double() - converted.stream.double()
+            )
             yield _features(converted.mixed, bias), y.flatten(0, 1)
 
     def advance(self, layer: int, heads: LayerHeads) -> None:
         """Bring the converted streams to the entrance of `layer`. Its attention below, of these `heads`, need not mix
         values again."""
         weight = _weight(heads)
-        outputs = ((_features(m, heads.o_bias is not None) @ weight).to(m).view(*m.shape[:2], -1) for m in self.mixed)
+        outputs = (
+            (_features(m, heads.o_bias is not None) @ weight).to(m).view(*m.shape[:2], -1)
+            for m in self.mixed
+        )
         self.converted.advance(layer, outputs)
 
 
@@ -79,16 +99,20 @@ def _moments(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """`Z^T Z [F, F]` and `Z^T Y [F, D]`."""
     zz = zy = torch.zeros((), dtype=torch.float64)
     for z, y in pairs:
-        zz, zy = zz + z.T @ z, zy + z.T @ y
+        zz = zz + z.T @ z
+        zy = zy + z.T @ y
     return zz, zy
 
 
 def _errors(weights: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
     """`|Z W - Y|^2 / |Y|^2` of each W."""
-    missed, power = torch.zeros(len(weights), dtype=torch.float64), 0.0
+    missed = torch.zeros(len(weights), dtype=torch.float64)
+    power = 0.0
     for z, y in pairs:
         power += y.square().sum().item()
-        missed += torch.tensor([(z @ w - y).square().sum().item() for w in weights], dtype=torch.float64)
+        missed += torch.tensor(
+            [(z @ w - y).square().sum().item() for w in weights], dtype=torch.float64
+        )
     return (missed / power).tolist()
 
 
@@ -98,17 +122,21 @@ def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
     return weight + torch.cholesky_solve(zy - zz @ weight, torch.linalg.cholesky(zz + penalty))
 
 
-def heal_layer(fit: SideBySide, check: SideBySide, layer: int, number: int, ridge: float, carry: float) -> LayerFit:
+def heal_layer(
+    fit: SideBySide, check: SideBySide, layer: int, number: int, ridge: float, carry: float
+) -> LayerFit:
     """Refit one layer's output projection of the converted model in place, if that helps on the sequences of `check`;
     both are then at the next layer. `number`: of the layer in its checkpoint. Raises ValueError for shared output
     projections."""
-    converted, module = fit.converted.model, fit.converted.modules[layer]
+    converted = fit.converted.model
+    module = fit.converted.modules[layer]
     if shares := plan_of(converted).output_shares:
         raise ValueError(
             f"a refit of one layer's output projection would change the {len(shares)} heads that share theirs in other "
             "layers; train the whole model, or leave sharing.output false"
         )
-    family, geometry = family_of(converted.config), geometry_of(converted.config)
+    family = family_of(converted.config)
+    geometry = geometry_of(converted.config)
     heads = family.read(module, geometry)
     bias = heads.o_bias is not None
     zz, zy = _moments(fit.pairs(layer, carry, bias))
@@ -141,11 +169,14 @@ def heal(
     batch_size: int = AT_ONCE,
 ) -> tuple[LayerFit, ...]:
     """Refit every layer's output projection, from the first layer to the last."""
-    layers, fits = range(geometry_of(converted.config).num_layers), []
+    layers = range(geometry_of(converted.config).num_layers)
+    fits = []
     modules = family_of(converted.config).attention_modules(converted)
 
     def side_by_side(part: Tensor) -> SideBySide:
-        return SideBySide(original.on(part, batch_size), Streams(converted, modules, part, batch_size))
+        return SideBySide(
+            original.on(part, batch_size), Streams(converted, modules, part, batch_size)
+        )
 
     fit, check = map(side_by_side, held_out(sequences))
     with stage("refitting output projections", len(layers), "layers") as told:

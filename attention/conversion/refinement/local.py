@@ -28,10 +28,13 @@ from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer, 
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
 from attention.conversion.refinement.windows import attended, cache_name, uncached, windows
 from attention.families import family_of
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.modeling.running import entered_by, entering
 
-FIT_STEPS, FIT_RATE, STEP_TOKENS, FIT_TOKENS = 720, 0.5, 256, 32_768
+FIT_STEPS = 720
+FIT_RATE = 0.5
+STEP_TOKENS = 256
+FIT_TOKENS = 32_768
 FIT_KNOBS = (
     Knob("fit_steps", "int", "Adam steps a layer", 1, 100_000),
     Knob(
@@ -41,23 +44,33 @@ FIT_KNOBS = (
         1e-4,
         1e2,
     ),
-    Knob("step_tokens", "int", "tokens a step: whole sequences, or some positions of a longer one", 1, 2**20),
+    Knob(
+        "step_tokens",
+        "int",
+        "tokens a step: whole sequences, or some positions of a longer one",
+        1,
+        2**20,
+    ),
     Knob("fit_tokens", "int", "calibration tokens that are held in memory and fitted on", 2),
 )
 FIT_DECAY = 1 / 3
 """In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
 480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
-FEW_LAYERS = 10  # up to so many that are fitted get the same number of steps; more of them share that sum
-LEAST_SHARE = 1 / 3
+FEW_LAYERS = (
+    10  # up to so many that are fitted get the same number of steps; more of them share that sum
+)
+_LEAST_SHARE = 1 / 3
 """Of the steps that a layer would get among few, the mean among many layers at least: on a public model of 30 layers a
 third of the steps ends 1.1 times as far from the original's output (benchmarks/LOG.md)."""
 NEAR = 2
 """Windows of each sequence that a short fit for planning looks at. Distances among layers are as with all windows, at
 half of the time (benchmarks/LOG.md)."""
 BETAS = (0.8, 0.9)
-LOGITS = ("q_", "k_")  # projections and norms of queries and keys, which every layer with fused keys has apart
+# Projections and norms of queries and keys, which every layer with fused keys has apart.
+_LOGITS = ("q_", "k_")
 WARMUP = 0.05
-RETRIES, SMALLER = 2, 0.25
+RETRIES = 2
+SMALLER = 0.25
 CHECK_EVERY = 60  # steps; and at least once, at the end: the best state seen is what stays
 CHECKS = 4  # at most
 
@@ -122,7 +135,9 @@ class FitTexts:
         fit, check = held_out(sequences)
         batch = min(sequences_a_step(sequences.shape[1], step_tokens), len(fit))
         judged = original.on(check)
-        step = judged if judged.batch_size == batch <= len(check) else original.on(fit[:batch], batch)
+        step = (
+            judged if judged.batch_size == batch <= len(check) else original.on(fit[:batch], batch)
+        )
         return cls(original.on(fit), step, judged, step_tokens)
 
 
@@ -133,7 +148,7 @@ def sequences_a_step(length: int, step_tokens: int = STEP_TOKENS) -> int:
 
 def steps_in_all(steps: int, layers: int) -> float:
     """Adam steps of the local fits of so many `layers` together, where few layers get `steps` each."""
-    return steps * min(layers, max(FEW_LAYERS, LEAST_SHARE * layers))
+    return steps * min(layers, max(FEW_LAYERS, _LEAST_SHARE * layers))
 
 
 def shared_steps(steps: int, increases: Sequence[float]) -> list[int]:
@@ -150,7 +165,9 @@ def shared_steps(steps: int, increases: Sequence[float]) -> list[int]:
         return [steps] * len(costs)
     weights = [cost ** (1 / (1 + FIT_DECAY)) for cost in costs]
     scale = steps_in_all(steps, fitted) / sum(weights)
-    return [min(2 * steps, max(min(steps, CHECK_EVERY), round(scale * weight))) for weight in weights]
+    return [
+        min(2 * steps, max(min(steps, CHECK_EVERY), round(scale * weight))) for weight in weights
+    ]
 
 
 def records_in_float(text: Text, layer: int) -> tuple[Record, ...]:
@@ -170,7 +187,8 @@ def _in_float(record: Record) -> Record:
 
 
 def _call(module: nn.Module, record: Record, inputs: Tensor | None = None) -> Tensor:
-    args, kwargs = record.args, uncached(record)
+    args = record.args
+    kwargs = uncached(record)
     if inputs is not None:
         args, kwargs = entered_by(inputs, args, kwargs)
     output = module(*args, **kwargs)
@@ -199,14 +217,19 @@ def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
     half of it. The size of a matrix of F inputs is its root mean square over the root of F. A bias has that of its
     matrix, a norm's weight, which has none, the mean of the matrices.
     """
-    sizes = ((p, float(p.detach().square().mean().sqrt())) for p in module.parameters() if p.dim() > 1)
+    sizes = (
+        (p, float(p.detach().square().mean().sqrt())) for p in module.parameters() if p.dim() > 1
+    )
     matrices = {p: size / math.sqrt(p[0].numel()) for p, size in sizes}
     mean = sum(matrices.values()) / len(matrices)
     rates: dict[nn.Parameter, float] = {}
     for name, part in module.named_modules():
-        share = math.sqrt(shared_by / 2) if name.startswith(LOGITS) else 0.5
+        share = math.sqrt(shared_by / 2) if name.startswith(_LOGITS) else 0.5
         beside = [matrices[p] for p in part.parameters(recurse=False) if p in matrices]
-        rates |= {p: matrices.get(p, (beside or [mean])[0]) * share for p in part.parameters(recurse=False)}
+        rates |= {
+            p: matrices.get(p, (beside or [mean])[0]) * share
+            for p in part.parameters(recurse=False)
+        }
     return rates
 
 
@@ -241,8 +264,10 @@ def fit_module(
     """
     before = layer_error(module, task.check)
     rate = rate if shared_by > 1 else min(rate, math.sqrt(before))
-    start, sizes = copy.deepcopy(module.state_dict()), _rates(module, shared_by)
-    best, made = before, 0
+    start = copy.deepcopy(module.state_dict())
+    sizes = _rates(module, shared_by)
+    best = before
+    made = 0
     for attempt in range(1 + RETRIES):
         rates = {p: rate * SMALLER**attempt * size for p, size in sizes.items()}
         best, more = _train(module, task, steps, rates, generator, before, report)
@@ -251,7 +276,11 @@ def fit_module(
             break
         module.load_state_dict(start)
     tokens = round(made * task.batch * task.positions)
-    return before, best, Work(made, tokens, 6.0 * tokens * sum(p.numel() for p in module.parameters()))
+    return (
+        before,
+        best,
+        Work(made, tokens, 6.0 * tokens * sum(p.numel() for p in module.parameters())),
+    )
 
 
 def _train(
@@ -265,15 +294,23 @@ def _train(
 ) -> tuple[float, int]:
     """Lowest held-out error, the module being left in that state, and the steps made; `rates`: the largest of each
     parameter. Stops halfway if the error is not below `before` by then."""
-    best, kept, made = before, copy.deepcopy(module.state_dict()), 0
+    best = before
+    kept = copy.deepcopy(module.state_dict())
+    made = 0
     module.requires_grad_(True)
-    optimiser = torch.optim.Adam([{"params": [p], "lr": 0.0} for p in rates], betas=BETAS, fused=True)
+    optimiser = torch.optim.Adam(
+        [{"params": [p], "lr": 0.0} for p in rates], betas=BETAS, fused=True
+    )
     power = float(task.targets.square().mean())
     looks = min(CHECKS, max(1, steps // CHECK_EVERY))
     checks = {steps * (i + 1) // looks for i in range(looks)}
     units = len(task.inputs) * len(task.parts)  # a batch of several sequences has one part
     for step, index in enumerate(_batches(units, task.batch, steps, generator)):
-        now = min(1.0, (step + 1) / max(1.0, WARMUP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
+        now = (
+            min(1.0, (step + 1) / max(1.0, WARMUP * steps))
+            * (1 + math.cos(math.pi * step / steps))
+            / 2
+        )
         for group, rate in zip(optimiser.param_groups, rates.values(), strict=True):
             group["lr"] = now * rate
         with torch.enable_grad():
@@ -287,7 +324,8 @@ def _train(
         if made in checks:
             error = layer_error(module, task.check)
             if error < best:
-                best, kept = error, copy.deepcopy(module.state_dict())
+                best = error
+                kept = copy.deepcopy(module.state_dict())
             elif made >= steps // 2 and best == before:
                 break
     module.load_state_dict(kept)
@@ -307,13 +345,20 @@ def at_a_step(module: nn.Module, task: LayerTask, index: Tensor) -> tuple[Tensor
 
 
 def fit_layer(
-    converted: PreTrainedModel, texts: FitTexts, layer: int, number: int, steps: int, rate: float, report: Report
+    converted: PreTrainedModel,
+    texts: FitTexts,
+    layer: int,
+    number: int,
+    steps: int,
+    rate: float,
+    report: Report,
 ) -> LayerFit:
     """Train one attention layer of `converted`, in float32, towards the original's on `texts`, and put it in place if
     that helps on held-out sequences. `number`: of the layer in its checkpoint, by which it is seeded; `report` is
     called after each step. Raises ValueError for a model with shared heads, whose weights serve other layers as well.
     """
-    plan, own = plan_of(converted), plan_of(texts.fit.original.model)
+    plan = plan_of(converted)
+    own = plan_of(texts.fit.original.model)
     if shares := plan.head_shares:
         raise ValueError(
             f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
@@ -327,7 +372,9 @@ def fit_layer(
     copied = copy.deepcopy(module).float().eval()
     shared_by = own.layers[layer].key_heads / plan.layers[layer].key_heads
     generator = torch.Generator().manual_seed(number)
-    before, after, work = fit_module(copied, task, steps, rate, generator, shared_by=shared_by, report=report)
+    before, after, work = fit_module(
+        copied, task, steps, rate, generator, shared_by=shared_by, report=report
+    )
     result = LayerFit("fit", number, before, after, work)
     if result.kept:
         with torch.no_grad():
@@ -358,7 +405,9 @@ def fit_heal(
 ) -> tuple[LayerFit, ...]:
     """Local fit of every layer, small ones side by side, then heal from the first layer to the last. `layer_steps`: of
     each layer, in the place of `fit_steps`."""
-    texts = FitTexts.of(original, sequences[: max(2, fit_tokens // sequences.shape[1])], step_tokens)
+    texts = FitTexts.of(
+        original, sequences[: max(2, fit_tokens // sequences.shape[1])], step_tokens
+    )
     modules = family_of(converted.config).attention_modules(converted)
     steps = layer_steps or [fit_steps] * len(modules)
 

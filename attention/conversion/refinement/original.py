@@ -34,7 +34,8 @@ class Original:
     """An original model; at most `most` bytes are kept of what it does."""
 
     def __init__(self, model: PreTrainedModel, most: int = KEPT_BYTES) -> None:
-        self.model, self.room = model, most
+        self.model = model
+        self.room = most
         self.modules = tuple(family_of(model.config).attention_modules(model))
         self._texts: dict[Any, Text] = {}
 
@@ -63,7 +64,8 @@ class Text:
     """What an original model does on some sequences, at any layer."""
 
     def __init__(self, original: Original, sequences: Tensor, batch_size: int) -> None:
-        self.original, self.batch_size = original, batch_size
+        self.original = original
+        self.batch_size = batch_size
         self._streams = Streams(original.model, original.modules, sequences, batch_size)
         self._kept: dict[int, tuple[Record, ...]] = {}
         self._outputs: list[Tensor] = []  # of the attention of the present layer
@@ -92,5 +94,7 @@ class Text:
 
     def _decided(self, records: Iterator[Record]) -> Iterator[Record]:
         first = next(records)
-        self._keeps = self.original.keeps(first.nbytes * len(self._streams.batches) * len(self.original.modules))
+        self._keeps = self.original.keeps(
+            first.nbytes * len(self._streams.batches) * len(self.original.modules)
+        )
         return chain([first], records)

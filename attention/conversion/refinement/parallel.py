@@ -32,13 +32,16 @@ def beside(count: int, parameters: int, device: torch.device) -> int:
     return 1 if device.type != "cpu" or parameters > SMALL else max(1, min(threads, count))
 
 
-def each_layer(count: int, work: Callable[[int], Result], parameters: int, device: torch.device) -> list[Result]:
+def each_layer(
+    count: int, work: Callable[[int], Result], parameters: int, device: torch.device
+) -> list[Result]:
     """`work(i)` of layers 0 to `count` - 1, in that order whatever ends first.
 
     As many at a time as `beside` says, each on one thread; one at a time on all of them. The first error is raised once
     the layers that had begun have ended.
     """
-    threads, at_once = torch.get_num_threads(), beside(count, parameters, device)
+    threads = torch.get_num_threads()
+    at_once = beside(count, parameters, device)
     if at_once == 1:
         return [work(i) for i in range(count)]
     try:

@@ -24,7 +24,11 @@ class Work:
     flops: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.optimizer_steps + other.optimizer_steps, self.tokens + other.tokens, self.flops + other.flops)
+        return Work(
+            self.optimizer_steps + other.optimizer_steps,
+            self.tokens + other.tokens,
+            self.flops + other.flops,
+        )
 
 
 @dataclass(frozen=True)

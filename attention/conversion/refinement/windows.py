@@ -34,11 +34,15 @@ class _Prefix(DynamicCache):
         super().__init__()
         self.before: tuple[Tensor, Tensor] | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if self.before is None:
             self.before = key_states, value_states
             raise _Reached
-        return torch.cat([self.before[0], key_states], 2), torch.cat([self.before[1], value_states], 2)
+        return torch.cat([self.before[0], key_states], 2), torch.cat(
+            [self.before[1], value_states], 2
+        )
 
 
 def windows(length: int, positions: int) -> list[tuple[int, int]]:
@@ -50,13 +54,19 @@ def windows(length: int, positions: int) -> list[tuple[int, int]]:
 
 def uncached(record: Record) -> dict[str, Any]:
     """The record's named arguments, but for a cache."""
-    return {name: value for name, value in record.kwargs.items() if name not in CACHE_NAMES} | {"use_cache": False}
+    return {name: value for name, value in record.kwargs.items() if name not in CACHE_NAMES} | {
+        "use_cache": False
+    }
 
 
 def cache_name(module: nn.Module) -> str | None:
     """By which name the module takes a cache, if it does. Composition keeps more than keys and values there: None."""
     parameters = inspect.signature(module.forward).parameters
-    return None if hasattr(module, "composition") else next((name for name in CACHE_NAMES if name in parameters), None)
+    return (
+        None
+        if hasattr(module, "composition")
+        else next((name for name in CACHE_NAMES if name in parameters), None)
+    )
 
 
 def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end: int) -> Tensor:
@@ -68,15 +78,20 @@ def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end:
         args, kwargs = entered_by(inputs, *whole)
         return module(*args, **kwargs)[0][:, first:end]
     # Those that do not name it find it among their keywords.
-    name, prefix = cache_name(module) or "past_key_values", _Prefix()
+    name = cache_name(module) or "past_key_values"
+    prefix = _Prefix()
 
     def call(begin: int, end: int, cache: _Prefix | None) -> Any:
-        args, kwargs = entered_by(inputs[:, begin:end], *(_cut(part, length, begin, end) for part in whole))
+        args, kwargs = entered_by(
+            inputs[:, begin:end], *(_cut(part, length, begin, end) for part in whole)
+        )
         mask = record.kwargs.get("attention_mask")
         if mask is not None:
             mask = mask[..., begin:end, :end]
         elif begin > 0:  # causality would be counted from the first position
-            mask = torch.ones(1, 1, end - begin, end, dtype=torch.bool, device=inputs.device).tril(begin)
+            mask = torch.ones(1, 1, end - begin, end, dtype=torch.bool, device=inputs.device).tril(
+                begin
+            )
         cached = {name: cache} if cache is not None else {}
         return module(*args, **(kwargs | {"attention_mask": mask} | cached))
 
@@ -96,7 +111,9 @@ def _without_queries(module: nn.Module) -> Iterator[None]:
     if not isinstance(projection, nn.Linear):
         yield
         return
-    projection.forward = lambda input: input.new_zeros(()).expand(*input.shape[:-1], projection.out_features)
+    projection.forward = lambda input: input.new_zeros(()).expand(
+        *input.shape[:-1], projection.out_features
+    )
     try:
         yield
     finally:
@@ -109,10 +126,15 @@ def _cut(value: Any, length: int, first: int, end: int) -> Any:
         shape = value.shape
         if len(shape) > 1 and shape[-2] == length:  # a table of a position embedding
             return value[..., first:end, :]
-        return value[..., first:end] if shape and shape[-1] == length else value  # numbers of positions
+        # Numbers of positions.
+        return value[..., first:end] if shape and shape[-1] == length else value
     if isinstance(value, dict):
         return {name: _cut(item, length, first, end) for name, item in value.items()}
-    return type(value)(_cut(item, length, first, end) for item in value) if type(value) in (tuple, list) else value
+    return (
+        type(value)(_cut(item, length, first, end) for item in value)
+        if type(value) in (tuple, list)
+        else value
+    )
 
 
 def cost_of_windows(length: int, positions: int) -> float:

@@ -19,7 +19,9 @@ def geometry(config: Any) -> HeadGeometry:
 def check_causal(config: Any, name: str) -> None:
     """Raise ValueError for a Gemma with bidirectional attention."""
     if config.use_bidirectional_attention:
-        raise ValueError(f"a {name} with use_bidirectional_attention=true is not supported; expected causal attention")
+        raise ValueError(
+            f"a {name} with use_bidirectional_attention=true is not supported; expected causal attention"
+        )
 
 
 FAMILY = _separate.family("gemma", GemmaConfig, GemmaForCausalLM, geometry)

@@ -19,4 +19,6 @@ def geometry(config: Any) -> HeadGeometry:
 
 
 # Its class takes a number of query heads only if that divides the model width
-FAMILY = _separate.family("gemma3_text", Gemma3TextConfig, Gemma3ForCausalLM, geometry, pads_queries=False)
+FAMILY = _separate.family(
+    "gemma3_text", Gemma3TextConfig, Gemma3ForCausalLM, geometry, pads_queries=False
+)

@@ -14,7 +14,8 @@ from attention.geometry import HeadGeometry
 def geometry(config: Any) -> HeadGeometry:
     """With biases no padding: Mistral, which takes any number of query heads, has none."""
     return replace(
-        _separate.geometry(config, family="llama"), pads_queries=not (config.attention_bias or config.mlp_bias)
+        _separate.geometry(config, family="llama"),
+        pads_queries=not (config.attention_bias or config.mlp_bias),
     )
 
 

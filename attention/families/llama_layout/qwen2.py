@@ -8,5 +8,5 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from attention.families import _separate
 
-GEOMETRY = partial(_separate.geometry, family="qwen2", qkv_bias=True, output_bias=False)
-FAMILY = _separate.family("qwen2", Qwen2Config, Qwen2ForCausalLM, GEOMETRY)
+_GEOMETRY = partial(_separate.geometry, family="qwen2", qkv_bias=True, output_bias=False)
+FAMILY = _separate.family("qwen2", Qwen2Config, Qwen2ForCausalLM, _GEOMETRY)

@@ -8,5 +8,5 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from attention.families import _separate
 
-GEOMETRY = partial(_separate.geometry, family="qwen3", qk_norm=True)
-FAMILY = _separate.family("qwen3", Qwen3Config, Qwen3ForCausalLM, GEOMETRY)
+_GEOMETRY = partial(_separate.geometry, family="qwen3", qk_norm=True)
+FAMILY = _separate.family("qwen3", Qwen3Config, Qwen3ForCausalLM, _GEOMETRY)

@@ -8,5 +8,5 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from attention.families import _separate
 
-GEOMETRY = partial(_separate.geometry, family="qwen3_moe", qk_norm=True)
-FAMILY = _separate.family("qwen3_moe", Qwen3MoeConfig, Qwen3MoeForCausalLM, GEOMETRY)
+_GEOMETRY = partial(_separate.geometry, family="qwen3_moe", qk_norm=True)
+FAMILY = _separate.family("qwen3_moe", Qwen3MoeConfig, Qwen3MoeForCausalLM, _GEOMETRY)

@@ -12,7 +12,8 @@ from attention.geometry import HeadGeometry
 
 
 def geometry(config: Any) -> HeadGeometry:
-    rotary_layers = tuple(bool(rotates) for rotates in config.no_rope_layers)  # 1: the layer has one
+    # 1: the layer has one.
+    rotary_layers = tuple(bool(rotates) for rotates in config.no_rope_layers)
     return replace(_separate.geometry(config, family="smollm3"), rotary_layers=rotary_layers)
 
 

@@ -19,7 +19,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.conversion.sensitivity import BATCH, SummedGradients, check_predicts, drawn_cost
 from attention.families import family_of, geometry_of
-from attention.io.layers.windows import Head, LazyWeights, advance, embed, open_window, rows_of, the_layer
+from attention.io.layers.windows import (
+    Head,
+    LazyWeights,
+    advance,
+    embed,
+    open_window,
+    rows_of,
+    the_layer,
+)
 from attention.io.shards import write_shard
 from attention.modeling.running import entering
 
@@ -85,7 +93,8 @@ def _above(head: Head, streams: Tensor) -> Tensor:
 def _back(window: PreTrainedModel, gradients: Tensor) -> Tensor:
     """Sum of g g^T over all tokens at the attention of a window, whose layer's outputs have these gradients; they
     become those of what enters the layer, in place."""
-    attention, layer = family_of(window.config).attention_modules(window)[0], the_layer(window)
+    attention = family_of(window.config).attention_modules(window)[0]
+    layer = the_layer(window)
     caught: dict[str, Tensor] = {}
 
     def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -94,14 +103,19 @@ def _back(window: PreTrainedModel, gradients: Tensor) -> Tensor:
     def leave(_: Any, __: Any, output: Any) -> None:
         caught["out"] = output[0] if isinstance(output, tuple) else output
 
-    hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True), layer.register_forward_hook(leave)]
+    hooks = [
+        layer.register_forward_pre_hook(enter, with_kwargs=True),
+        layer.register_forward_hook(leave),
+    ]
     sums = SummedGradients([attention])
     try:
         with sums.collected(), torch.enable_grad():
             for ids in rows_of(gradients).split(BATCH):
                 window.get_decoder()(input_ids=ids.to(window.device), use_cache=False)
                 above = gradients[ids[:, 0]].to(caught["out"])
-                gradients[ids[:, 0]] = torch.autograd.grad(caught["out"], caught["in"], above)[0].to(gradients)
+                gradients[ids[:, 0]] = torch.autograd.grad(caught["out"], caught["in"], above)[
+                    0
+                ].to(gradients)
     finally:
         for hook in hooks:
             hook.remove()

@@ -23,7 +23,7 @@ from attention.families import family_of
 from attention.io.experts import Part, parts_of
 from attention.io.safetensors_files import Stored, WeightsError, opened
 from attention.io.weights import check, check_finite
-from attention.modeling.modeling import plan_of_config
+from attention.modeling.model_classes import plan_of_config
 from attention.modeling.predictions import Final, final
 from attention.modeling.running import entered_by, layer_of, run_to
 from attention.plan import AttentionPlan
@@ -65,7 +65,9 @@ class LazyWeights:
 
     def _parts(self, name: str) -> list[Part]:
         if name not in self._places:
-            raise WeightsError(f"{self.folder} has no tensor {name!r}; its config describes none either")
+            raise WeightsError(
+                f"{self.folder} has no tensor {name!r}; its config describes none either"
+            )
         return parts_of(self._places[name])
 
     def _whole(self, name: str) -> Stored:
@@ -111,7 +113,9 @@ class LazyWeights:
         """Whether `dtype` can hold the named tensors without rounding."""
         kinds = {stored.dtype for name in names for stored, _ in self._parts(name)}
         narrow = {"F16": torch.float16, "BF16": torch.bfloat16}
-        return all(narrow.get(kind, torch.float32) == dtype or dtype == torch.float32 for kind in kinds)
+        return all(
+            narrow.get(kind, torch.float32) == dtype or dtype == torch.float32 for kind in kinds
+        )
 
     def one(self, name: str, dtype: torch.dtype) -> Tensor:
         """A whole tensor, floating-point ones in `dtype`, in memory of its own."""
@@ -145,10 +149,15 @@ def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> Pret
     for name in PER_LAYER:
         if entries := getattr(config, name, None):
             setattr(one, name, [entries[layer]])
-    if (dense := getattr(config, "mlp_only_layers", None)) is not None:  # Qwen's mixtures of experts
+    if (
+        dense := getattr(config, "mlp_only_layers", None)
+    ) is not None:  # Qwen's mixtures of experts
         routed = layer not in dense and (layer + 1) % config.decoder_sparse_step == 0
-        one.mlp_only_layers, one.decoder_sparse_step = ([] if routed else [0]), 1
-    one.num_hidden_layers, one.vocab_size, one.tie_word_embeddings = 1, vocabulary, False
+        one.mlp_only_layers = [] if routed else [0]
+        one.decoder_sparse_step = 1
+    one.num_hidden_layers = 1
+    one.vocab_size = vocabulary
+    one.tie_word_embeddings = False
     one.bos_token_id = one.eos_token_id = one.pad_token_id = None
     if getattr(config, "attention_plan", None) is not None:
         whole = plan_of_config(config)
@@ -182,7 +191,8 @@ def of_layer(name: str, prefix: str, layer: int) -> str:
 
 def outer_names(model: PreTrainedModel) -> list[str]:
     """Names of the parameters and persistent buffers of a window that are outside of its layer; the embedding first."""
-    stem, table = layer_prefix(model).removesuffix("0."), _embedding_name(model)
+    stem = layer_prefix(model).removesuffix("0.")
+    table = _embedding_name(model)
     others = [name for name in model.state_dict() if not name.startswith(stem) and name != table]
     return [table, *others]
 
@@ -230,7 +240,9 @@ def feed(model: PreTrainedModel, streams: Tensor) -> None:
         ids = args[0] if args else kwargs["input"]
         seen["rows"] = ids[:, 0].cpu()
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def enter(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         stream = streams[seen["rows"]].to(model.device, model.dtype)
         return entered_by(stream, args, kwargs)
 
@@ -240,7 +252,9 @@ def feed(model: PreTrainedModel, streams: Tensor) -> None:
 
 def rows_of(streams: Tensor, count: int | None = None) -> Tensor:
     """Token ids `[n, T]` that stand for the first `count` streams (all of them by default)."""
-    return torch.arange(len(streams) if count is None else count)[:, None].expand(-1, streams.shape[1])
+    return torch.arange(len(streams) if count is None else count)[:, None].expand(
+        -1, streams.shape[1]
+    )
 
 
 def advance(model: PreTrainedModel, streams: Tensor, batch_size: int) -> None:
@@ -272,15 +286,20 @@ def embed(
     """
     ids, compact = sequences.unique(return_inverse=True)
     model = empty(window_config(config, 0, len(ids)), dtype, device)
-    table, head = _embedding_name(model), _output_name(model)
+    table = _embedding_name(model)
+    head = _output_name(model)
     state = model.state_dict()
     output = head.removesuffix("weight")  # its bias is as long as the whole vocabulary
-    needed = [n for n in outer_names(model) if n != table and not n.startswith(output) and n in weights]
+    needed = [
+        n for n in outer_names(model) if n != table and not n.startswith(output) and n in weights
+    ]
     weights.read_into({name: state[name] for name in needed})
     state[table].copy_(weights.rows(table, ids))
     streams = torch.empty(*sequences.shape, model.config.hidden_size, dtype=dtype)
     for rows in torch.arange(len(sequences)).split(batch_size):
-        streams[rows] = run_to(model, the_layer(model), compact[rows], through=False).stream.to(streams)
+        streams[rows] = run_to(model, the_layer(model), compact[rows], through=False).stream.to(
+            streams
+        )
     return streams
 
 
@@ -289,10 +308,15 @@ class Head:
     `dtype`: of the original model, and what is computed in."""
 
     def __init__(
-        self, weights: LazyWeights, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+        self,
+        weights: LazyWeights,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.model = empty(window_config(config, 0, config.vocab_size), dtype, device)
-        table, head = _embedding_name(self.model), _output_name(self.model)
+        table = _embedding_name(self.model)
+        head = _output_name(self.model)
         state = self.model.state_dict()
         names = {n: n for n in outer_names(self.model) if n not in (table, head) and n in weights}
         names[table if config.tie_word_embeddings else head] = head

@@ -29,7 +29,7 @@ from attention.io.targets._gguf.architectures import OF_FAMILY, Architecture, ha
 
 SUFFIX = ".gguf"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-ROPE_FREQUENCIES = "rope_freqs.weight"
+_ROPE_FREQUENCIES = "rope_freqs.weight"
 SPECIAL_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
@@ -46,7 +46,9 @@ class GGUFFile:
 
         with self.path.open("rb") as stream:
             if stream.read(4) != b"GGUF":
-                raise CheckpointError(f"{str(self.path)!r} is not a GGUF file; download or copy it again")
+                raise CheckpointError(
+                    f"{str(self.path)!r} is not a GGUF file; download or copy it again"
+                )
         try:
             return gguf.GGUFReader(self.path)
         except Exception as error:  # it reads whatever the bytes say, and stumbles in any way
@@ -64,7 +66,9 @@ class GGUFFile:
         """How many numbers of the file are stored in each of GGUF's types, the most frequent first."""
         counts: dict[str, int] = {}
         for tensor in self.reader.tensors:
-            counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+            counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + int(
+                tensor.n_elements
+            )
         return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
     @property
@@ -107,7 +111,9 @@ class GGUFFile:
         if (width := self.field(f"{architecture}.attention.key_length")) is not None:
             fields["head_dim"] = int(width)  # lost by some readers
         config_file = folder / "config.json"
-        config_file.write_text(json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+        config_file.write_text(
+            json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8"
+        )
         config = checkpoint.load_config(folder)
         config.architectures = [family_of(config).model_class.__name__]
         config.save_pretrained(folder)
@@ -119,17 +125,19 @@ class GGUFFile:
         """The scaling of rotary embedding that the file states, and that transformers' reader leaves out."""
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         base = float(self.field(f"{architecture}.rope.freq_base", 10_000.0))
-        if (factors := self._tensors().get(ROPE_FREQUENCIES)) is not None:
+        if (factors := self._tensors().get(_ROPE_FREQUENCIES)) is not None:
             found = llama3_rope(_plain(factors), base)
             if found is None:
                 raise CheckpointError(
-                    f"{str(self.path)!r}: its rotary frequencies ({ROPE_FREQUENCIES}) are not those of Llama 3; give "
+                    f"{str(self.path)!r}: its rotary frequencies ({_ROPE_FREQUENCIES}) are not those of Llama 3; give "
                     "the checkpoint that it was made from"
                 )
             return {"rope_parameters": found}
         if kind == "linear":
             factor = float(self.field(f"{architecture}.rope.scaling.factor", 1.0))
-            return {"rope_parameters": {"rope_type": "linear", "rope_theta": base, "factor": factor}}
+            return {
+                "rope_parameters": {"rope_type": "linear", "rope_theta": base, "factor": factor}
+            }
         if kind not in ("none", "") and architecture != "gpt-oss":
             raise CheckpointError(
                 f"{str(self.path)!r}: rotary scaling of type {kind} is not read from a GGUF file; give the checkpoint "
@@ -141,14 +149,19 @@ class GGUFFile:
         if self.field("tokenizer.ggml.model", "none") == "none":
             return
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(self.path.parent), gguf_file=self.path.name
+            )
         except Exception as error:
             raise CheckpointError(
                 f"{str(self.path)!r}: its tokenizer cannot be read: {reason(error)}; give the checkpoint that it was "
                 "made from"
             ) from None
         put_tokenizer(tokenizer, folder)
-        ids = {key: self.field(f"tokenizer.ggml.{name}_token_id") for key, name in SPECIAL_TOKENS.items()}
+        ids = {
+            key: self.field(f"tokenizer.ggml.{name}_token_id")
+            for key, name in SPECIAL_TOKENS.items()
+        }
         known = {key: int(value) for key, value in ids.items() if value is not None}
         (folder / GENERATION).write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
 
@@ -169,7 +182,9 @@ class GGUFFile:
         for layer in range(config.num_hidden_layers):
             missing |= {f"blk.{layer}.{name}.weight" for name in [*names, "attn_output"]} - stored
         if missing:
-            raise WeightsError(f"{str(self.path)!r} lacks {len(missing)} tensors: {listed(missing)}; copy it again")
+            raise WeightsError(
+                f"{str(self.path)!r} lacks {len(missing)} tensors: {listed(missing)}; copy it again"
+            )
 
     def tensors(self, config: PretrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All tensors of the config's model, by the names that its class has, in `dtype`. Raises WeightsError."""
@@ -198,11 +213,17 @@ class GGUFFile:
             str(self.path.parent), gguf_file=self.path.name, dtype=dtype, **more
         )
         tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
-        yield from ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
+        yield from (
+            (name, tensor) for name, tensor in model.state_dict().items() if name not in tied
+        )
 
 
 def _accepted(kind: Any, **settings: Any) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name in inspect.signature(kind).parameters}
+    return {
+        name: value
+        for name, value in settings.items()
+        if name in inspect.signature(kind).parameters
+    }
 
 
 def _plain(tensor: Any) -> Tensor:
@@ -224,11 +245,18 @@ def _one_by_one(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file under the names of the model's class. No more than a layer's attention, or the parts of one
     tensor, is in memory at a time."""
-    from attention.io.targets._gguf.tensors import attention_names, outside_attention, reshaped, stored_heads
+    from attention.io.targets._gguf.tensors import (
+        attention_names,
+        outside_attention,
+        reshaped,
+        stored_heads,
+    )
 
     with torch.device("meta"), no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    family, geometry, state = family_of(config), geometry_of(config), model.state_dict()
+    family = family_of(config)
+    geometry = geometry_of(config)
+    state = model.state_dict()
     # The parts of one tensor (gate and up projections of experts) follow each other.
     unfinished: dict[str, Tensor] = {}
     for name, part, known in outside_attention(model, form):
@@ -266,10 +294,12 @@ def llama3_rope(factors: Tensor, base: float) -> dict[str, Any] | None:
     between = ((smooth > 1e-4) & (smooth < 1 - 1e-4)).nonzero().flatten()
     high = 4.0  # of every published Llama 3, where the factors do not say
     if len(between) > 1:
-        first, last = int(between[0]), int(between[-1])
+        first = int(between[0])
+        last = int(between[-1])
         slope = float((smooth[first] - smooth[last]) / (turns[first] - turns[last]))
         offset = float(slope * turns[first] - smooth[first])  # low / (high - low)
-        high, length = 1 + 1 / offset, slope / offset
+        high = 1 + 1 / offset
+        length = slope / offset
     elif len(between):
         length = float((smooth[between] * (high - 1) + 1) / turns[between])
     else:  # anywhere between the last frequency that is kept and the first that is divided by the whole factor
@@ -284,10 +314,16 @@ def llama3_rope(factors: Tensor, base: float) -> dict[str, Any] | None:
         "high_freq_factor": round(high, 3),
         "original_max_position_embeddings": round(length),
     }
-    return found if torch.allclose(_llama3_factors(found, turns), factors.double(), rtol=2e-4) else None
+    return (
+        found
+        if torch.allclose(_llama3_factors(found, turns), factors.double(), rtol=2e-4)
+        else None
+    )
 
 
 def _llama3_factors(rope: dict[str, Any], turns: Tensor) -> Tensor:
-    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
+    factor = rope["factor"]
     smooth = ((turns * rope["original_max_position_embeddings"] - low) / (high - low)).clamp(0, 1)
     return 1 / ((1 - smooth) / factor + smooth)

@@ -25,9 +25,11 @@ FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantize
 """Formats of compressed-tensors that can be read."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of four bits that MXFP4 knows, by their code."""
-NARROW = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
+_NARROW = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
 # Scales of activations and of the KV cache: of no use for weights in plain numbers.
-UNUSED = re.compile(r"\.(input_scale|activation_scale|input_zero_point|input_global_scale|[kvq]_scale|output_scale)$")
+UNUSED = re.compile(
+    r"\.(input_scale|activation_scale|input_zero_point|input_global_scale|[kvq]_scale|output_scale)$"
+)
 
 
 def method_of(settings: Any) -> str | None:
@@ -36,7 +38,7 @@ def method_of(settings: Any) -> str | None:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class _PlainTensor:
     """How one plain tensor is made: of which stored tensors (by their part in `make`), and its shape."""
 
     shape: tuple[int, ...]
@@ -54,7 +56,7 @@ class PlainTensors:
 
     folder: Path
     copied: Mapping[str, Stored]
-    recipes: Mapping[str, Recipe]
+    recipes: Mapping[str, _PlainTensor]
     unused: tuple[str, ...]
 
     @classmethod
@@ -65,16 +67,23 @@ class PlainTensors:
         unused = tuple(sorted(name for name in stored if UNUSED.search(name)))
         left = {name: place for name, place in stored.items() if name not in unused}
         method = method_of(settings)
-        make: dict[str, Callable[[str, Mapping[str, Stored], Mapping[str, Any]], tuple[str, Recipe] | None]] = {
+        make: dict[
+            str,
+            Callable[
+                [str, Mapping[str, Stored], Mapping[str, Any]], tuple[str, _PlainTensor] | None
+            ],
+        ] = {
             "fp8": _fp8,
             "compressed-tensors": _compressed,
             "mxfp4": _mxfp4,
         }
         if method not in make:
-            raise WeightsError(f"{folder}: weights of {method} cannot be read as plain numbers, only {METHODS}")
+            raise WeightsError(
+                f"{folder}: weights of {method} cannot be read as plain numbers, only {METHODS}"
+            )
         if method == "compressed-tensors":
             _check_formats(folder, settings)
-        recipes: dict[str, Recipe] = {}
+        recipes: dict[str, _PlainTensor] = {}
         for name in left:
             try:
                 made = make[method](name, left, settings)
@@ -84,7 +93,7 @@ class PlainTensors:
                 recipes[made[0]] = made[1]
         used = {place.name for recipe in recipes.values() for place in recipe.sources.values()}
         copied = {name: place for name, place in left.items() if name not in used}
-        if odd := [name for name, place in copied.items() if place.dtype in NARROW]:
+        if odd := [name for name, place in copied.items() if place.dtype in _NARROW]:
             kinds = sorted({copied[name].dtype for name in odd})
             raise WeightsError(
                 f"{folder}: {len(odd)} tensors of {', '.join(kinds)} have no scales that belong to them: "
@@ -95,16 +104,22 @@ class PlainTensors:
     def sizes(self, dtype: torch.dtype) -> int:
         """Bytes of all plain tensors, those that are made in `dtype`."""
         made = sum(math.prod(recipe.shape) for recipe in self.recipes.values()) * dtype.itemsize
-        return made + sum(place.numbers * (4 if place.dtype == "F32" else 2) for place in self.copied.values())
+        return made + sum(
+            place.numbers * (4 if place.dtype == "F32" else 2) for place in self.copied.values()
+        )
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All plain tensors by name, made ones in `dtype`; the others as they are stored."""
         for name, place in self.copied.items():
             yield name, self._read(place)
         for name, recipe in self.recipes.items():
-            tensor = recipe.make({part: self._read(place) for part, place in recipe.sources.items()})
+            tensor = recipe.make(
+                {part: self._read(place) for part, place in recipe.sources.items()}
+            )
             if tuple(tensor.shape) != recipe.shape:
-                raise WeightsError(f"{self.folder}: {name} is {list(tensor.shape)}, expected {list(recipe.shape)}")
+                raise WeightsError(
+                    f"{self.folder}: {name} is {list(tensor.shape)}, expected {list(recipe.shape)}"
+                )
             yield name, tensor.to(dtype)
 
     def _read(self, place: Stored) -> Tensor:
@@ -115,20 +130,24 @@ class PlainTensors:
 # ---- FP8 --------------------------------------------------------------------------------------------------------
 
 
-def _fp8(name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]) -> tuple[str, Recipe] | None:
+def _fp8(
+    name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
+) -> tuple[str, _PlainTensor] | None:
     """A weight of eight bits with `NAME_scale_inv` (a factor of each block) or `NAME_scale` (of all, or of a row)."""
     place = stored[name]
     if place.dtype not in ("F8_E4M3", "F8_E5M2"):
         return None
     scale = next((stored[n] for n in (f"{name}_scale_inv", f"{name}_scale") if n in stored), None)
     if scale is None:
-        raise ValueError(f"{name} is of {place.dtype} and has neither {name}_scale_inv nor {name}_scale beside it")
+        raise ValueError(
+            f"{name} is of {place.dtype} and has neither {name}_scale_inv nor {name}_scale beside it"
+        )
     block = settings.get("weight_block_size")
 
     def make(parts: Mapping[str, Tensor]) -> Tensor:
         return scaled(parts["weight"], parts["scale"], block)
 
-    return name, Recipe(place.shape, {"weight": place, "scale": scale}, make)
+    return name, _PlainTensor(place.shape, {"weight": place, "scale": scale}, make)
 
 
 def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
@@ -144,8 +163,12 @@ def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
     if factors.dim() == weight.dim() - 1 and factors.shape[-1] == rows:
         factors = factors.unsqueeze(-1)
     if factors.dim() != weight.dim():
-        raise ValueError(f"scales of shape {list(scale.shape)} do not belong to a weight of {list(weight.shape)}")
-    height, width = (int(size) for size in block) if block else (1, math.ceil(columns / factors.shape[-1]))
+        raise ValueError(
+            f"scales of shape {list(scale.shape)} do not belong to a weight of {list(weight.shape)}"
+        )
+    height, width = (
+        (int(size) for size in block) if block else (1, math.ceil(columns / factors.shape[-1]))
+    )
     if factors.shape[-2] == 1 and not block:
         height = rows
     expected = (math.ceil(rows / height), math.ceil(columns / width))
@@ -157,7 +180,8 @@ def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
     result = weight.float()
     if height == 1 and columns % width == 0:  # groups of each row's own
         return (result.unflatten(-1, (-1, width)) * factors[..., None]).flatten(-2)
-    for index in range(expected[0]):  # a strip of rows at a time, so that no factor is ever repeated for each number
+    # A strip of rows at a time, so that no factor is ever repeated for each number.
+    for index in range(expected[0]):
         strip = slice(index * height, min(rows, (index + 1) * height))
         wide = factors[..., index : index + 1, :].repeat_interleave(width, dim=-1)[..., :columns]
         result[..., strip, :] *= wide
@@ -169,7 +193,10 @@ def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
 
 def _check_formats(folder: Path, settings: Mapping[str, Any]) -> None:
     groups = settings.get("config_groups") or {}
-    formats = {settings.get("format"), *(g.get("format") for g in groups.values() if isinstance(g, Mapping))} - {None}
+    formats = {
+        settings.get("format"),
+        *(g.get("format") for g in groups.values() if isinstance(g, Mapping)),
+    } - {None}
     formats.discard("mixed-precision")  # says only that each group has a format of its own
     if other := sorted(str(name) for name in formats - set(FORMATS)):
         raise WeightsError(
@@ -185,19 +212,30 @@ def _check_formats(folder: Path, settings: Mapping[str, Any]) -> None:
 
 def _weights_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of the group that a module's weights belong to: the only one, or the one that names it."""
-    groups = [group for group in (settings.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+    groups = [
+        group
+        for group in (settings.get("config_groups") or {}).values()
+        if isinstance(group, Mapping)
+    ]
     if len(groups) > 1:
         module = name.rpartition(".")[0]
         for group in groups:
             for target in group.get("targets") or ():
-                if re.match(target[3:], module) if target.startswith("re:") else module.endswith(target):
+                if (
+                    re.match(target[3:], module)
+                    if target.startswith("re:")
+                    else module.endswith(target)
+                ):
                     return group.get("weights") or {}
     return (groups[0].get("weights") if groups else None) or {}
 
 
-def _compressed(name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]) -> tuple[str, Recipe] | None:
+def _compressed(
+    name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
+) -> tuple[str, _PlainTensor] | None:
     """A weight of eight bits beside its scales, or packed integers (`weight_packed`, `weight_shape`)."""
-    place, weights = stored[name], _weights_of(name, settings)
+    place = stored[name]
+    weights = _weights_of(name, settings)
     stem, _, last = name.rpartition(".")
     if last == "weight_packed":
         return f"{stem}.weight", _unpacked(stem, stored, weights)
@@ -215,7 +253,7 @@ def _compressed(name: str, stored: Mapping[str, Stored], settings: Mapping[str, 
             weight -= scaled(ones, parts["zero"], block)
         return scaled(weight, parts["scale"], block)
 
-    return name, Recipe(place.shape, sources, make)
+    return name, _PlainTensor(place.shape, sources, make)
 
 
 def _beside(stored: Mapping[str, Stored], name: str, of: str) -> Stored:
@@ -224,12 +262,14 @@ def _beside(stored: Mapping[str, Stored], name: str, of: str) -> Stored:
     return stored[name]
 
 
-def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any]) -> Recipe:
+def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any]) -> _PlainTensor:
     """Integers of `num_bits` packed into 32, lowest first, with an offset of half their range and a scale a group."""
     packed = stored[f"{stem}.weight_packed"]
     bits = int(weights.get("num_bits") or 4)
     if bits not in (2, 4, 8) or packed.dtype != "I32":
-        raise ValueError(f"{packed.name}: integers of {bits} bits in {packed.dtype} cannot be read, only 2, 4 and 8")
+        raise ValueError(
+            f"{packed.name}: integers of {bits} bits in {packed.dtype} cannot be read, only 2, 4 and 8"
+        )
     scale = _beside(stored, f"{stem}.weight_scale", packed.name)
     shape = _beside(stored, f"{stem}.weight_shape", packed.name)
     sources = {"packed": packed, "scale": scale, "shape": shape}
@@ -242,7 +282,8 @@ def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any
     def make(parts: Mapping[str, Tensor]) -> Tensor:
         rows, width = (int(size) for size in parts["shape"].tolist())
         whole = unpack(parts["packed"], bits, width).float()
-        factors, zero = parts["scale"].float(), parts.get("zero")
+        factors = parts["scale"].float()
+        zero = parts.get("zero")
         if zero is not None and zero.dtype == torch.int32:  # packed too, along the rows
             zero = unpack(zero.T, bits, rows).T
         order = parts.get("order")
@@ -254,7 +295,7 @@ def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any
             whole -= zero.float()[:, columns_of] if zero.shape[-1] > 1 else zero.float()
         return whole * (factors[:, columns_of] if factors.shape[-1] > 1 else factors)
 
-    return Recipe((packed.shape[0], columns), sources, make)
+    return _PlainTensor((packed.shape[0], columns), sources, make)
 
 
 def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
@@ -267,25 +308,32 @@ def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
 # ---- MXFP4 ------------------------------------------------------------------------------------------------------
 
 
-def _mxfp4(name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]) -> tuple[str, Recipe] | None:
+def _mxfp4(
+    name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
+) -> tuple[str, _PlainTensor] | None:
     """Experts as gpt-oss is published: `NAME_blocks` `[E, N, G, 16]` of two numbers a byte, `NAME_scales` `[E, N, G]`
     of powers of two. The plain tensor is `[E, 32 G, N]`."""
     if not name.endswith("_blocks"):
         return None
     stem = name.removesuffix("_blocks")
-    blocks, scales = stored[name], _beside(stored, f"{stem}_scales", name)
+    blocks = stored[name]
+    scales = _beside(stored, f"{stem}_scales", name)
     experts, rows, groups, half = blocks.shape
 
     def make(parts: Mapping[str, Tensor]) -> Tensor:
         experts = [four_bits(b, s) for b, s in zip(parts["blocks"], parts["scales"], strict=True)]
         return torch.stack(experts).transpose(1, 2).contiguous()
 
-    return stem, Recipe((experts, groups * half * 2, rows), {"blocks": blocks, "scales": scales}, make)
+    return stem, _PlainTensor(
+        (experts, groups * half * 2, rows), {"blocks": blocks, "scales": scales}, make
+    )
 
 
 def four_bits(blocks: Tensor, scales: Tensor) -> Tensor:
     """Numbers `[N, 32 G]` of bytes `[N, G, 16]`, the lower half of each byte first, times 2 to the power of
     `scales - 127` `[N, G]`; in bfloat16, which holds them all."""
     values = torch.tensor(FP4, dtype=torch.bfloat16)
-    pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1).flatten(-2)
+    pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1).flatten(
+        -2
+    )
     return torch.ldexp(pairs, (scales.int() - 127)[..., None]).flatten(-2)

@@ -29,8 +29,8 @@ from attention.io.sources import SOURCE_FILE, CheckpointError, is_folder, only_c
 from attention.io.stock_files import copy_files
 from attention.io.weights import METHODS
 
-FORMAT = 1  # of a copy: another one is made anew
-GIGA = 2.0**30
+_FORMAT = 1  # of a copy: another one is made anew
+_GIGA = 2.0**30
 HEADERS = ["*.json", "*.jinja", "*.model*", "*.txt", "*.tiktoken"]
 WEIGHTS = "*.safetensors"
 
@@ -100,25 +100,52 @@ def _of_gguf(path: Path, cache: Path, weights: bool, report: Callable[[str], Non
             file.check(config)
         _write_source(fresh, path, weights, rounded)
 
-    about = f"the rounding of {', '.join(rounded)} is in its weights" if rounded else "no number is rounded"
-    _make(folder, path.name, write, file.numbers * file.dtype.itemsize * weights, f"{name}; {about}", report)
+    about = (
+        f"the rounding of {', '.join(rounded)} is in its weights"
+        if rounded
+        else "no number is rounded"
+    )
+    _make(
+        folder,
+        path.name,
+        write,
+        file.numbers * file.dtype.itemsize * weights,
+        f"{name}; {about}",
+        report,
+    )
     return folder
 
 
 def _of_safetensors(
-    source: str | Path, fields: dict[str, Any], cache: Path, weights: bool, report: Callable[[str], None]
+    source: str | Path,
+    fields: dict[str, Any],
+    cache: Path,
+    weights: bool,
+    report: Callable[[str], None],
 ) -> Path:
     origin = _fetched(source, weights)
     method = method_of(fields["quantization_config"])
-    dtype = DTYPES.get(str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch."), torch.bfloat16)
+    dtype = DTYPES.get(
+        str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch."), torch.bfloat16
+    )
     files = [origin / "config.json", *sorted(origin.glob(WEIGHTS))]
     folder = _place(cache, _name_of(source, origin), files, weights)
-    plain = PlainTensors.of(origin, fields["quantization_config"]) if weights or any(origin.glob(WEIGHTS)) else None
+    plain = (
+        PlainTensors.of(origin, fields["quantization_config"])
+        if weights or any(origin.glob(WEIGHTS))
+        else None
+    )
 
     def write(fresh: Path) -> None:
-        own = {key: value for key, value in fields.items() if key != "quantization_config" and key[:1] != "_"}
+        own = {
+            key: value
+            for key, value in fields.items()
+            if key != "quantization_config" and key[:1] != "_"
+        }
         own |= {"dtype": str(dtype).removeprefix("torch.")}
-        (fresh / "config.json").write_text(json.dumps(own, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (fresh / "config.json").write_text(
+            json.dumps(own, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
         copy_files(origin, fresh)
         if weights and plain is not None:
             write_shards(plain.tensors(dtype), fresh, SHARD)
@@ -152,9 +179,15 @@ def _fetched(source: str | Path, weights: bool) -> Path:
 
     patterns = [*HEADERS, WEIGHTS] if weights else HEADERS
     try:
-        return Path(snapshot_download(str(source), local_files_only=only_cached(source), allow_patterns=patterns))
+        return Path(
+            snapshot_download(
+                str(source), local_files_only=only_cached(source), allow_patterns=patterns
+            )
+        )
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"the weights of {str(source)!r} cannot be fetched: {reason(error)}") from None
+        raise CheckpointError(
+            f"the weights of {str(source)!r} cannot be fetched: {reason(error)}"
+        ) from None
 
 
 def _name_of(source: str | Path, origin: Path) -> str:
@@ -163,7 +196,7 @@ def _name_of(source: str | Path, origin: Path) -> str:
 
 def _place(cache: Path, name: str, files: list[Path], weights: bool) -> Path:
     stamps = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    key = hashlib.sha256(json.dumps([FORMAT, weights, stamps]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([_FORMAT, weights, stamps]).encode()).hexdigest()[:16]
     return cache / "models" / key / name
 
 
@@ -174,7 +207,12 @@ def _write_source(folder: Path, source: str | Path, weights: bool, rounded: list
 
 
 def _make(
-    folder: Path, name: str, write: Callable[[Path], None], needed: int, about: str, report: Callable[[str], None]
+    folder: Path,
+    name: str,
+    write: Callable[[Path], None],
+    needed: int,
+    about: str,
+    report: Callable[[str], None],
 ) -> None:
     """Have `write` make `folder`, unless it is there. Raises CheckpointError where `needed` bytes are not free."""
     if (folder / DIGESTS).is_file():
@@ -186,15 +224,19 @@ def _make(
         folder.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder.parent).free
     except OSError as error:
-        raise CheckpointError(f"no plain copy of {name} can be written to {str(folder)!r} ({error}); {room}") from None
+        raise CheckpointError(
+            f"no plain copy of {name} can be written to {str(folder)!r} ({error}); {room}"
+        ) from None
     if free < needed:
         raise CheckpointError(
-            f"a plain copy of {name} takes {needed / GIGA:.2f} GiB in {str(folder.parent)!r}, where {free / GIGA:.2f} "
+            f"a plain copy of {name} takes {needed / _GIGA:.2f} GiB in {str(folder.parent)!r}, where {free / _GIGA:.2f} "
             f"GiB are free; {room}"
         )
     if needed:
-        report(f"{name}: written as plain numbers to {folder}, {needed / GIGA:.2f} GiB ({about})")
+        report(f"{name}: written as plain numbers to {folder}, {needed / _GIGA:.2f} GiB ({about})")
     try:
         checkpoint.write_atomically(folder, write)
     except OSError as error:
-        raise CheckpointError(f"no plain copy of {name} can be written to {str(folder)!r} ({error}); {room}") from None
+        raise CheckpointError(
+            f"no plain copy of {name} can be written to {str(folder)!r} ({error}); {room}"
+        ) from None

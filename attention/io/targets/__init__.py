@@ -101,9 +101,27 @@ def targets() -> dict[str, Target]:
     return found
 
 
-GGUF_READERS = ("ollama", "llama.cpp", "llamacpp", "llama-cpp", "lmstudio", "lm-studio", "koboldcpp", "jan")
-STOCK_READERS = ("sglang", "tgi", "text-generation-inference", "mlx", "mlx-lm", "tensorrt-llm", "trt-llm", "lmdeploy")
-LIBRARY = ("hf", "huggingface", "hugging-face", "safetensors", "pytorch")
+GGUF_READERS = (
+    "ollama",
+    "llama.cpp",
+    "llamacpp",
+    "llama-cpp",
+    "lmstudio",
+    "lm-studio",
+    "koboldcpp",
+    "jan",
+)
+STOCK_READERS = (
+    "sglang",
+    "tgi",
+    "text-generation-inference",
+    "mlx",
+    "mlx-lm",
+    "tensorrt-llm",
+    "trt-llm",
+    "lmdeploy",
+)
+_LIBRARY = ("hf", "huggingface", "hugging-face", "safetensors", "pytorch")
 
 
 def target(name: str, more: Sequence[str] = ()) -> Target:
@@ -121,7 +139,7 @@ def _unknown(name: str, known: Sequence[str]) -> str:
         return f"{listed}: {name} loads GGUF files, which are target gguf"
     if plain in STOCK_READERS:
         return f"{listed}: {name} loads stock folders, which are target gqa (as many KV heads in every layer)"
-    if plain in LIBRARY:
+    if plain in _LIBRARY:
         return f"{listed}: transformers loads target gqa (a stock folder) and target transformers (with code, any plan)"
     return one_of("target", known, name)
 
@@ -132,10 +150,13 @@ def kv_bytes_in(name: str, config: Any, plan: AttentionPlan, dtype: torch.dtype 
     return target(name).held(config, plan).bytes_per_token(dtype)
 
 
-def best_target(config: Any, plan: AttentionPlan, dtype: torch.dtype | str) -> tuple[str, dict[str, str]]:
+def best_target(
+    config: Any, plan: AttentionPlan, dtype: torch.dtype | str
+) -> tuple[str, dict[str, str]]:
     """The target that takes the fewest bytes of cache a token, among equals the one that more engines read; and of
     every other target, why not. Raises TargetError if none holds the plan."""
-    held, others = {}, {}
+    held = {}
+    others = {}
     for name, one in targets().items():
         try:
             held[name] = one.held(config, plan).bytes_per_token(dtype)
@@ -143,10 +164,17 @@ def best_target(config: Any, plan: AttentionPlan, dtype: torch.dtype | str) -> t
             others[name] = str(error)
     if not held:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in others.items())
-        raise TargetError(f"no target holds this plan ({reasons}); keep it in Headfold's own format")
+        raise TargetError(
+            f"no target holds this plan ({reasons}); keep it in Headfold's own format"
+        )
     best = min(held, key=lambda name: (held[name], -len(targets()[name].engines), name))
     for name in held.keys() - {best}:
-        bytes_, engines = held[name], " and ".join(targets()[name].engines)
+        bytes_ = held[name]
+        engines = " and ".join(targets()[name].engines)
         more = f"{bytes_} KV bytes per token instead of {held[best]}"
-        others[name] = more if bytes_ > held[best] else f"the same {bytes_} KV bytes per token, read by {engines}"
+        others[name] = (
+            more
+            if bytes_ > held[best]
+            else f"the same {bytes_} KV bytes per token, read by {engines}"
+        )
     return best, dict(sorted(others.items()))

@@ -42,7 +42,8 @@ def widths_of(plan: AttentionPlan) -> tuple[int, ...]:
 def query_heads_for_all(plan: AttentionPlan) -> int:
     """The fewest query heads that are a multiple of every layer's KV heads and give each pair enough of them."""
     counts = kv_heads_of(plan)
-    step, least = lcm(*counts), max(map(int.__mul__, counts, widths_of(plan)))
+    step = lcm(*counts)
+    least = max(map(int.__mul__, counts, widths_of(plan)))
     return -(-least // step) * step
 
 
@@ -62,7 +63,10 @@ def widest_layers(plan: AttentionPlan) -> str:
 
 
 def _chosen(
-    heads: LayerHeads, queries: Sequence[int | None], keys: Sequence[int | None], values: Sequence[int | None]
+    heads: LayerHeads,
+    queries: Sequence[int | None],
+    keys: Sequence[int | None],
+    values: Sequence[int | None],
 ) -> LayerHeads:
     """Query, key and value heads by index; None gives zeros."""
     for side, index in ((QUERY_SIDE, queries), (KEY_SIDE, keys), (VALUE_SIDE, values)):
@@ -96,13 +100,20 @@ def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
     """The inverse of `pad`. Raises ValueError for heads that `pad` has not made of this layer's plan."""
     pairs = pairs_of(layer)
     width = padded.num_heads // padded.k.shape[0]
-    place = {head: i * width + j for i, members in enumerate(pairs.values()) for j, head in enumerate(members)}
-    keys, values = ([side.index(head) for head in range(max(side) + 1)] for side in zip(*pairs, strict=True))
+    place = {
+        head: i * width + j
+        for i, members in enumerate(pairs.values())
+        for j, head in enumerate(members)
+    }
+    keys, values = (
+        [side.index(head) for head in range(max(side) + 1)] for side in zip(*pairs, strict=True)
+    )
     queries = [place[head] for head in range(layer.num_heads)]
     heads = _chosen(padded, queries, keys, values)
     again = pad(heads, layer, padded.k.shape[0], width)
     for name in (*QUERY_SIDE, *KEY_SIDE, *VALUE_SIDE):
-        one, other = getattr(padded, name), getattr(again, name)
+        one = getattr(padded, name)
+        other = getattr(again, name)
         if one is not None and not torch.equal(one, other):
             raise ValueError(f"{name} of the padded heads is not what the plan's groups give")
     return heads

@@ -15,11 +15,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.base.messages import reason
-from attention.conversion.conversion import unshare
+from attention.conversion.convert import unshare
 from attention.io.targets import Held, Lowered, Target, TargetError, gqa, phi
-from attention.io.targets._gguf.architectures import architecture, check_supported, shapes_of, with_own_counts
+from attention.io.targets._gguf.architectures import (
+    architecture,
+    check_supported,
+    shapes_of,
+    with_own_counts,
+)
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, written_out
-from attention.modeling.modeling import plan_of, plan_of_config
+from attention.modeling.model_classes import plan_of, plan_of_config
 from attention.plan import AttentionPlan
 
 FILE = "model.gguf"
@@ -48,7 +53,9 @@ def lower(model: PreTrainedModel) -> Lowered:
     form = architecture(model.config, plan)
     notes = [f"architecture {form.name}", *written_out(plan)]
     if form.own_counts and len(set(kv_heads_of(plan))) > 1:
-        notes.append("keep flash attention on (the default): without it all value caches are as wide as the widest")
+        notes.append(
+            "keep flash attention on (the default): without it all value caches are as wide as the widest"
+        )
     return Lowered(unshare(model), tuple(notes))
 
 
@@ -77,7 +84,8 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
     return form.name
 
 
-_FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}  # llama.cpp's numbers: ALL_F32, MOSTLY_F16, ...
+# llama.cpp's numbers: ALL_F32, MOSTLY_F16, ...
+_FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}
 
 
 def read(folder: Path, config: Any) -> PreTrainedModel:
@@ -90,13 +98,20 @@ def read(folder: Path, config: Any) -> PreTrainedModel:
     form = architecture(config, plan_of_config(config))
     try:
         tensors = gguf.GGUFReader(folder / FILE).tensors
-        stored = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in tensors}
+        stored = {
+            t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy())
+            for t in tensors
+        }
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         fill(model, stored, form)
     except (OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
-        raise TargetError(f"{str(folder / FILE)!r} is not a whole GGUF file of this model: {reason(error)}") from None
+        raise TargetError(
+            f"{str(folder / FILE)!r} is not a whole GGUF file of this model: {reason(error)}"
+        ) from None
     return model.eval()
 
 
-TARGET = Target("gguf", ("llama.cpp",), held, lower, write, read, ("float32", "bfloat16", "float16", "q8_0"))
+TARGET = Target(
+    "gguf", ("llama.cpp",), held, lower, write, read, ("float32", "bfloat16", "float16", "q8_0")
+)

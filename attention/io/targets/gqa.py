@@ -14,12 +14,18 @@ from typing import Any
 
 from transformers import MistralConfig, PretrainedConfig, PreTrainedModel
 
-from attention.conversion.conversion import unshare
+from attention.conversion.convert import unshare
 from attention.families import family_of, geometry_of
 from attention.io import checkpoint
 from attention.io.targets import Held, Lowered, Target, TargetError, _stock
-from attention.io.targets._pairs import check_no_composition, kv_heads_of, pad, widths_of, written_out
-from attention.modeling.modeling import family_fields, plan_of
+from attention.io.targets._pairs import (
+    check_no_composition,
+    kv_heads_of,
+    pad,
+    widths_of,
+    written_out,
+)
+from attention.modeling.model_classes import family_fields, plan_of
 from attention.plan import AttentionPlan
 
 
@@ -31,11 +37,15 @@ def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTraine
 
 def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
     """The stock config of a model with these counts. Raises TargetError if there is none."""
-    family, geometry = family_of(config), geometry_of(config)
+    family = family_of(config)
+    geometry = geometry_of(config)
     plain = family.plain_config(config, kv_heads)
     if plain is None or family.plain_config(config, 1) is None:
         raise TargetError(f"the {family.name} family has no stock GQA form")
-    fields: dict[str, Any] = family_fields(plain) | {"num_attention_heads": heads, "head_dim": geometry.head_dim}
+    fields: dict[str, Any] = family_fields(plain) | {
+        "num_attention_heads": heads,
+        "head_dim": geometry.head_dim,
+    }
     if heads == geometry.num_heads or (family.name == "llama" and plain.hidden_size % heads == 0):
         return family.config_class(**fields)
     if family.name == "llama":
@@ -45,7 +55,9 @@ def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
         return MistralConfig(**fields, sliding_window=None)
     way_out = "choose a plan with equal groups, or export to target transformers"
     if geometry.whole_norm:
-        raise TargetError(f"the norm of a {family.name} spans all heads and would count zero heads too; {way_out}")
+        raise TargetError(
+            f"the norm of a {family.name} spans all heads and would count zero heads too; {way_out}"
+        )
     try:
         made = family.config_class(**fields)
         fits = geometry_of(made).head_dim == geometry.head_dim
@@ -63,7 +75,8 @@ def held(config: Any, plan: AttentionPlan) -> Held:
     """As many KV heads in every layer as the layer with most pairs has. Raises TargetError for composition, for a
     family whose stock form has no groups, and where no stock class takes the padded heads."""
     check_no_composition(plan, "gqa")
-    counts, family = kv_heads_of(plan), family_of(config)
+    counts = kv_heads_of(plan)
+    family = family_of(config)
     grouped = family.plain_config(config, 1) is not None
     if not grouped and not all(layer.is_identity for layer in plan.layers):
         index = next(i for i, layer in enumerate(plan.layers) if not layer.is_identity)
@@ -99,14 +112,19 @@ def lower(model: PreTrainedModel) -> Lowered:
         if not hasattr(model, "plan"):
             return Lowered(model, notes=("the model has this form already",))
         return Lowered(checkpoint.to_plain(model), notes=("heads permuted; nothing added",))
-    kv_heads, width = max(kv_heads_of(plan)), max(widths_of(plan))
+    kv_heads = max(kv_heads_of(plan))
+    width = max(widths_of(plan))
     stock = _stock_model(model, kv_heads * width, kv_heads)
-    family, stock_family = family_of(model.config), family_of(stock.config)
+    family = family_of(model.config)
+    stock_family = family_of(stock.config)
     geometry = geometry_of(model.config)
     target = stock.state_dict()
-    same = {k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape}
+    same = {
+        k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape
+    }
     stock.load_state_dict(same, strict=False)
-    sources, targets = family.attention_modules(model), stock_family.attention_modules(stock)
+    sources = family.attention_modules(model)
+    targets = stock_family.attention_modules(stock)
     for source, module, layer in zip(sources, targets, plan.layers, strict=True):
         stock_family.write(module, pad(family.read(source, geometry), layer, kv_heads, width))
     stock.generation_config = model.generation_config

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PhiConfig, PreTrainedModel
 
-from attention.conversion.conversion import build, unshare
+from attention.conversion.convert import build, unshare
 from attention.families import families, family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.io.targets import Held, Lowered, Target, TargetError, _stock, gqa
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, widths_of, written_out
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 
-SAME = (
+_SAME = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
     "attention_dropout", "max_position_embeddings", "initializer_range", "layer_norm_eps", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id",
@@ -38,16 +38,19 @@ NOTE = "layer norms' scales and shifts folded into the projections that read the
 def phi_config(config: Any) -> PhiConfig:
     """The Phi config of a GPT-NeoX config. Raises TargetError for another family or a serial residual."""
     _check(config)
-    fields = {name: getattr(config, name) for name in SAME}
+    fields = {name: getattr(config, name) for name in _SAME}
     rope = copy.deepcopy(config.rope_parameters)
-    return PhiConfig(**fields, rope_parameters=rope, resid_pdrop=config.hidden_dropout, tie_word_embeddings=False)
+    return PhiConfig(
+        **fields, rope_parameters=rope, resid_pdrop=config.hidden_dropout, tie_word_embeddings=False
+    )
 
 
 def held(config: Any, plan: AttentionPlan) -> Held:
     """As target gqa. Raises TargetError for another family, a serial residual or composition."""
     _check(config)
     check_no_composition(plan, "phi")
-    count, layers = max(kv_heads_of(plan)), plan.num_layers
+    count = max(kv_heads_of(plan))
+    layers = plan.num_layers
     return Held.of([count] * layers, plan.head_dim, [count * max(widths_of(plan))] * layers)
 
 
@@ -59,9 +62,13 @@ def is_needed(config: Any, plan: AttentionPlan) -> bool:
 
 def _check(config: Any) -> None:
     if family_of(config).name != "gpt_neox":
-        raise TargetError(f"target phi takes a gpt_neox checkpoint, got {family_of(config).name}; use target gqa")
+        raise TargetError(
+            f"target phi takes a gpt_neox checkpoint, got {family_of(config).name}; use target gqa"
+        )
     if not config.use_parallel_residual:
-        raise TargetError("target phi needs use_parallel_residual=true: Phi has attention and MLP side by side")
+        raise TargetError(
+            "target phi needs use_parallel_residual=true: Phi has attention and MLP side by side"
+        )
 
 
 def _fold(weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
@@ -74,7 +81,11 @@ def fold_heads(heads: LayerHeads, norm: nn.LayerNorm) -> LayerHeads:
     """Heads that read the normalised input; biases where there were none, as Phi has them everywhere."""
     (q, q_bias), (k, k_bias), (v, v_bias) = (
         _fold(rows, bias, norm)
-        for rows, bias in ((heads.q, heads.q_bias), (heads.k, heads.k_bias), (heads.v, heads.v_bias))
+        for rows, bias in (
+            (heads.q, heads.q_bias),
+            (heads.k, heads.k_bias),
+            (heads.v, heads.v_bias),
+        )
     )
     o_bias = heads.o.new_zeros(heads.hidden_size) if heads.o_bias is None else heads.o_bias
     return replace(heads, q=q, k=k, v=v, q_bias=q_bias, k_bias=k_bias, v_bias=v_bias, o_bias=o_bias)
@@ -104,7 +115,8 @@ def as_phi(model: PreTrainedModel) -> PreTrainedModel:
         new.input_layernorm.bias.zero_()
         heads = family_of(model.config).read(old.attention, geometry)
         family.write(new.self_attn, fold_heads(heads, old.input_layernorm))
-        up, down = old.mlp.dense_h_to_4h, old.mlp.dense_4h_to_h
+        up = old.mlp.dense_h_to_4h
+        down = old.mlp.dense_4h_to_h
         _copy(new.mlp.fc1, *_fold(up.weight, up.bias, old.post_attention_layernorm))
         _copy(new.mlp.fc2, down.weight, down.bias)
     phi.generation_config = model.generation_config

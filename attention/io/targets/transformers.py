@@ -17,7 +17,7 @@ import transformers
 from huggingface_hub import save_torch_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attention.conversion.conversion import unshare
+from attention.conversion.convert import unshare
 from attention.families import Family, family_of, window_of
 from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer
@@ -25,19 +25,31 @@ from attention.io.targets import Held, Lowered, Target, TargetError, phi
 from attention.io.targets._pairs import written_out
 from attention.modeling import scores
 from attention.modeling.composition import composing
-from attention.modeling.modeling import family_fields, plan_of
+from attention.modeling.model_classes import family_fields, plan_of
 from attention.plan import AttentionPlan
 
-CODE = Path(__file__).parent / "_code" / "modeling_head_maps.py"
-COMPOSED = CODE.with_name("modeling_composed_heads.py")
-FAMILIES = ("gemma", "granite", "llama", "mistral", "mixtral", "phi", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+_CODE = Path(__file__).parent / "_code" / "modeling_head_maps.py"
+COMPOSED = _CODE.with_name("modeling_composed_heads.py")
+FAMILIES = (
+    "gemma",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
 """Families with separate projections under the same names; GPT-NeoX is written as Phi."""
 
 
 def held(config: Any, plan: AttentionPlan) -> Held:
     """What the plan itself keeps. Raises TargetError for other families, and for composition beside what it cannot be
     beside."""
-    family, composed = family_of(config).name, plan.composition
+    family = family_of(config).name
+    composed = plan.composition
     if composed is not None and (family == "gpt_neox" or window_of(config)):
         what = "of the gpt_neox family" if family == "gpt_neox" else "beside a sliding window"
         raise TargetError(
@@ -51,7 +63,10 @@ def held(config: Any, plan: AttentionPlan) -> Held:
             f"target transformers takes the families {', '.join((*FAMILIES, 'gpt_neox'))}, got {family}; keep the "
             "checkpoint in Headfold's own format"
         )
-    keys, values = (tuple(getattr(layer, side) for layer in plan.layers) for side in ("key_heads", "value_heads"))
+    keys, values = (
+        tuple(getattr(layer, side) for layer in plan.layers)
+        for side in ("key_heads", "value_heads")
+    )
     others = 0 if composed is None else plan.num_layers * composed.cached_values(plan.num_heads)
     return Held(keys, values, plan.head_dim, others)
 
@@ -63,16 +78,21 @@ def lower(model: PreTrainedModel) -> Lowered:
     if family_of(model.config).name == "gpt_neox":
         lowered = lower(phi.as_phi(model))
         return replace(lowered, notes=(*lowered.notes, phi.NOTE, *written_out(plan)), folded=True)
-    file = CODE if plan.composition is None else COMPOSED
+    file = _CODE if plan.composition is None else COMPOSED
     note = f"{file.name} in the folder is what transformers runs: load with trust_remote_code=True"
     return Lowered(unshare(model), (note, *written_out(plan)))
 
 
 def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
-    plan, family = plan_of(model), family_of(model.config)
-    code, classes, kind = CODE, "HeadMaps", f"head_maps_{family.name}"
+    plan = plan_of(model)
+    family = family_of(model.config)
+    code = _CODE
+    classes = "HeadMaps"
+    kind = f"head_maps_{family.name}"
     if plan.composition is not None:
-        code, classes, kind = COMPOSED, "ComposedHeads", f"composed_heads_{family.name}"
+        code = COMPOSED
+        classes = "ComposedHeads"
+        kind = f"composed_heads_{family.name}"
     state = {
         name: tensor.detach().to(DTYPES[dtype]).contiguous()
         for name, tensor in model.state_dict().items()
@@ -96,7 +116,9 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
     if plan.composition is not None:
         windows = [plan.composition.window_of(layer) for layer in range(plan.num_layers)]
         fields |= {"composition": asdict(plan.composition), "windows": windows}
-    (folder / "config.json").write_text(json.dumps(fields | older_form(fields), indent=2, sort_keys=True) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps(fields | older_form(fields), indent=2, sort_keys=True) + "\n"
+    )
     for file in _code_of(plan):
         (folder / file.name).write_text(code_for(file, family))
     if model.generation_config is not None:
@@ -109,22 +131,28 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
 def _code_of(plan: AttentionPlan) -> list[Path]:
     """The files that run a plan; those of the composition are the very ones that Headfold runs."""
     shared = [Path(str(module.__file__)) for module in (composing, scores)]
-    return [CODE] if plan.composition is None else [CODE, COMPOSED, *shared]
+    return [_CODE] if plan.composition is None else [_CODE, COMPOSED, *shared]
 
 
 def code_for(file: Path, family: Family) -> str:
     """A file for the folder of a family: Llama's, with the family's names, and what lies beside it imported there."""
-    model_class, config_class = family.model_class.__name__, family.config_class.__name__
-    text, name = file.read_text(encoding="utf-8"), model_class.removesuffix("ForCausalLM")
+    model_class = family.model_class.__name__
+    config_class = family.config_class.__name__
+    text = file.read_text(encoding="utf-8")
+    name = model_class.removesuffix("ForCausalLM")
     text = text.replace("LlamaForCausalLM", model_class).replace("LlamaConfig", config_class)
-    text = text.replace("head_maps_llama", f"head_maps_{family.name}").replace("A Llama w", f"A {name} w")
+    text = text.replace("head_maps_llama", f"head_maps_{family.name}").replace(
+        "A Llama w", f"A {name} w"
+    )
     text = text.replace("composed_heads_llama", f"composed_heads_{family.name}")
     return text.replace("from attention.modeling.", "from .")
 
 
 def read(folder: Path, config: Any) -> PreTrainedModel:
     """As anyone reads it: the code in the folder is the file that `write` has put there."""
-    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, trust_remote_code=True).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, trust_remote_code=True
+    ).eval()
 
 
 TARGET = Target("transformers", ("transformers",), held, lower, write, read)

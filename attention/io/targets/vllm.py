@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.base.messages import reason
-from attention.conversion.conversion import unshare
+from attention.conversion.convert import unshare
 from attention.families import family_of, geometry_of, window_of
 from attention.heads import LayerHeads
 from attention.io.precision import DTYPES
@@ -36,14 +36,14 @@ from attention.io.targets._pairs import (
     unpad,
     written_out,
 )
-from attention.modeling.modeling import family_fields, plan_of, plan_of_config
+from attention.modeling.model_classes import family_fields, plan_of, plan_of_config
 from attention.plan import AttentionPlan
 
-DECI = "nemotron-nas"
-CODE = Path(__file__).parent / "_code" / "configuration_decilm.py"
+_DECI = "nemotron-nas"
+_CODE = Path(__file__).parent / "_code" / "configuration_decilm.py"
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
-MOST_QUERY_HEADS = 8
+_MOST_QUERY_HEADS = 8
 """Times a model's own query heads that may be written, zeros included: beyond it attention is no bargain."""
 
 
@@ -58,11 +58,11 @@ def held(config: Any, plan: AttentionPlan) -> Held:
     counts = kv_heads_of(plan)
     if not has_own_counts(config, plan):
         return gqa.held(config, plan)
-    if (heads := query_heads_for_all(plan)) > MOST_QUERY_HEADS * plan.num_heads:
+    if (heads := query_heads_for_all(plan)) > _MOST_QUERY_HEADS * plan.num_heads:
         index = max(range(len(counts)), key=lambda i: counts[: i + 1].index(counts[i]))
         raise TargetError(
             f"layer {index} has {counts[index]} KV heads beside {sorted(set(counts) - {counts[index]})} in other "
-            f"layers: one number of query heads that all divide is {heads}, more than {MOST_QUERY_HEADS} times the "
+            f"layers: one number of query heads that all divide is {heads}, more than {_MOST_QUERY_HEADS} times the "
             f"model's {plan.num_heads}; choose counts that divide each other, or export to target gguf"
         )
     return Held.of(counts, plan.head_dim, [heads] * plan.num_layers)
@@ -72,14 +72,22 @@ def _check_computed(config: Any) -> None:
     """Raise TargetError for a variant of a family that vLLM's class of it does not compute (read in vLLM 0.32)."""
     family = family_of(config).name
     if family == "stablelm" and config.qk_layernorm:
-        raise TargetError("vLLM has no stablelm whose queries and keys are normalised (qk_layernorm=true)")
+        raise TargetError(
+            "vLLM has no stablelm whose queries and keys are normalised (qk_layernorm=true)"
+        )
     if family == "olmoe" and config.rms_norm_eps != 1e-5:
-        raise TargetError(f"vLLM's olmoe has norms with an epsilon of 1e-5, the model of {config.rms_norm_eps:g}")
+        raise TargetError(
+            f"vLLM's olmoe has norms with an epsilon of 1e-5, the model of {config.rms_norm_eps:g}"
+        )
 
 
 def has_own_counts(config: Any, plan: AttentionPlan) -> bool:
     """Whether a plan is written as DeciLM: its layers differ, and the family's maths is Llama's."""
-    return family_of(config).name in LLAMA_LIKE and not window_of(config) and len(set(kv_heads_of(plan))) > 1
+    return (
+        family_of(config).name in LLAMA_LIKE
+        and not window_of(config)
+        and len(set(kv_heads_of(plan))) > 1
+    )
 
 
 def lower(model: PreTrainedModel) -> Lowered:
@@ -90,7 +98,10 @@ def lower(model: PreTrainedModel) -> Lowered:
         return phi.lower(model)
     if not has_own_counts(model.config, plan):
         return gqa.lower(model)
-    notes = ["DeciLM: vLLM is to be started with --trust-remote-code, for the configuration alone", *written_out(plan)]
+    notes = [
+        "DeciLM: vLLM is to be started with --trust-remote-code, for the configuration alone",
+        *written_out(plan),
+    ]
     return Lowered(unshare(model), tuple(notes))
 
 
@@ -99,29 +110,37 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
     if not has_own_counts(model.config, plan):
         return _stock.write(model, folder, dtype, tokenizer)
     save_torch_state_dict(_state(model, DTYPES[dtype]), folder)
-    fields = deci_fields(model.config, plan) | {"dtype": dtype, "transformers_version": transformers.__version__}
-    (folder / "config.json").write_text(json.dumps(fields | older_form(fields), indent=2, sort_keys=True) + "\n")
-    shutil.copyfile(CODE, folder / CODE.name)
+    fields = deci_fields(model.config, plan) | {
+        "dtype": dtype,
+        "transformers_version": transformers.__version__,
+    }
+    (folder / "config.json").write_text(
+        json.dumps(fields | older_form(fields), indent=2, sort_keys=True) + "\n"
+    )
+    shutil.copyfile(_CODE, folder / _CODE.name)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         put_tokenizer(tokenizer, folder)
-    return DECI
+    return _DECI
 
 
 def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
     """config.json of a Llama-like model as DeciLM."""
-    heads, counts, family = query_heads_for_all(plan), kv_heads_of(plan), family_of(config).name
+    heads = query_heads_for_all(plan)
+    counts = kv_heads_of(plan)
+    family = family_of(config).name
     ffn = {"no_op": False, "intermediate_size": config.intermediate_size}
     fields = family_fields(config) | {
-        "model_type": DECI,
+        "model_type": _DECI,
         "architectures": ["DeciLMForCausalLM"],
-        "auto_map": {"AutoConfig": f"{CODE.stem}.DeciLMConfig"},
+        "auto_map": {"AutoConfig": f"{_CODE.stem}.DeciLMConfig"},
         "num_attention_heads": heads,
         "num_key_value_heads": max(counts),
         "head_dim": plan.head_dim,
         "block_configs": [
-            {"attention": {"no_op": False, "n_heads_in_group": heads // count}, "ffn": ffn} for count in counts
+            {"attention": {"no_op": False, "n_heads_in_group": heads // count}, "ffn": ffn}
+            for count in counts
         ],
     }
     if family == "qwen2":
@@ -133,20 +152,30 @@ def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
 
 def _padded(model: PreTrainedModel) -> Iterator[tuple[str, LayerHeads]]:
     """The attention modules by name, and their heads as DeciLM has them."""
-    plan, family, geometry = plan_of(model), family_of(model.config), geometry_of(model.config)
-    heads, counts = query_heads_for_all(plan), kv_heads_of(plan)
+    plan = plan_of(model)
+    family = family_of(model.config)
+    geometry = geometry_of(model.config)
+    heads = query_heads_for_all(plan)
+    counts = kv_heads_of(plan)
     names = {id(module): name for name, module in model.named_modules()}
-    for module, layer, count in zip(family.attention_modules(model), plan.layers, counts, strict=True):
+    for module, layer, count in zip(
+        family.attention_modules(model), plan.layers, counts, strict=True
+    ):
         yield names[id(module)], pad(family.read(module, geometry), layer, count, heads // count)
 
 
 def _state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors under the names of a stock Llama."""
-    state = {name: tensor for name, tensor in model.state_dict().items() if ".self_attn." not in name}
+    state = {
+        name: tensor for name, tensor in model.state_dict().items() if ".self_attn." not in name
+    }
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     for name, heads in _padded(model):
-        rows = {"q_proj": (heads.q.flatten(0, 1), heads.q_bias), "k_proj": (heads.k.flatten(0, 1), heads.k_bias)}
+        rows = {
+            "q_proj": (heads.q.flatten(0, 1), heads.q_bias),
+            "k_proj": (heads.k.flatten(0, 1), heads.k_bias),
+        }
         rows |= {"v_proj": (heads.v.flatten(0, 1), heads.v_bias)}
         rows |= {"o_proj": (heads.o.permute(1, 0, 2).flatten(1), heads.o_bias)}
         for part, (weight, bias) in rows.items():
@@ -162,13 +191,21 @@ def read(folder: Path, config: Any) -> PreTrainedModel:
     plan = plan_of_config(config)
     if not has_own_counts(config, plan):
         return _stock.read(folder, config)
-    stored = {name: t.float() for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    stored = {
+        name: t.float()
+        for file in folder.glob("*.safetensors")
+        for name, t in load_file(file).items()
+    }
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    family, d, names = family_of(config), plan.head_dim, {id(m): name for name, m in model.named_modules()}
+    family = family_of(config)
+    d = plan.head_dim
+    names = {id(m): name for name, m in model.named_modules()}
     try:
         for name, tensor in model.state_dict().items():
-            if ".self_attn." not in name and not (name == "lm_head.weight" and config.tie_word_embeddings):
+            if ".self_attn." not in name and not (
+                name == "lm_head.weight" and config.tie_word_embeddings
+            ):
                 tensor.copy_(stored[name])
         for module, layer in zip(family.attention_modules(model), plan.layers, strict=True):
             family.write(module, unpad(_stored_heads(stored, names[id(module)], d), layer))

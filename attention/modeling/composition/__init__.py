@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 from attention.modeling.composition.composed_cache import composed_layer
-from attention.modeling.composition.composing import Compose, DynamicWeights, HeadComposition, QueryKeyNorm
+from attention.modeling.composition.composing import (
+    Compose,
+    DynamicWeights,
+    HeadComposition,
+    QueryKeyNorm,
+)
 from attention.modeling.growing_cache import cache_in
 
 OWNERS = (DynamicWeights, Compose, QueryKeyNorm)
@@ -35,7 +40,9 @@ def reset_missing(model: nn.Module) -> None:
     """The paper's initialisation for what transformers did not find in a checkpoint (it would stay garbage)."""
     for module in (part for composition in compositions(model) for part in composition.modules()):
         parameters = list(module.parameters(recurse=False))
-        if isinstance(module, OWNERS) and not all(getattr(p, "_is_hf_initialized", False) for p in parameters):
+        if isinstance(module, OWNERS) and not all(
+            getattr(p, "_is_hf_initialized", False) for p in parameters
+        ):
             module.reset()
 
 
@@ -48,7 +55,9 @@ def attach_composition(module: nn.Module, composition: HeadComposition) -> None:
     module.register_forward_pre_hook(_pass_input, with_kwargs=True)
 
 
-def _pass_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _pass_input(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Hand the attention input and the cache layer on through the keywords that every family passes to its function.
 
     Nothing is stored on the module, so recomputing a layer (gradient checkpointing) runs as the first time did.

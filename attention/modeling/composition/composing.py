@@ -37,12 +37,15 @@ def low_rank(scores_BnhXY: Tensor, down_BXnRh: Tensor, up_BXnRh: Tensor) -> Tens
     return torch.einsum("bnrxy,bxnrh->bnhxy", inner, up_BXnRh)
 
 
-def unpack(weights: Tensor, heads: int, groups: int, rank: int) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+def _unpack(
+    weights: Tensor, heads: int, groups: int, rank: int
+) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
     """`[B, X, H(2R+1)]` -> (down, up) `[B, X, n, R, h]` each, and the gate `[B, X, H]`.
 
     Of width 2HR there is no gate, of width H no projection (None): which are there follows from the width.
     """
-    low, width = heads * rank, weights.shape[-1]
+    low = heads * rank
+    width = weights.shape[-1]
     gate = weights[..., width - heads :] if width != 2 * low else None
     if width == heads:
         return None, gate
@@ -62,23 +65,25 @@ def compose(
     """A + low rank and gate of the query side + low rank and gate of the key side (Xiao 2024, Eq. 7).
 
     scores `[B, H, T, S]`; query_weights `[B, T, H(2R+1)]` and key_weights `[B, S, H(2R+1)]`, packed, or None without
-    that side, narrower without projection or gate (see `unpack`); base `[n, h, h]` replaces the skip. Linear in the
+    that side, narrower without projection or gate (see `_unpack`); base `[n, h, h]` replaces the skip. Linear in the
     scores, position by position: a zero stays a zero.
     """
     grouped = scores.unflatten(1, (groups, -1))
     out = grouped if base is None else torch.einsum("bnhts,nhk->bnkts", grouped, base)
     gates: Tensor | float = 0.0
     if query_weights is not None:
-        projection, gate = unpack(query_weights, scores.shape[1], groups, rank)
+        projection, gate = _unpack(query_weights, scores.shape[1], groups, rank)
         if projection is not None:
             out = out + low_rank(grouped, *projection)
         if gate is not None:
             gates = gates + gate.transpose(1, 2).unsqueeze(-1)
     out = out.flatten(1, 2)
     if key_weights is not None:
-        projection, gate = unpack(key_weights, scores.shape[1], groups, rank)
+        projection, gate = _unpack(key_weights, scores.shape[1], groups, rank)
         if projection is not None:
-            out = out + low_rank(grouped.transpose(-1, -2), *projection).transpose(-1, -2).flatten(1, 2)
+            out = out + low_rank(grouped.transpose(-1, -2), *projection).transpose(-1, -2).flatten(
+                1, 2
+            )
         if gate is not None:
             gates = gates + gate.transpose(1, 2).unsqueeze(-2)
     return out if isinstance(gates, float) else out + scores * gates
@@ -98,7 +103,9 @@ class DynamicWeights(nn.Module):
 
     def __init__(self, num_heads: int, hidden_size: int, settings: Any) -> None:
         super().__init__()
-        self.groups, self.rank, self.group_heads = settings.groups, settings.rank, num_heads // settings.groups
+        self.groups = settings.groups
+        self.rank = settings.rank
+        self.group_heads = num_heads // settings.groups
         inner = 2 * self.group_heads * self.rank
         self.w_1 = self.w_2 = self.w_gate = None
         if settings.projection:
@@ -116,7 +123,8 @@ class DynamicWeights(nn.Module):
         half that makes the way down is not: with all of W_2 zero both factors of the low-rank product would be zero,
         and so would the gradients of both, for ever.
         """
-        h, rank = self.group_heads, self.rank
+        h = self.group_heads
+        rank = self.rank
         if self.w_1 is not None and self.w_2 is not None:
             hidden, _, inner = self.w_1.shape
             self.w_1.normal_(std=math.sqrt(2 / (hidden + inner)), generator=generator)
@@ -124,7 +132,9 @@ class DynamicWeights(nn.Module):
             if identity:
                 self.w_2[..., inner // 2 :].zero_()
         if self.w_gate is not None:
-            self.w_gate.normal_(std=0.05 * math.sqrt(2 / (self.w_gate.shape[0] + h)), generator=generator)
+            self.w_gate.normal_(
+                std=0.05 * math.sqrt(2 / (self.w_gate.shape[0] + h)), generator=generator
+            )
             if identity:
                 self.w_gate.zero_()
 
@@ -151,12 +161,19 @@ class Compose(nn.Module):
     def __init__(self, num_heads: int, hidden_size: int, settings: Any) -> None:
         super().__init__()
         if num_heads % settings.groups:
-            raise ValueError(f"composition: groups must divide the {num_heads} heads, got {settings.groups}")
-        self.groups, self.rank = settings.groups, settings.rank
-        self.query = DynamicWeights(num_heads, hidden_size, settings) if settings.query_side else None
+            raise ValueError(
+                f"composition: groups must divide the {num_heads} heads, got {settings.groups}"
+            )
+        self.groups = settings.groups
+        self.rank = settings.rank
+        self.query = (
+            DynamicWeights(num_heads, hidden_size, settings) if settings.query_side else None
+        )
         self.key = DynamicWeights(num_heads, hidden_size, settings) if settings.key_side else None
         size = num_heads // settings.groups
-        self.base = nn.Parameter(torch.empty(settings.groups, size, size)) if settings.static_base else None
+        self.base = (
+            nn.Parameter(torch.empty(settings.groups, size, size)) if settings.static_base else None
+        )
         self.reset()
 
     @torch.no_grad()
@@ -164,7 +181,9 @@ class Compose(nn.Module):
         """The static base alone: Xavier normal as the rest (Xiao 2024, sec. 4), or the unit matrix."""
         if self.base is not None:
             if identity:
-                self.base.copy_(torch.eye(self.base.shape[-1], device=self.base.device, dtype=self.base.dtype))
+                self.base.copy_(
+                    torch.eye(self.base.shape[-1], device=self.base.device, dtype=self.base.dtype)
+                )
             else:
                 self.base.normal_(std=math.sqrt(1 / self.base.shape[-1]), generator=generator)
 
@@ -175,7 +194,9 @@ class Compose(nn.Module):
     def forward(self, scores: Tensor, x_query: Tensor, key_weights: Tensor | None = None) -> Tensor:
         """scores `[B, H, T, S]`, x_query `[B, T, D]`, key_weights `[B, S, H(2R+1)]` from `key_weights` -> as scores."""
         query_weights = None if self.query is None else self.query(x_query)
-        return compose(scores, query_weights, key_weights, self.base, groups=self.groups, rank=self.rank)
+        return compose(
+            scores, query_weights, key_weights, self.base, groups=self.groups, rank=self.rank
+        )
 
 
 class QueryKeyNorm(nn.Module):
@@ -233,7 +254,9 @@ class HeadComposition(nn.Module):
         halves = iter(() if key_weights is None else key_weights.chunk(len(self.places), dim=-1))
         if self.before is not None:
             scores = self.before(scores, x, next(halves, None))
-        weights = softmax_beside(masked(scores, mask, self.window), None if sinks is None else sinks[:, None])
+        weights = softmax_beside(
+            masked(scores, mask, self.window), None if sinks is None else sinks[:, None]
+        )
         if self.after is not None:
             weights = self.after(weights, x, next(halves, None))
         return F.dropout(weights, dropout, training=dropout > 0)
@@ -246,7 +269,9 @@ def masked(scores: Tensor, mask: Tensor | None, window: int = 0) -> Tensor:
     """
     T, S = scores.shape[-2:]
     lowest = torch.finfo(scores.dtype).min
-    distance = torch.arange(S - T, S, device=scores.device)[:, None] - torch.arange(S, device=scores.device)
+    distance = torch.arange(S - T, S, device=scores.device)[:, None] - torch.arange(
+        S, device=scores.device
+    )
     seen = distance < window if window else None
     if mask is None:
         seen = (distance >= 0) if seen is None else seen & (distance >= 0)

@@ -21,7 +21,7 @@ from attention.plan import LayerPlan
 
 __all__ = ["Tables", "available", "decode", "takes"]
 
-WIDEST = 128
+_WIDEST = 128
 # Largest difference from the reference on values of unit variance that passes for rounding.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -31,20 +31,30 @@ def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
     if query.device.type != "cuda" or torch.compiler.is_compiling() or not available():
         return False
     width = query.shape[-1]
-    fits = width <= WIDEST and value.shape[-1] == width and query.dtype in TOLERANCE
+    fits = width <= _WIDEST and value.shape[-1] == width and query.dtype in TOLERANCE
     alike = query.dtype == key.dtype == value.dtype
-    shared = mask is None or (mask.shape[1] == 1 and (mask.dtype == torch.bool or mask.is_floating_point()))
+    shared = mask is None or (
+        mask.shape[1] == 1 and (mask.dtype == torch.bool or mask.is_floating_point())
+    )
     return fits and alike and shared and trusted(query.device, query.dtype, width)
 
 
 @cache
 def available() -> bool:
     """Whether Triton can be imported and nobody has turned the kernel off."""
-    return os.environ.get("HEADFOLD_TRITON", "1") != "0" and importlib.util.find_spec("triton") is not None
+    return (
+        os.environ.get("HEADFOLD_TRITON", "1") != "0"
+        and importlib.util.find_spec("triton") is not None
+    )
 
 
 def decode(
-    query: Tensor, key: Tensor, value: Tensor, tables: Tables, mask: Tensor | None, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tables: Tables,
+    mask: Tensor | None,
+    scaling: float | None,
 ) -> Tensor:
     """As `attention.modeling.decoding.decode`, in one pass over the cache. Needs Triton; the mask is the same for all
     heads."""
@@ -69,23 +79,35 @@ def trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
             return True
         reason = f"it differs from the reference by {apart:.2g}"
     warnings.warn(
-        f"Headfold's decode kernel is not used for {dtype} and head dim {width} on {device}: {reason}", stacklevel=2
+        f"Headfold's decode kernel is not used for {dtype} and head dim {width} on {device}: {reason}",
+        stacklevel=2,
     )
     return False
 
 
 @torch.no_grad()
 def difference(
-    plan: LayerPlan, width: int, tokens: int, device: torch.device | str, dtype: torch.dtype, mask: Tensor | None = None
+    plan: LayerPlan,
+    width: int,
+    tokens: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    mask: Tensor | None = None,
 ) -> float:
     """Largest difference between the kernel and expand, then SDPA in float32, on random values. The batch is 2."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(2, heads, length, width, generator=generator).to(device, dtype)
-        for heads, length in ((plan.num_heads, 1), (plan.key_heads, tokens), (plan.value_heads, tokens))
+        for heads, length in (
+            (plan.num_heads, 1),
+            (plan.key_heads, tokens),
+            (plan.value_heads, tokens),
+        )
     )
     out = decode(query, key, value, Tables.of(plan), mask, None).float()
     index = (torch.tensor(m, device=device) for m in (plan.key_map, plan.value_map))
-    key, value = (states.float().index_select(1, own) for states, own in zip((key, value), index, strict=True))
+    key, value = (
+        states.float().index_select(1, own) for states, own in zip((key, value), index, strict=True)
+    )
     wanted = scaled_dot_product_attention(query.float(), key, value, attn_mask=mask)
     return float((out - wanted).abs().max())

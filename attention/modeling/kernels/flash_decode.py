@@ -25,10 +25,14 @@ from torch import Tensor
 
 from attention.modeling.kernels.tables import Tables
 
-STEP_BYTES = 128  # of one column: 64 tokens a step in half precision, 32 in float32, to fit in shared memory
+STEP_BYTES = (
+    128  # of one column: 64 tokens a step in half precision, 32 in float32, to fit in shared memory
+)
 MOST_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 4
-NO_MASK, BOOLEAN, ADDITIVE = 0, 1, 2
+NO_MASK = 0
+BOOLEAN = 1
+ADDITIVE = 2
 # Triton's interpreter multiplies the bit patterns of bfloat16 as if they were integers.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -45,7 +49,8 @@ def _attend_split(
     unit = tl.program_id(0) % units
     batch = (tl.program_id(0) // units).to(tl.int64)  # offsets of long caches pass 2^31
     split = tl.program_id(1)
-    columns, rows = tl.arange(0, D), tl.arange(0, M)
+    columns = tl.arange(0, D)
+    rows = tl.arange(0, M)
     wide = columns < WIDTH
     head = tl.load(members + unit * M + rows)
     real = head >= 0
@@ -75,9 +80,13 @@ def _attend_split(
             k_DS = k_DS.to(tl.float32)
         scores = tl.dot(q_MD, k_DS, input_precision="ieee") * scaling
         if MASK == 1:
-            inside = inside & (tl.load(mask + batch * mask_b + place * mask_s, mask=inside, other=0) != 0)
+            inside = inside & (
+                tl.load(mask + batch * mask_b + place * mask_s, mask=inside, other=0) != 0
+            )
         if MASK == 2:
-            scores += tl.load(mask + batch * mask_b + place * mask_s, mask=inside, other=0.0).to(tl.float32)[None, :]
+            scores += tl.load(mask + batch * mask_b + place * mask_s, mask=inside, other=0.0).to(
+                tl.float32
+            )[None, :]
         scores = tl.where(inside[None, :], scores, float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, 1))
         # A row that has seen nothing yet: exp(-inf - 0) is 0, exp(-inf + inf) would be no number.
@@ -105,7 +114,9 @@ def _attend_split(
     slot = (batch * heads + head) * splits + split
     tl.store(maxima + slot, maximum, mask=real)
     tl.store(sums + slot, total, mask=real)
-    tl.store(out + slot[:, None] * WIDTH + columns[None, :], mixed, mask=real[:, None] & wide[None, :])
+    tl.store(
+        out + slot[:, None] * WIDTH + columns[None, :], mixed, mask=real[:, None] & wide[None, :]
+    )
 
 
 @triton.jit
@@ -114,8 +125,10 @@ def _merge_splits(
 ):  # fmt: skip
     """`[B, H, n, d]`, maxima and sums `[B, H, n]` -> out `[B, H, d]`: one program a head."""
     row = tl.program_id(0).to(tl.int64)
-    split, columns = tl.arange(0, SPLITS), tl.arange(0, D)
-    there, wide = split < splits, columns < WIDTH
+    split = tl.arange(0, SPLITS)
+    columns = tl.arange(0, D)
+    there = split < splits
+    wide = columns < WIDTH
     maximum = tl.load(maxima + row * splits + split, mask=there, other=float("-inf"))
     weight = tl.exp(maximum - tl.max(maximum, 0))
     total = tl.sum(weight * tl.load(sums + row * splits + split, mask=there, other=0.0), 0)
@@ -129,14 +142,20 @@ def _merge_splits(
 
 
 def flash_decode(
-    query: Tensor, key: Tensor, value: Tensor, tables: Tables, mask: Tensor | None, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tables: Tables,
+    mask: Tensor | None,
+    scaling: float | None,
 ) -> Tensor:
     """query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask `[B or 1, 1, 1, S]` -> `[B, H, 1, d]`.
 
     Scores, softmax and sums run in float32. A row that sees nothing comes out as not a number, as from a softmax.
     """
     batch, heads, _, width = query.shape
-    tokens, device = key.shape[2], query.device
+    tokens = key.shape[2]
+    device = query.device
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     tables = tables.on(device)
     units, rows = tables.members.shape
@@ -159,7 +178,14 @@ def flash_decode(
             UPCAST=INTERPRETED and query.dtype == torch.bfloat16,
         )  # fmt: skip
         _merge_splits[merged](
-            parts, maxima, sums, out, splits, WIDTH=width, D=padded, SPLITS=max(2, triton.next_power_of_2(splits))
+            parts,
+            maxima,
+            sums,
+            out,
+            splits,
+            WIDTH=width,
+            D=padded,
+            SPLITS=max(2, triton.next_power_of_2(splits)),
         )
     return out
 
@@ -172,7 +198,9 @@ def split_sizes(tokens: int, programs: int, processors: int, block: int) -> tupl
     return -(-tokens // length), length
 
 
-def _mask(mask: Tensor | None, query: Tensor, batch: int, tokens: int) -> tuple[int, Tensor, int, int]:
+def _mask(
+    mask: Tensor | None, query: Tensor, batch: int, tokens: int
+) -> tuple[int, Tensor, int, int]:
     """Its kind, what the kernel reads, and the strides of batch and tokens."""
     if mask is None:
         return NO_MASK, query, 0, 0
@@ -184,4 +212,8 @@ def _mask(mask: Tensor | None, query: Tensor, batch: int, tokens: int) -> tuple[
 
 @cache
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 4
+    )

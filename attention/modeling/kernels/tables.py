@@ -14,12 +14,14 @@ from torch import Tensor
 
 from attention.plan import LayerPlan
 
-LEAST, MOST = 16, 64  # rows of a matrix product on an accelerator
+# Rows of a matrix product on an accelerator.
+_LEAST = 16
+_MOST = 64
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Units of work: query heads of one key head, at most `MOST` of them, so that a wide group becomes several units.
+    """Units of work: query heads of one key head, at most `_MOST` of them, so that a wide group becomes several units.
 
     `keys [U]`: the key head of each unit; `members [U, M]`: its query heads, -1 beyond; `values [U, N]`: the value
     heads that any of them reads, of which the first `counts [U]` are real; `value_map [H]`. All int32, on the CPU;
@@ -36,12 +38,12 @@ class Tables:
     @classmethod
     def of(cls, plan: LayerPlan) -> Tables:
         units = [
-            (key, group[start : start + MOST])
+            (key, group[start : start + _MOST])
             for key, group in enumerate(plan.key_groups)
-            for start in range(0, len(group), MOST)
+            for start in range(0, len(group), _MOST)
         ]
         read = [sorted({plan.value_map[h] for h in members}) for _, members in units]
-        rows = max(LEAST, 1 << (max(len(members) for _, members in units) - 1).bit_length())
+        rows = max(_LEAST, 1 << (max(len(members) for _, members in units) - 1).bit_length())
         return cls(
             _int32([key for key, _ in units]),
             _int32([[*members, *[-1] * (rows - len(members))] for _, members in units]),
@@ -55,7 +57,9 @@ class Tables:
             return self
         if device not in self._copies:
             tensors: dict[str, Any] = {
-                name: held.to(device) for name, held in self.__dict__.items() if isinstance(held, Tensor)
+                name: held.to(device)
+                for name, held in self.__dict__.items()
+                if isinstance(held, Tensor)
             }
             self._copies[device] = Tables(**tensors)
         return self._copies[device]

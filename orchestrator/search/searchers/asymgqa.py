@@ -26,7 +26,7 @@ from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, 
 from search_spaces.allocation.uniform import uniform
 from search_spaces.grouping.chain import Chain, SiteKey, searched_sites
 from search_spaces.planning.budgets import admissible_counts, nearest_budget
-from search_spaces.recipes.recipes import Recipe, recipe
+from search_spaces.recipes.catalogue import Recipe, recipe
 
 SCORE = "calibration_loss"
 NAME = "asymgqa-search"

@@ -28,7 +28,7 @@ from orchestrator.search.candidates import Candidate, Point
 from orchestrator.search.searchers.listed import ListedSearcher
 from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces import pareto
-from search_spaces.space.space import Domain
+from search_spaces.space.joint_space import Domain
 
 NEAR = 10
 """Variations of a proposal in one decision that may repeat an earlier candidate too, before two are changed."""

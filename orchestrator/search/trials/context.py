@@ -23,7 +23,7 @@ from orchestrator.storage.paths import SearchFolder
 from orchestrator.tracking.sync import MlflowSync
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.relaxation.stages import OWN
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import AUTO, Strategy, TrainSettings
 

@@ -94,7 +94,7 @@ def test_a_stage_within_one_that_cannot_be_counted_is_shown(at: Clock, capsys: p
 def test_a_log_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """However long a step takes, and also where nobody has opened a stage."""
     monkeypatch.setattr(progress, "SAY_SECONDS", 1.0)
-    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(progress, "_LOOK_SECONDS", 0.05)
     with shown("convert"):
         time.sleep(1.3)
         with stage("calibrating", 4, "layers"):

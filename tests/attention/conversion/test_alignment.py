@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.axes import ALIGNMENT, Part
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.calibration.moments import LayerStatistics
 from attention.calibration.store import Calibration
 from attention.conversion.alignment.generalised import align_group, rotate_keys, rotate_values
 from attention.conversion.alignment.grams import head_gram, pair_similarity
 from attention.conversion.alignment.rotations import procrustes, rotary_procrustes
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.families import families, geometry_of
 from attention.geometry import RotaryLayout
 from attention.heads import LayerHeads

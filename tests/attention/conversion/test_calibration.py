@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from attention.base import progress
 from attention.base.progress import Stage
 from attention.calibration import collecting, store
-from attention.calibration.calibration import calibrate, calibration_digest, weights_of
+from attention.calibration.calibrate import calibrate, calibration_digest, weights_of
 from attention.calibration.moments import LayerStatistics, packed, unpacked
 from attention.calibration.sizes import MIXED, Mixed, layer_bytes
 from attention.calibration.store import META, Calibration, CalibrationError
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.families import family_of, geometry_of
 from attention.plan import AttentionPlan, LayerPlan
 
@@ -368,7 +368,7 @@ def test_a_gqa_checkpoint_and_its_lift_calibrate_alike(tiny_model: Tiny, tiny_to
 
 def test_a_composed_model_is_refused(tiny_model) -> None:
     """Its attention weights are mixed across heads and do not sum to one; the moments would be wrong in silence."""
-    from attention.conversion.conversion import convert
+    from attention.conversion.convert import convert
     from attention.plan import AttentionPlan, Composition, LayerPlan
 
     plan = AttentionPlan((LayerPlan.identity(4),) * 2, 8, composition=Composition())

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from attention.axes import Axis, Knob
-from attention.conversion.conversion import convert, lift
+from attention.conversion.convert import convert, lift
 from attention.families import families
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan, PlanError
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.axes import ALIGNMENT, FUSION
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.calibration.moments import LayerStatistics, packed
 from attention.calibration.store import Calibration
-from attention.conversion.conversion import convert, lift
+from attention.conversion.convert import convert, lift
 from attention.conversion.fusion.costs import KeyCost, ValueCost
 from attention.conversion.fusion.least_squares import least_squares_fuse
 from attention.conversion.fusion.pooled import mean_fuse, norm_restored_fuse

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.calibration.moments import gram_under, packed, unpacked
 from attention.calibration.store import Calibration
-from attention.conversion.conversion import lift
+from attention.conversion.convert import lift
 from attention.conversion.fusion.costs import ValueCost
 from attention.conversion.fusion.estimates import LeadingValueCost, PooledValueCost, subspace
 

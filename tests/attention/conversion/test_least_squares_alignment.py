@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.calibration.calibration import calibrate
+from attention.calibration.calibrate import calibrate
 from attention.conversion.alignment.least_squares import bounded, fold
-from attention.conversion.conversion import assemble, convert, lift
+from attention.conversion.convert import assemble, convert, lift
 from attention.families import geometry_of
 from attention.geometry import RotaryLayout
 from attention.heads import LayerHeads

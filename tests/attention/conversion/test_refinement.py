@@ -13,8 +13,8 @@ from parameters import extended
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import convert
+from attention.calibration.calibrate import calibrate
+from attention.conversion.convert import convert
 from attention.conversion.refinement.capture import held_out, recorded
 from attention.conversion.refinement.healing import SideBySide, heal_layer, ridge_refit
 from attention.conversion.refinement.local import FitTexts, LayerTask, at_a_step, fit_module, layer_error, shared_steps

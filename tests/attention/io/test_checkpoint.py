@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.families import families
 from attention.io import checkpoint, export
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan, PlanError
 
 UNIFORM = (LayerPlan((0, 1, 1, 0), (0, 1, 1, 0)),) * 2

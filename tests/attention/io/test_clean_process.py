@@ -30,7 +30,7 @@ from attention.families import families, geometry_of
 from attention.io import checkpoint
 from attention.io.export import probe
 from attention.io.targets import Lowered, TargetError, targets
-from attention.modeling.modeling import PREFIX, plan_of
+from attention.modeling.model_classes import PREFIX, plan_of
 
 Tiny = Callable[..., PreTrainedModel]
 PLANS = plans(8)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.families import families
 from attention.io import checkpoint, piecewise
 from attention.io.sources import CheckpointError

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from attention.io import checkpoint
 from attention.io.export import LargerCacheError, export, largest_difference, tolerance
 from attention.io.targets import TargetError, best_target, kv_bytes_in, target, targets
-from attention.modeling.modeling import plan_of_config
+from attention.modeling.model_classes import plan_of_config
 from attention.plan import AttentionPlan, Composition, LayerPlan
 
 Tiny = Callable[..., PreTrainedModel]

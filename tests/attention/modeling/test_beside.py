@@ -8,7 +8,7 @@ import pytest
 import torch
 from parameters import extended
 
-from attention.conversion.conversion import convert, lift
+from attention.conversion.convert import convert, lift
 from attention.families import family_of
 from attention.io.checkpoint import to_plain
 from attention.io.precision import cast_weights, round_weights
@@ -68,7 +68,7 @@ def test_weights_that_a_dtype_holds_stay_where_they_are(tiny_model: Any) -> None
 
 
 def test_heads_are_lifted_one_layer_at_a_time(tiny_model: Any) -> None:
-    from attention.conversion.conversion import LiftedHeads
+    from attention.conversion.convert import LiftedHeads
 
     model = tiny_model("llama", num_key_value_heads=2)
     lazy = LiftedHeads(model)

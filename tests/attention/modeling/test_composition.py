@@ -11,7 +11,7 @@ from sizes import extra_parameters
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from attention.conversion.conversion import build, convert
+from attention.conversion.convert import build, convert
 from attention.families import families
 from attention.io import checkpoint
 from attention.modeling.composition import compositions, reset

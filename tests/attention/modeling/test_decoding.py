@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from attention.conversion.conversion import build
+from attention.conversion.convert import build
 from attention.modeling import decoding
 from attention.modeling.decoding import HeadMaps, decode, decode_by_group, decode_padded
 from attention.modeling.grouped import cache_bytes, expand

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from sizes import file_bytes, parameters, resident_bytes
 
-from attention.conversion.conversion import convert, lift
+from attention.conversion.convert import convert, lift
 from attention.families import family_of, geometry_of
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare

@@ -31,12 +31,12 @@ from transformers import (
 )
 
 from attention.axes import FUSION
-from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import convert, lift, read_layers
+from attention.calibration.calibrate import calibrate
+from attention.conversion.convert import convert, lift, read_layers
 from attention.families import families, family_of, geometry_of
 from attention.io import checkpoint, export
 from attention.modeling.growing_cache import cache_argument
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 
 Tiny = Callable[..., PreTrainedModel]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameters import extended
 
-from attention.conversion.conversion import assemble, lift
+from attention.conversion.convert import assemble, lift
 from attention.families import families
 from attention.heads import LayerHeads
 from attention.modeling.decoding import HeadMaps, Slots, decode

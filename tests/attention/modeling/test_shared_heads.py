@@ -12,12 +12,12 @@ from sizes import file_bytes, parameters, resident_bytes, saved_parameters
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attention.conversion.conversion import assemble, convert, read_layers, unshare
+from attention.conversion.convert import assemble, convert, read_layers, unshare
 from attention.conversion.refinement.refine import refine
 from attention.families import families, family_of, geometry_of
 from attention.io import checkpoint, export
 from attention.modeling import mlp
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.modeling.shared_weights import (
     SharedColumns,
     SharedProjection,

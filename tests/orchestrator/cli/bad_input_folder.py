@@ -22,7 +22,7 @@ import torch
 import yaml
 from journals import write_journal
 
-from attention.conversion import conversion
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator import main
@@ -57,7 +57,7 @@ def make_folder(root: Path, home: Path, tiny_model: Callable[..., Any]) -> None:
     model = tiny_model("llama", vocab_size=257)
     checkpoint.save(model, root / "model", tokenizer)
     checkpoint.save(tiny_model("llama", vocab_size=257, num_key_value_heads=2), root / "grouped", tokenizer)
-    uneven = conversion.convert(model, AttentionPlan((UNEVEN, UNEVEN), head_dim=8))
+    uneven = convert(model, AttentionPlan((UNEVEN, UNEVEN), head_dim=8))
     checkpoint.save(uneven, root / "uneven", tokenizer)
     (root / "texts").mkdir()
     lines = [f"Paragraph {n}: heads that are alike may share what they keep, {n * n} times." for n in range(300)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from command_line import run_here
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 

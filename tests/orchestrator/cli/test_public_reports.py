@@ -21,7 +21,7 @@ from bad_input_folder import byte_tokenizer, edit_json, edit_weights, run_in
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from attention.conversion import conversion
+from attention.conversion.convert import convert as convert_model
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 
@@ -192,7 +192,7 @@ def stored(tiny_model: Tiny, folder: Path, family: str = "llama", **settings: An
 def per_layer(tiny_model: Tiny, folder: Path, family: str = "llama", **settings: Any) -> Path:
     """The same, converted to two KV heads in the first layer and one in the second, as `converted`."""
     model = checkpoint.load(stored(tiny_model, folder, family, **settings))
-    return checkpoint.save(conversion.convert(model, PER_LAYER), folder / "converted", folder / "model")
+    return checkpoint.save(convert_model(model, PER_LAYER), folder / "converted", folder / "model")
 
 
 def convert(folder: Path, *options: str, recipe: str = "gqa") -> Any:

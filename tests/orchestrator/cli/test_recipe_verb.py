@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import run_here
 
-from search_spaces.recipes.recipes import RECIPES
+from search_spaces.recipes.catalogue import RECIPES
 
 DEMO = "examples/stdlib-llama"
 

@@ -23,8 +23,8 @@ from attention.plan import AttentionPlan, LayerPlan
 from benchmarks.needs.alone import Alone
 from orchestrator.cluster.pool_client import GroupError, PoolGone, open_pool, train_on_pool
 from orchestrator.cluster.worker_pool import Pool
-from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job
+from trainers.jobs.train_job import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import Shape, TrainSettings
 from trainers.zero import group_of_one

@@ -28,7 +28,7 @@ from orchestrator.cluster.ray_private import on_head
 from orchestrator.cluster.room import capacity, concurrency, settled
 from orchestrator.cluster.waiting import waits_for
 from orchestrator.config.schema import ConfigError, SearchConfig
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 
 PLANNING = {"trial_cpus": 0.1, "trial_gpus": 1, "accelerator_type": "A100", "trial_accelerator_type": "A10G"}
 CONFIG = SearchConfig.model_validate(

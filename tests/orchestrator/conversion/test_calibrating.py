@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration import calibration as calibrating_module
-from attention.calibration.calibration import calibrate
+from attention.calibration import calibrate as calibrating_module
+from attention.calibration.calibrate import calibrate
 from attention.calibration.moments import STATISTICS, LayerStatistics
 from attention.calibration.sizes import MIXED, layer_bytes
 from attention.calibration.store import META, Calibration

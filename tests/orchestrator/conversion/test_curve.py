@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from attention.calibration import calibration as calibrating
+from attention.calibration import calibrate as calibrating
 from attention.io import checkpoint
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import in_memory, loading
 from orchestrator.conversion.request import asked_ratios
 from orchestrator.conversion.several_ratios import convert_curve
 from search_spaces.planning.context import PlanningContext
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 from trainers.evaluation import evaluate
 from trainers.text.data import Texts
 

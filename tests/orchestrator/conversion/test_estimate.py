@@ -21,7 +21,7 @@ from orchestrator.conversion.estimate import announce, estimate_conversion, need
 from orchestrator.resources import estimate
 from orchestrator.resources.estimate import ConversionEstimate, Estimate, Machine
 from orchestrator.resources.size import Conversion, Size
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 
 GIGA = 2**30
 SEVEN_B = {"num_attention_heads": 32, "head_dim": 128, "intermediate_size": 11_008, "vocab_size": 32_000}

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.io import checkpoint
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from attention.plan_parts import dense
 from attention.ratios import own_heads, ratio_of_kv_heads

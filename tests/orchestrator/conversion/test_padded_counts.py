@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attention.io import checkpoint
 from attention.io.export import export
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.layer_by_layer import convert_layerwise
 

@@ -198,7 +198,7 @@ def test_the_layer_and_what_is_done_with_it_are_shown(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has no steps to count is told by the layer's number: at real width each takes a minute and more."""
-    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.002)
+    monkeypatch.setattr(progress, "_LOOK_SECONDS", 0.002)
     lines: list[str] = []
     with progress.shown("convert", lines.append, 0.0):
         more = {"progress": lines.append, "recipe_settings": QUICK | {"allocation.fit_steps": 12}}

@@ -13,8 +13,8 @@ from orchestrator.search.candidates import Candidate, candidate_space, named_can
 from orchestrator.search.searchers import SEARCHERS, SearchProblem
 from orchestrator.search.trials.context import relaxation_spec
 from search_spaces.planning.budgets import admissible_counts, check_budget
-from search_spaces.planning.planning import PlanningContext, make_plan
-from search_spaces.recipes.recipes import AXES
+from search_spaces.planning.planner import PlanningContext, make_plan
+from search_spaces.recipes.catalogue import AXES
 from search_spaces.recipes.rules import broken_rules
 from trainers.settings import TrainSettings
 
@@ -76,7 +76,7 @@ def test_a_variation_is_a_valid_point_beside_another(problem: SearchProblem) -> 
 
 
 def test_proposals_with_a_relaxation_have_a_training(problem: SearchProblem, demo_model) -> None:
-    from attention.conversion.conversion import lift
+    from attention.conversion.convert import lift
 
     geometry, rng = problem.space.joint.geometry, np.random.default_rng(1)
     assert geometry is not None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention.conversion import conversion
+from attention.conversion.convert import lift
 from attention.families import geometry_of
 from attention.io import checkpoint
 from orchestrator.config.schema import parse_config
@@ -22,8 +22,8 @@ from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext, relaxation_spec, training_job
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.records import DONE
-from search_spaces.planning.planning import PlanningContext, make_plan
-from search_spaces.recipes.recipes import RECIPES, recipe
+from search_spaces.planning.planner import PlanningContext, make_plan
+from search_spaces.recipes.catalogue import RECIPES, recipe
 from trainers.settings import TrainSettings
 
 RELAXED = sorted(name for name, chosen in RECIPES.items() if chosen.relaxation != "none")
@@ -50,7 +50,7 @@ def planned(name: str, model: Any, **changes: Any) -> str:
     chosen = recipe(name)
     if chosen.sharing == "none":
         chosen = recipe("gqa")
-    plans = PlanningContext(geometry_of(model.config), conversion.lift(model), model=model)
+    plans = PlanningContext(geometry_of(model.config), lift(model), model=model)
     return make_plan(chosen, 1.0 if chosen.sharing != "none" else 0.25, plans, np.random.default_rng(0)).to_json()
 
 
@@ -113,7 +113,7 @@ def test_a_relaxation_may_take_all_steps(context: TrialContext, tmp_path: Path, 
 
 
 def test_stages_of_two_four_eight(context: TrialContext, tmp_path: Path, demo_model) -> None:
-    plans = PlanningContext(geometry_of(demo_model.config), conversion.lift(demo_model), model=demo_model)
+    plans = PlanningContext(geometry_of(demo_model.config), lift(demo_model), model=demo_model)
     plan = make_plan(recipe("gqa"), 0.125, plans, np.random.default_rng(0))
     spec = relaxation_spec(recipe("dha", **{"relaxation.halving": True}), plan.to_json(), 61)
     assert [json.loads(text)["layers"][0]["key_map"] for text in spec.plans] == [
@@ -128,13 +128,13 @@ def test_stages_of_two_four_eight(context: TrialContext, tmp_path: Path, demo_mo
 @pytest.mark.parametrize("alignment", ["none", "procrustes"])
 def test_a_relaxation_starts_from_the_checkpoint(family: str, alignment: str, tiny_model) -> None:
     """Turned heads, each with keys and values of its own, and the logits of the checkpoint."""
-    from attention.calibration.calibration import calibrate
+    from attention.calibration.calibrate import calibrate
 
     model = tiny_model(family)
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     calibration = calibrate(model, tokens)
     geometry = geometry_of(model.config)
-    plans = PlanningContext(geometry, conversion.lift(model), calibration=calibration, model=model)
+    plans = PlanningContext(geometry, lift(model), calibration=calibration, model=model)
     plan = make_plan(recipe("gqa"), 1 / geometry.num_heads, plans, np.random.default_rng(0))
     start = relaxation_start(recipe("dha", alignment=alignment), model, plan, calibration)
     assert all(layer.is_identity for layer in checkpoint.plan_of(start).layers)

@@ -11,7 +11,7 @@ import torch
 from journals import write_journal
 from promotions import APART, HALF, plan, trial
 
-from attention.conversion import conversion
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.search.trials.context import TrialContext
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, tiny_model: Any) -> SearchFolder:
     checkpoint.save(base, tmp_path / "base")
     for name, layer in (("head", HALF), ("base", HALF), ("apart", APART)):
         own = found.trial(name)
-        checkpoint.save(conversion.convert(base, plan(layer)), own / "trained")
+        checkpoint.save(convert(base, plan(layer)), own / "trained")
         (own / "plan.json").write_text(plan(layer).to_json())
     write_sequences(torch.arange(48).reshape(3, 16) % 64, tmp_path / "eval")
     write_json(found.original, {"loss": 2.0, "model": str(tmp_path / "base")})

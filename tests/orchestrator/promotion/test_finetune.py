@@ -10,9 +10,9 @@ import pytest
 import torch
 from command_line import run_here
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.io import checkpoint
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation.evaluate import evaluate_checkpoint

@@ -13,7 +13,7 @@ import yaml
 from journals import write_journal
 from transformers import PreTrainedModel
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError, PromotionSection, SearchConfig, TextSection, parse_config

@@ -16,7 +16,7 @@ from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import SearchSession, TrialContext
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
 

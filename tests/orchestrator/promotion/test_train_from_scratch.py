@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from attention.io import checkpoint
 from attention.io.replacing import OutputError
 from attention.modeling.composition import compositions
-from attention.modeling.modeling import plan_of, plan_of_config
+from attention.modeling.model_classes import plan_of, plan_of_config
 from attention.plan import Composition, PlanError
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading

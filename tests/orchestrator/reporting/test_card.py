@@ -17,7 +17,7 @@ from command_line import run_here
 from command_process import CommandProcess, commands
 from transformers import PreTrainedModel
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.reporting.base_model import base_of

@@ -22,7 +22,7 @@ from orchestrator.storage import records
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord
-from search_spaces.recipes.recipes import RECIPES, recipe
+from search_spaces.recipes.catalogue import RECIPES, recipe
 
 
 def trial(number: int, losses: list[float], budget: float = 0.25, **more: Any) -> TrialRecord:

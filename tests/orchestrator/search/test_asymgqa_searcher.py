@@ -18,7 +18,7 @@ from orchestrator.search.candidates import candidate_space, named_candidates, se
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.searchers.asymgqa import ChainSearch
 from search_spaces.grouping.chain import Chain
-from search_spaces.recipes.recipes import Recipe
+from search_spaces.recipes.catalogue import Recipe
 from search_spaces.site import SIDES
 
 

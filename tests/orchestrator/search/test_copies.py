@@ -12,7 +12,7 @@ from journals import write_journal
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
-from attention.conversion import conversion
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError, parse_config
@@ -29,7 +29,7 @@ from orchestrator.search.trials.context import TrialContext, training_job
 from orchestrator.storage import records
 from orchestrator.storage.journal import History, Journal, load_trials, read_history
 from orchestrator.storage.records import COPY, DONE, FAILED, TrialRecord, front
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 from trainers.settings import TrainSettings
 
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 0, 1)),) * 2, head_dim=8)
@@ -54,7 +54,7 @@ def context(tmp_path: Path) -> TrialContext:
 def work(context: TrialContext, name: str, model: Any, plan: AttentionPlan = PLAN, **candidate: Any) -> str:
     """The work of a trial whose conversion is written as a trial writes it."""
     folder = Path(context.folder) / "trials" / name
-    checkpoint.save(conversion.convert(model, plan), folder / "converted", record={"recipe": name})
+    checkpoint.save(convert(model, plan), folder / "converted", record={"recipe": name})
     (folder / "plan.json").write_text(plan.to_json())
     given = {"recipe": recipe("gqa"), "kv_ratio": 0.5, "learning_rate": 1e-3, "seed": 0} | candidate
     return work_digest(training_job(context, folder, Candidate(**given), name), folder)

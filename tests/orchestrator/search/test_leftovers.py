@@ -23,8 +23,8 @@ from orchestrator.storage.journal import ADVANCE, END, Journal, read_history
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import COPY, DONE, FAILED, RUNNING, STOPPED, WAITING, TrialRecord
 from trainers.jobs.checkpoints import CheckpointStore
-from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job
+from trainers.jobs.train_job import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 from trainers.zero import group_of_one

@@ -19,7 +19,7 @@ from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.trials.trial import run_trial
 from orchestrator.storage.json_files import read_json
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 

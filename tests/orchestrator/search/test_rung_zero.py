@@ -23,7 +23,7 @@ from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.trials.rungs import ReportRungs
 from orchestrator.search.trials.trial import run_trial
 from orchestrator.search.trials.untrained import shared_parts
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 from trainers.settings import TrainSettings
 from trainers.text.data import write_sequences
 

@@ -24,7 +24,7 @@ from orchestrator.search.candidates import Candidate, candidate_space, named_can
 from orchestrator.search.searchers import SEARCHERS, ResumableSearcher, SearchProblem
 from orchestrator.search.searchers.asymgqa import ChainSearch
 from search_spaces.planning.budgets import check_budget
-from search_spaces.recipes.recipes import RECIPES, Recipe
+from search_spaces.recipes.catalogue import RECIPES, Recipe
 from search_spaces.site import SIDES
 from tests.conftest import REPOSITORY
 

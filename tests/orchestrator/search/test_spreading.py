@@ -15,7 +15,7 @@ from orchestrator.search.candidates import Candidate
 from orchestrator.search.prepare import curve_tasks, measure_layer, measure_on_workers
 from orchestrator.search.trials.context import TrialContext
 from search_spaces.planning.curves import Curves, Place, Point
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 from trainers.text.data import load_sequences, write_sequences
 
 KNOBS = {"allocation.tokens": 128, "allocation.fit_steps": 0}

@@ -12,7 +12,7 @@ from command_line import run_here
 from engine_plans import together
 from transformers import PreTrainedModel
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.io.export import export
 from attention.plan import AttentionPlan

@@ -17,8 +17,8 @@ from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.search.callbacks import best_so_far
 from orchestrator.storage.records import DONE, FAILED, RUNNING, TrialRecord
 from orchestrator.tracking import gauges
-from trainers.jobs.job import TrainJob
 from trainers.jobs.ray_link import set_gauges
+from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 
 PATIENCE = 60.0

@@ -14,7 +14,7 @@ from mlflow import transformers as flavour
 from mlflow_at import mlflow_at
 from transformers import AutoModelForCausalLM
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.tracking.errors import TrackingError

@@ -21,8 +21,8 @@ from search_spaces.grouping.chain import Chain, searched_sites
 from search_spaces.grouping.steps import Walk
 from search_spaces.grouping.walk import asym_walk
 from search_spaces.partitions import Partition
-from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import recipe
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes.catalogue import recipe
 from search_spaces.site import SIDES
 
 

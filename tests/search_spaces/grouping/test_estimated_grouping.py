@@ -19,7 +19,7 @@ from search_spaces.objectives import least_squares
 from search_spaces.partitions import canonical, random_partition
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.prices import KeptPrices
-from search_spaces.recipes.recipes import RECIPES
+from search_spaces.recipes.catalogue import RECIPES
 from search_spaces.site import Site
 
 

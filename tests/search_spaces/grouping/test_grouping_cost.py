@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import lift
+from attention.calibration.calibrate import calibrate
+from attention.conversion.convert import lift
 from attention.conversion.fusion.costs import KeyCost, ValueCost
 from attention.families import geometry_of
 from attention.heads import LayerHeads

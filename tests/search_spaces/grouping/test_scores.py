@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from attention.conversion.conversion import convert
+from attention.conversion.convert import convert
 from attention.families import family_of
 from attention.geometry import RotaryLayout
 from attention.modeling.losses import language_loss
@@ -21,8 +21,8 @@ from attention.modeling.rotary import apply_rotary, rotary_tables
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.grouping.walk import asym_walk
 from search_spaces.partitions import Partition, random_partition
-from search_spaces.planning.planning import PlanningContext
-from search_spaces.recipes.recipes import AXES
+from search_spaces.planning.planner import PlanningContext
+from search_spaces.recipes.catalogue import AXES
 from search_spaces.scores import LayerOutputScore, ModelScore
 from search_spaces.site import Site
 

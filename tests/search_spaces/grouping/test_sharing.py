@@ -21,11 +21,11 @@ from attention.modeling.mlp import MlpWeights, mlp_sites, read
 from attention.plan import AttentionPlan, HeadShare, resolve_shares
 from search_spaces.axes import SHARING
 from search_spaces.planning.budgets import check_budget
-from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import Recipe, RecipeError, recipe
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes.catalogue import Recipe, RecipeError, recipe
 from search_spaces.sharing.matching import best_matches, match_blocks, match_heads, share_count, similarities
 from search_spaces.sharing.problem import SharingProblem
-from search_spaces.space.space import JointSpace
+from search_spaces.space.joint_space import JointSpace
 
 
 def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None) -> LayerHeads:

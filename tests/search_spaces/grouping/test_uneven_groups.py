@@ -14,8 +14,8 @@ from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.grouping.steps import Walk
 from search_spaces.partitions import full_sizes, group_sizes
 from search_spaces.planning.budgets import check_budget
-from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import recipe
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes.catalogue import recipe
 
 UNEVEN = {"grouping.equal_sizes": False}
 

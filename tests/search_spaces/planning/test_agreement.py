@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from attention.base import progress
-from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import convert, lift
+from attention.calibration.calibrate import calibrate
+from attention.conversion.convert import convert, lift
 from attention.families import geometry_of
 from attention.modeling.losses import language_loss
 from search_spaces.planning.agreement import Agreement, agreement, random_swaps
-from search_spaces.planning.planning import PlanningContext, make_plan
-from search_spaces.recipes.recipes import recipe
+from search_spaces.planning.planner import PlanningContext, make_plan
+from search_spaces.recipes.catalogue import recipe
 from trainers.text.data import load_sequences
 
 

@@ -13,7 +13,7 @@ from attention.geometry import HeadGeometry, RotaryLayout
 from attention.ratios import ceiling_note, own_heads
 from search_spaces.allocation.knapsack import reachable, usual_counts
 from search_spaces.planning.budgets import BelowLeast, admissible_counts, check_budget, nearest_budget
-from search_spaces.recipes.recipes import RECIPES, recipe
+from search_spaces.recipes.catalogue import RECIPES, recipe
 
 NAMES = sorted(name for name, known in RECIPES.items() if known.sharing == "none")
 

@@ -15,17 +15,17 @@ from parameters import extended
 from scipy.stats import spearmanr
 from transformers import PreTrainedTokenizerBase
 
-from attention.calibration.calibration import calibrate
-from attention.conversion.conversion import assemble, lift
+from attention.calibration.calibrate import calibrate
+from attention.conversion.convert import assemble, lift
 from attention.families import geometry_of
 from attention.io import checkpoint
 from attention.modeling.losses import language_loss
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.planning.loss_increases import ESTIMATED, MEASURED, LayerTrials
-from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.planner import PlanningContext, make_plan
+from search_spaces.recipes.catalogue import recipe
 from search_spaces.recipes.recipe import Recipe
-from search_spaces.recipes.recipes import recipe
 from search_spaces.site import SIDES, plan_of_sites
 from trainers.text.data import load_sequences
 

@@ -19,8 +19,8 @@ from random_contexts import quick, random_context, ratio_of
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
 from attention.ratios import ratio_of as share_of
-from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import RECIPES, recipe
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes.catalogue import RECIPES, recipe
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PLANNED_ALIKE = ("dcformer", "headfold_gqa")  # as least_squares
@@ -96,8 +96,8 @@ import numpy as np, torch
 torch.set_num_threads(1)
 from parameters import extended
 from random_contexts import quick, random_context, ratio_of
-from search_spaces.planning.planning import make_plan
-from search_spaces.recipes.recipes import RECIPES
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes.catalogue import RECIPES
 rng = np.random.default_rng(11)
 for name in sorted(RECIPES):
     for kind in ("divisor", "divisor", "count", "total", "broken"):

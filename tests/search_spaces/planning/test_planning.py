@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from measured_contexts import MeasuredContext
 
 from attention.base.progress import shown
-from attention.conversion.conversion import lift
+from attention.conversion.convert import lift
 from attention.families import geometry_of
 from attention.plan import AttentionPlan
 from search_spaces.axes import GROUPING, OBJECTIVE
 from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import random_partition
-from search_spaces.planning.planning import PlanningContext, make_plan
-from search_spaces.recipes.recipes import RECIPES, Recipe, recipe
+from search_spaces.planning.planner import PlanningContext, make_plan
+from search_spaces.recipes.catalogue import RECIPES, Recipe, recipe
 from search_spaces.site import Site
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -154,12 +154,12 @@ def test_the_same_plan_in_any_process(tmp_path: Path) -> None:
         "config = LlamaConfig(vocab_size=32, hidden_size=48, intermediate_size=16, num_hidden_layers=2,\n"
         "                     num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=64)\n"
         "model = LlamaForCausalLM(config).eval()\n"
-        "from attention.calibration.calibration import calibrate\n"
-        "from attention.conversion.conversion import lift\n"
+        "from attention.calibration.calibrate import calibrate\n"
+        "from attention.conversion.convert import lift\n"
         "from attention.families import geometry_of\n"
-        "from search_spaces.planning.planning import PlanningContext, make_plan\n"
-        "from search_spaces.recipes.recipes import recipe\n"
-        "from search_spaces.space.space import JointSpace\n"
+        "from search_spaces.planning.planner import PlanningContext, make_plan\n"
+        "from search_spaces.recipes.catalogue import recipe\n"
+        "from search_spaces.space.joint_space import JointSpace\n"
         "tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 32, (3, 16)))\n"
         "calibration = calibrate(model, tokens)\n"
         "geometry = geometry_of(config)\n"
@@ -315,8 +315,8 @@ def test_every_objective_prefers_a_group_of_copies(name: str, sides: tuple[str, 
     # Heads 1 and 3 become copies in queries, keys, values and outputs.
     heads = context.heads[0]
     copied = type(heads)(*(t[[0, 1, 2, 1]] for t in (heads.q, heads.k, heads.v, heads.o)))
-    from attention.calibration.calibration import calibrate
-    from attention.conversion.conversion import assemble, convert
+    from attention.calibration.calibrate import calibrate
+    from attention.conversion.convert import assemble, convert
 
     identity = AttentionPlan.identity(1, 4, 8)
     model = assemble(context.model, identity, [copied]).eval()

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 from search_spaces.costs import GroupCost
 from search_spaces.grouping.subsets import exact_partition
-from search_spaces.planning.planning import PlanningContext, make_plan
+from search_spaces.planning.planner import PlanningContext, make_plan
 from search_spaces.planning.prices import KeptPrices, prices_of_site
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 from search_spaces.site import Site
 
 FREE = {"together": False, "grouping.equal_sizes": False}

@@ -20,7 +20,7 @@ from ray._private.state import actors  # Ray's public list asks the dashboard
 from ray.cluster_utils import Cluster
 
 from trainers.jobs.checkpoints import CheckpointStore
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 from trainers.jobs.worker import run_training
 
 

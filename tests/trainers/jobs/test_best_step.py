@@ -15,8 +15,8 @@ from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.evaluation import evaluate
 from trainers.jobs.checkpoints import CheckpointStore
-from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job
+from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 from trainers.text.data import read_sequences
 from trainers.zero import group_of_one

@@ -16,8 +16,8 @@ from test_carrying import PLAN, Alone
 from attention.io import checkpoint
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.curve import read_curve
-from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job
+from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
 from trainers.zero import group_of_one

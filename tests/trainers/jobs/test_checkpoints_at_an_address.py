@@ -16,8 +16,8 @@ from test_carrying import PLAN, SAME, Alone
 
 from trainers.jobs import checkpoints
 from trainers.jobs.checkpoints import CheckpointNotSentError, CheckpointStore, is_kept
-from trainers.jobs.job import TrainJob
 from trainers.jobs.run import run_job
+from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 from trainers.zero import group_of_one
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import trainers.relaxing
 from attention.base.memory import settle
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 
 FORK = multiprocessing.get_context("fork")
 

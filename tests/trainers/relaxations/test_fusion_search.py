@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from attention.conversion.conversion import assemble, lift
+from attention.conversion.convert import assemble, lift
 from attention.heads import LayerHeads
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from trainers.fusion_search import search_distances
 from trainers.settings import TrainSettings
 

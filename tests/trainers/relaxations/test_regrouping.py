@@ -14,7 +14,7 @@ from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from trainers import relaxing
 from trainers.fusion_search import paired_plan, pairs
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 from trainers.text.data import write_sequences

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attention.axes import Part
-from attention.conversion.conversion import read_layers
+from attention.conversion.convert import read_layers
 from attention.families import families, family_of
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.losses import objective

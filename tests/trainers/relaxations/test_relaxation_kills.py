@@ -17,7 +17,7 @@ import torch
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
-from trainers.jobs.job import TrainJob
+from trainers.jobs.train_job import TrainJob
 from trainers.relaxations import RELAXATION
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings

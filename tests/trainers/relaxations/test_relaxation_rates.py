@@ -12,7 +12,7 @@ from attention.axes import AUTO
 from attention.conversion.relaxation_knobs import UNFINISHED, constraint_weight, rate_of, too_few_steps
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from orchestrator.search.trials.context import unfinished_relaxations
-from search_spaces.recipes.recipes import recipe
+from search_spaces.recipes.catalogue import recipe
 from trainers.losses import objective
 from trainers.relaxations import RELAXATION
 from trainers.relaxations.stage import relaxed_objective

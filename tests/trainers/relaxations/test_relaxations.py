@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attention.axes import Part
-from attention.conversion.conversion import convert, lift
-from attention.modeling.modeling import plan_of
+from attention.conversion.convert import convert, lift
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, HeadShare, LayerPlan, PlanError
 from trainers.losses import objective
 from trainers.relaxations import RELAXATION, is_coarser, lifted

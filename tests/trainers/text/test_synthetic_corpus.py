@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from attention.conversion.conversion import build
+from attention.conversion.convert import build
 from attention.io.checkpoint import load_config
-from attention.modeling.modeling import plan_of_config
+from attention.modeling.model_classes import plan_of_config
 from trainers.text import synthetic_corpus
 from trainers.text.corpora import DataError, resolve
 from trainers.text.data import load_sequences

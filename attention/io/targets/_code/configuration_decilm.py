@@ -11,7 +11,8 @@ from typing import Any
 from transformers import MistralConfig
 
 
-class DeciLMConfig(MistralConfig):  # Llama's fields; Llama's own class wants a width that the heads divide
+class DeciLMConfig(MistralConfig):
+    # Llama's fields; Llama's own class wants a width that the heads divide.
     model_type = "nemotron-nas"
 
     def __init__(self, block_configs: Any = (), **fields: Any) -> None:
@@ -30,4 +31,6 @@ class DeciLMConfig(MistralConfig):  # Llama's fields; Llama's own class wants a 
             fields = super().to_dict()
         finally:
             self.block_configs = blocks
-        return fields | {"block_configs": [{part: vars(held) for part, held in vars(b).items()} for b in blocks]}
+        return fields | {
+            "block_configs": [{part: vars(held) for part, held in vars(b).items()} for b in blocks]
+        }

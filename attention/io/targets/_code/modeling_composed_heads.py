@@ -24,7 +24,8 @@ class ComposedHeadsConfig(HeadMapsConfig):
 
     def __init__(self, composition: Any = None, windows: Any = (), **fields: Any) -> None:
         super().__init__(**fields)
-        self.composition, self.windows = composition, windows
+        self.composition = composition
+        self.windows = windows
 
 
 def remembered(cache: Any, layer: int, layers: int, weights: Tensor) -> Tensor:
@@ -38,10 +39,13 @@ def remembered(cache: Any, layer: int, layers: int, weights: Tensor) -> Tensor:
     return cache.update(states, states[..., :0], layers + layer)[0].squeeze(1)
 
 
-def hand_on(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def hand_on(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Give the attention function the input of the module and its cache."""
     composed_input = args[0] if args else kwargs["hidden_states"]
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its name since transformers 5.24, and before
+    # Its name since transformers 5.24, and before.
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
     return args, {**kwargs, "composed_input": composed_input, "composed_cache": cache}
 
 
@@ -59,9 +63,12 @@ def attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function, with scores and weights composed."""
-    composition, weights = module.composition, module.composition.key_weights(composed_input)
+    composition = module.composition
+    weights = module.composition.key_weights(composed_input)
     if composed_cache is not None and weights is not None:
-        weights = remembered(composed_cache, module.layer_idx, module.config.num_hidden_layers, weights)
+        weights = remembered(
+            composed_cache, module.layer_idx, module.config.num_hidden_layers, weights
+        )
     if composition.norm is not None:
         query, key = composition.norm(query, key)
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -82,6 +89,8 @@ class ComposedHeadsForCausalLM(HeadMapsForCausalLM):
         settings = SimpleNamespace(**config.composition)
         for layer, window in zip(self.model.layers, config.windows, strict=True):
             attention: Any = layer.self_attn
-            attention.composition = HeadComposition(config.num_attention_heads, config.hidden_size, settings, window)
+            attention.composition = HeadComposition(
+                config.num_attention_heads, config.hidden_size, settings, window
+            )
             attention.register_forward_pre_hook(hand_on, with_kwargs=True)
         self.config._attn_implementation = NAME

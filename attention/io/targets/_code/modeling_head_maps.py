@@ -23,7 +23,8 @@ class HeadMapsConfig(LlamaConfig):
         if "rope_parameters" in fields:  # transformers 4 knows them by this name alone
             fields.setdefault("rope_scaling", fields["rope_parameters"])
         super().__init__(**fields)
-        self.key_maps, self.value_maps = key_maps, value_maps
+        self.key_maps = key_maps
+        self.value_maps = value_maps
 
 
 def spread(states: Tensor, head_map: list[int]) -> Tensor:
@@ -32,15 +33,22 @@ def spread(states: Tensor, head_map: list[int]) -> Tensor:
 
 
 def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **others: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: scaled dot products after each query head has got its key and value head."""
-    key, value = spread(key, module.key_map), spread(value, module.value_map)
+    key = spread(key, module.key_map)
+    value = spread(value, module.value_map)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
 
 
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)  # without a mask function of its own, padding would be ignored
+# Without a mask function of its own, padding would be ignored.
+AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class HeadMapsForCausalLM(LlamaForCausalLM):
@@ -49,13 +57,18 @@ class HeadMapsForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        for layer, keys, values in zip(self.model.layers, config.key_maps, config.value_maps, strict=True):
+        for layer, keys, values in zip(
+            self.model.layers, config.key_maps, config.value_maps, strict=True
+        ):
             attention: Any = layer.self_attn
-            attention.key_map, attention.value_map = keys, values
+            attention.key_map = keys
+            attention.value_map = values
             attention.num_key_value_groups = 1  # the maps do the repeating
             for name, heads in (("k_proj", max(keys) + 1), ("v_proj", max(values) + 1)):
                 old = getattr(attention, name)
-                made = nn.Linear(old.in_features, heads * attention.head_dim, bias=old.bias is not None)
+                made = nn.Linear(
+                    old.in_features, heads * attention.head_dim, bias=old.bias is not None
+                )
                 setattr(attention, name, made)
         self.config._attn_implementation = NAME
         self.post_init()

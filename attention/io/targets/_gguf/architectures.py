@@ -44,7 +44,7 @@ OF_FAMILY = {
     "gpt2": Architecture("gpt2", fused=True, rms_norm=False),
     "gpt_neox": Architecture("gptneox", fused=True, rms_norm=False),
 }
-DECI = Architecture("deci", interleaved=True, own_counts=True)
+_DECI = Architecture("deci", interleaved=True, own_counts=True)
 OPENELM = Architecture("openelm", fused=True, own_counts=True)
 """OpenELM is Qwen3 with head counts of each layer's own, if the output matrix is that of the embeddings."""
 
@@ -53,13 +53,14 @@ def with_own_counts(config: Any) -> Architecture | None:
     """The architecture that computes a family with head counts of each layer's own; None if there is none."""
     family = family_of(config).name
     if family in ("llama", "mistral", "qwen2"):
-        return DECI
+        return _DECI
     return OPENELM if family == "qwen3" and config.tie_word_embeddings else None
 
 
 def check_supported(config: Any, plan: AttentionPlan) -> None:
     """Raise TargetError for a model that no architecture of llama.cpp computes."""
-    family, geometry = family_of(config).name, geometry_of(config)
+    family = family_of(config).name
+    geometry = geometry_of(config)
     if family not in OF_FAMILY:
         raise TargetError(
             f"target gguf has no form for {family}, it takes {', '.join(sorted(OF_FAMILY))}: export to target vllm"
@@ -67,13 +68,19 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     known = ("default", "linear", *(["llama3"] if OF_FAMILY[family].interleaved else []))
     if kind not in known:
-        raise TargetError(f"target gguf takes a {family} of rope type {', '.join(known)}, got {kind}")
+        raise TargetError(
+            f"target gguf takes a {family} of rope type {', '.join(known)}, got {kind}"
+        )
     if 0 < window_of(config) < geometry.max_positions:
-        raise TargetError(f"target gguf has no sliding window, the model one of {window_of(config)} tokens")
+        raise TargetError(
+            f"target gguf has no sliding window, the model one of {window_of(config)} tokens"
+        )
     if family in ("qwen3", "qwen3_moe", "gemma") and geometry.query_bias:
         raise TargetError(f"llama.cpp has no {family} with biases (attention_bias=true)")
     if family == "gemma" and not config.tie_word_embeddings:
-        raise TargetError("llama.cpp has no gemma with an output matrix of its own (tie_word_embeddings=false)")
+        raise TargetError(
+            "llama.cpp has no gemma with an output matrix of its own (tie_word_embeddings=false)"
+        )
     if family == "qwen3_moe":
         _check_qwen3_moe(config)
     if family == "phi":
@@ -88,17 +95,24 @@ def _check_qwen3_moe(config: Any) -> None:
             f"decoder_sparse_step={config.decoder_sparse_step}); export to target vllm"
         )
     if not config.norm_topk_prob:
-        raise TargetError("llama.cpp has no qwen3_moe with norm_topk_prob=false; export to target vllm")
+        raise TargetError(
+            "llama.cpp has no qwen3_moe with norm_topk_prob=false; export to target vllm"
+        )
 
 
 def _check_phi(qk_norm: bool, plan: AttentionPlan) -> None:
     """llama.cpp's phi2 has groups, but no more query heads than the model's width holds."""
     if qk_norm:
-        raise TargetError("llama.cpp has no phi whose queries and keys are normalised (qk_layernorm=true)")
-    counts, widths = kv_heads_of(plan), widths_of(plan)
+        raise TargetError(
+            "llama.cpp has no phi whose queries and keys are normalised (qk_layernorm=true)"
+        )
+    counts = kv_heads_of(plan)
+    widths = widths_of(plan)
     if max(counts) * max(widths) != plan.num_heads:
         index = next(
-            i for i in range(len(counts)) if (counts[i], widths[i]) != (max(counts), plan.num_heads // max(counts))
+            i
+            for i in range(len(counts))
+            if (counts[i], widths[i]) != (max(counts), plan.num_heads // max(counts))
         )
         raise TargetError(
             f"layer {index} has {counts[index]} KV heads of up to {widths[index]} query heads, and llama.cpp's phi2 "
@@ -115,7 +129,8 @@ def architecture(config: Any, plan: AttentionPlan) -> Architecture:
 
 def shapes_of(plan: AttentionPlan, form: Architecture) -> list[tuple[int, int]]:
     """KV heads, and query heads to each, of every layer of a file."""
-    counts, widths = kv_heads_of(plan), widths_of(plan)
+    counts = kv_heads_of(plan)
+    widths = widths_of(plan)
     if form.own_counts:
         return list(zip(counts, widths, strict=True))
     return [(max(counts), max(widths))] * plan.num_layers

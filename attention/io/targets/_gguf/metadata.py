@@ -12,8 +12,10 @@ from attention.plan import AttentionPlan
 
 
 def describe(writer: gguf.GGUFWriter, config: Any, form: Architecture, plan: AttentionPlan) -> None:
-    geometry, shapes = geometry_of(config), shapes_of(plan, form)
-    heads, kv_heads = [count * width for count, width in shapes], [count for count, _ in shapes]
+    geometry = geometry_of(config)
+    shapes = shapes_of(plan, form)
+    heads = [count * width for count, width in shapes]
+    kv_heads = [count for count, _ in shapes]
     layers = geometry.num_layers
     writer.add_context_length(geometry.max_positions)
     writer.add_embedding_length(geometry.hidden_size)
@@ -30,10 +32,14 @@ def describe(writer: gguf.GGUFWriter, config: Any, form: Architecture, plan: Att
     else:
         eps = getattr(config, "layer_norm_eps", None) or getattr(config, "layer_norm_epsilon", 1e-5)
         writer.add_layer_norm_eps(eps)
-    if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+    if experts := getattr(config, "num_local_experts", None) or getattr(
+        config, "num_experts", None
+    ):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", None) or width)
+        writer.add_expert_feed_forward_length(
+            getattr(config, "moe_intermediate_size", None) or width
+        )
     if form.name == "gptneox":
         writer.add_parallel_residual(config.use_parallel_residual)
     if geometry.rotary.dims:

@@ -19,7 +19,7 @@ from attention.heads import LayerHeads
 from attention.io.targets import TargetError
 from attention.io.targets._gguf.architectures import Architecture, halve, interleave, shapes_of
 from attention.io.targets._pairs import pad, unpad
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 
 TYPES = {
     "float32": gguf.GGMLQuantizationType.F32,
@@ -27,15 +27,20 @@ TYPES = {
     "bfloat16": gguf.GGMLQuantizationType.BF16,
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
 }
-BLOCK = 32  # numbers of a row that q8_0 rounds together
-PARTS = {"q": "attn_q", "k": "attn_k", "v": "attn_v"}
-ROPE_FREQUENCIES = "rope_freqs.weight"
+_BLOCK = 32  # numbers of a row that q8_0 rounds together
+_PARTS = {"q": "attn_q", "k": "attn_k", "v": "attn_v"}
+_ROPE_FREQUENCIES = "rope_freqs.weight"
 
 
 def attention_names(model: PreTrainedModel) -> dict[str, int]:
     """The attention modules by their names, with the layer of each."""
-    layers = {id(module): index for index, module in enumerate(family_of(model.config).attention_modules(model))}
-    return {name: layers[id(module)] for name, module in model.named_modules() if id(module) in layers}
+    layers = {
+        id(module): index
+        for index, module in enumerate(family_of(model.config).attention_modules(model))
+    }
+    return {
+        name: layers[id(module)] for name, module in model.named_modules() if id(module) in layers
+    }
 
 
 def outside_attention(model: PreTrainedModel, form: Architecture) -> Iterator[tuple[str, Any, str]]:
@@ -54,7 +59,9 @@ def outside_attention(model: PreTrainedModel, form: Architecture) -> Iterator[tu
         for part, called in _parts(name, tensor):
             known = names.get_name(called, try_suffixes=(".weight", ".bias"))
             if known is None:
-                raise TargetError(f"llama.cpp's {form.name} has no place for {name}; export to another target")
+                raise TargetError(
+                    f"llama.cpp's {form.name} has no place for {name}; export to another target"
+                )
             yield name, part, known if known.endswith((".weight", ".bias")) else f"{known}.weight"
 
 
@@ -77,16 +84,22 @@ def reshaped(name: str, tensor: Tensor, family: Family, back: bool = False) -> T
     return tensor
 
 
-def layer_tensors(heads: LayerHeads, form: Architecture, layer: int) -> Iterator[tuple[str, Tensor]]:
+def layer_tensors(
+    heads: LayerHeads, form: Architecture, layer: int
+) -> Iterator[tuple[str, Tensor]]:
     """The projections of one layer, padded and in the order of the architecture."""
     sides: list[tuple[str, Tensor, Tensor | None]] = [
-        (PARTS[side], getattr(heads, side).flatten(0, 1), getattr(heads, f"{side}_bias")) for side in PARTS
+        (_PARTS[side], getattr(heads, side).flatten(0, 1), getattr(heads, f"{side}_bias"))
+        for side in _PARTS
     ]
     if form.fused:
         biases = [bias.flatten() for _, _, bias in sides if bias is not None]
         bias = torch.cat(biases) if biases else None
         sides = [("attn_qkv", torch.cat([weight for _, weight, _ in sides]), bias)]
-    for name, weight, bias in [*sides, ("attn_output", heads.o.permute(1, 0, 2).flatten(1), heads.o_bias)]:
+    for name, weight, bias in [
+        *sides,
+        ("attn_output", heads.o.permute(1, 0, 2).flatten(1), heads.o_bias),
+    ]:
         yield f"blk.{layer}.{name}.weight", weight
         if bias is not None:
             yield f"blk.{layer}.{name}.bias", bias.flatten()
@@ -94,16 +107,22 @@ def layer_tensors(heads: LayerHeads, form: Architecture, layer: int) -> Iterator
 
 def tensors_of(model: PreTrainedModel, form: Architecture) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a model, in float32."""
-    family, geometry, state = family_of(model.config), geometry_of(model.config), model.state_dict()
+    family = family_of(model.config)
+    geometry = geometry_of(model.config)
+    state = model.state_dict()
     for name, part, known in outside_attention(model, form):
         yield known, reshaped(name, state[name][part], family)
     plan = plan_of(model)
     shapes = shapes_of(plan, form)
-    for index, (module, layer) in enumerate(zip(family.attention_modules(model), plan.layers, strict=True)):
+    for index, (module, layer) in enumerate(
+        zip(family.attention_modules(model), plan.layers, strict=True)
+    ):
         heads = pad(family.read(module, geometry), layer, *shapes[index])
-        yield from layer_tensors(interleave(heads, model.config) if form.interleaved else heads, form, index)
+        yield from layer_tensors(
+            interleave(heads, model.config) if form.interleaved else heads, form, index
+        )
     if (frequencies := rope_factors(model)) is not None:
-        yield ROPE_FREQUENCIES, frequencies
+        yield _ROPE_FREQUENCIES, frequencies
 
 
 def rope_factors(model: PreTrainedModel) -> Tensor | None:
@@ -113,7 +132,9 @@ def rope_factors(model: PreTrainedModel) -> Tensor | None:
         return None
     decoder: Any = model.get_decoder()
     scaled = decoder.rotary_emb.inv_freq.double().cpu()
-    plain = float(rope["rope_theta"]) ** -(torch.arange(len(scaled), dtype=torch.float64) / len(scaled))
+    plain = float(rope["rope_theta"]) ** -(
+        torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
+    )
     return (plain / scaled).float()
 
 
@@ -123,7 +144,7 @@ def encoded(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, gguf.GGM
     kind = TYPES[dtype]
     if array.ndim < 2 or name.startswith(("position_embd", "rope_freqs")):
         kind = TYPES["float32"]
-    elif dtype == "q8_0" and array.shape[-1] % BLOCK:
+    elif dtype == "q8_0" and array.shape[-1] % _BLOCK:
         kind = TYPES["float16"]
     return gguf.quants.quantize(array, kind), kind
 
@@ -132,12 +153,16 @@ def encoded(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, gguf.GGM
 def fill(model: PreTrainedModel, stored: dict[str, Tensor], form: Architecture) -> None:
     """Put the tensors of a file into an empty model of the same config. Raises ValueError for one that is missing, or
     whose padding is not what was written."""
-    family, geometry, state = family_of(model.config), geometry_of(model.config), model.state_dict()
+    family = family_of(model.config)
+    geometry = geometry_of(model.config)
+    state = model.state_dict()
     for name, part, known in outside_attention(model, form):
         state[name][part].copy_(reshaped(name, stored[known], family, back=True))
     model.tie_weights()
     d = geometry.head_dim
-    for index, (module, layer) in enumerate(zip(family.attention_modules(model), plan_of(model).layers, strict=True)):
+    for index, (module, layer) in enumerate(
+        zip(family.attention_modules(model), plan_of(model).layers, strict=True)
+    ):
         heads = stored_heads(stored, index, d)
         heads = halve(heads, model.config) if form.interleaved else heads
         family.write(module, unpad(heads, layer))
@@ -146,16 +171,18 @@ def fill(model: PreTrainedModel, stored: dict[str, Tensor], form: Architecture) 
 def stored_heads(stored: dict[str, Tensor], layer: int, head_dim: int) -> LayerHeads:
     """The heads of one layer as they lie in a file."""
     place = f"blk.{layer}"
-    output, o_bias = stored[f"{place}.attn_output.weight"], stored.get(f"{place}.attn_output.bias")
+    output = stored[f"{place}.attn_output.weight"]
+    o_bias = stored.get(f"{place}.attn_output.bias")
     o = output.unflatten(1, (-1, head_dim)).permute(1, 0, 2)
     if (fused := stored.get(f"{place}.attn_qkv.weight")) is not None:
         rows = o.shape[0] * head_dim
         counts = (rows, (len(fused) - rows) // 2, (len(fused) - rows) // 2)
-        weights, bias = fused.split(counts), stored.get(f"{place}.attn_qkv.bias")
+        weights = fused.split(counts)
+        bias = stored.get(f"{place}.attn_qkv.bias")
         biases = (None, None, None) if bias is None else bias.split(counts)
     else:
-        weights = tuple(stored[f"{place}.{name}.weight"] for name in PARTS.values())
-        biases = tuple(stored.get(f"{place}.{name}.bias") for name in PARTS.values())
+        weights = tuple(stored[f"{place}.{name}.weight"] for name in _PARTS.values())
+        biases = tuple(stored.get(f"{place}.{name}.bias") for name in _PARTS.values())
     q, k, v = (weight.unflatten(0, (-1, head_dim)) for weight in weights)
     q_bias, k_bias, v_bias = (None if bias is None else bias.view(-1, head_dim) for bias in biases)
     return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, o_bias)

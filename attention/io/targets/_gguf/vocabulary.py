@@ -18,7 +18,7 @@ from attention.io.targets import TargetError
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {
+_SPLITS = {
     CONTRACTIONS + WORDS + r"\p{N}{1,3}" + REST: "llama-bpe",
     CONTRACTIONS + WORDS + r"\p{N}" + REST: "qwen2",
 }
@@ -43,7 +43,9 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Any, size: int) -> None:
             "tokenizer; give the one that it was trained with"
         )
     if whole["model"].get("type") != "BPE":
-        raise TargetError(f"target gguf takes BPE tokenizers, got {whole['model'].get('type')}; export to target gqa")
+        raise TargetError(
+            f"target gguf takes BPE tokenizers, got {whole['model'].get('type')}; export to target gqa"
+        )
     _add_tokens(writer, whole, tokens, size)
     _add_special(writer, loaded)
 
@@ -55,18 +57,25 @@ def _load(tokenizer: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(tokenizer))
     except Exception as error:
-        raise TargetError(f"the tokenizer of {str(tokenizer)!r} cannot be read: {reason(error)}") from None
+        raise TargetError(
+            f"the tokenizer of {str(tokenizer)!r} cannot be read: {reason(error)}"
+        ) from None
 
 
-def _add_tokens(writer: gguf.GGUFWriter, whole: dict[str, Any], tokens: dict[int, str], size: int) -> None:
+def _add_tokens(
+    writer: gguf.GGUFWriter, whole: dict[str, Any], tokens: dict[int, str], size: int
+) -> None:
     model = whole["model"]
     added = {token["id"]: token for token in whole.get("added_tokens", [])}
     fallback = bool(model.get("byte_fallback"))
-    names, kinds = [], []
+    names = []
+    kinds = []
     for index in range(size):
         names.append(tokens.get(index, f"[unused {index}]"))
         kinds.append(_kind(names[-1], index in tokens, added.get(index), fallback))
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", [])]
+    merges = [
+        merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", [])
+    ]
     writer.add_tokenizer_model("llama" if fallback else "gpt2")
     if not fallback:
         writer.add_tokenizer_pre(split_rule(whole))
@@ -75,7 +84,9 @@ def _add_tokens(writer: gguf.GGUFWriter, whole: dict[str, Any], tokens: dict[int
     if fallback:
         ranks = {"".join(merge): -float(rank) for rank, merge in reversed(list(enumerate(merges)))}
         writer.add_token_scores([ranks.get(name, 0.0) for name in names])
-        writer.add_add_space_prefix("Prepend" in json.dumps(whole.get("normalizer")) or _prefixes(whole))
+        writer.add_add_space_prefix(
+            "Prepend" in json.dumps(whole.get("normalizer")) or _prefixes(whole)
+        )
     else:
         writer.add_token_merges([" ".join(merge) for merge in merges])
 
@@ -101,16 +112,18 @@ def split_rule(whole: dict[str, Any]) -> str:
     steps = pre.get("pretokenizers", [pre])
     last = steps[-1]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
-        raise TargetError(f"target gguf takes byte-level tokenizers without a prefix space, got {cut(json.dumps(pre))}")
+        raise TargetError(
+            f"target gguf takes byte-level tokenizers without a prefix space, got {cut(json.dumps(pre))}"
+        )
     if len(steps) == 1 and last.get("use_regex", True):
         return "gpt-2"
     rule = steps[0].get("pattern", {}).get("Regex") if len(steps) == 2 else None
-    if rule not in SPLITS:
+    if rule not in _SPLITS:
         raise TargetError(
             f"llama.cpp has no known name for the way in which this tokenizer splits text: {cut(json.dumps(pre))}; "
             "add it to SPLITS in attention/io/targets/_gguf/vocabulary.py, or export to another target"
         )
-    return SPLITS[rule]
+    return _SPLITS[rule]
 
 
 def _add_special(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
@@ -119,8 +132,12 @@ def _add_special(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
         if index is not None:
             getattr(writer, f"add_{name}_token_id")(index)
     ids = tokenizer("a")["input_ids"]
-    writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id])
-    writer.add_add_eos_token(tokenizer.eos_token_id is not None and ids[-1:] == [tokenizer.eos_token_id])
+    writer.add_add_bos_token(
+        tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
+    )
+    writer.add_add_eos_token(
+        tokenizer.eos_token_id is not None and ids[-1:] == [tokenizer.eos_token_id]
+    )
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):  # of several names
         template = [{"name": name, "template": text} for name, text in template.items()]

@@ -33,7 +33,9 @@ def check_fits(plan: AttentionPlan, geometry: HeadGeometry) -> None:
         ("head_dim", plan.head_dim, geometry.head_dim),
     ):
         if got != wanted:
-            raise PlanError(f"the plan has {got} {name}, the checkpoint ({geometry.family}) has {wanted}")
+            raise PlanError(
+                f"the plan has {got} {name}, the checkpoint ({geometry.family}) has {wanted}"
+            )
 
 
 class HeadfoldMixin:
@@ -53,7 +55,10 @@ class HeadfoldMixin:
             attach(module, layer)
             if plan.composition is not None:
                 made = HeadComposition(
-                    plan.num_heads, geometry.hidden_size, plan.composition, plan.composition.window_of(index)
+                    plan.num_heads,
+                    geometry.hidden_size,
+                    plan.composition,
+                    plan.composition.window_of(index),
                 )
                 attach_composition(module, made)
         share(self, plan)  # type: ignore[arg-type]
@@ -84,13 +89,24 @@ def headfold_classes(family_name: str) -> tuple[type[PretrainedConfig], type[Pre
     family = families()[family_name]
     stem = family.model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     place = {"__module__": __name__}
-    config_class = type(f"Headfold{stem}Config", (family.config_class,), {"model_type": PREFIX + family_name, **place})
+    config_class = type(
+        f"Headfold{stem}Config",
+        (family.config_class,),
+        {"model_type": PREFIX + family_name, **place},
+    )
     model_class = type(
         f"Headfold{stem}ForCausalLM",
         (HeadfoldMixin, family.model_class),
-        {"config_class": config_class, "family": family, "_supports_attention_backend": True, **place},
+        {
+            "config_class": config_class,
+            "family": family,
+            "_supports_attention_backend": True,
+            **place,
+        },
     )
-    globals()[config_class.__name__] = config_class  # so that pickle, as used between processes, finds them by name
+    globals()[config_class.__name__] = (
+        config_class  # so that pickle, as used between processes, finds them by name
+    )
     globals()[model_class.__name__] = model_class
     return config_class, model_class
 
@@ -132,7 +148,9 @@ def plan_of_config(config: PretrainedConfig) -> AttentionPlan:
     if record is not None:
         return AttentionPlan.from_dict(record)
     if config.model_type.startswith(PREFIX):
-        raise PlanError(f"a config of model type {config.model_type} needs its attention_plan, which is not there")
+        raise PlanError(
+            f"a config of model type {config.model_type} needs its attention_plan, which is not there"
+        )
     geometry = geometry_of(config)
     layer = LayerPlan(geometry.kv_map, geometry.kv_map)
     return AttentionPlan((layer,) * geometry.num_layers, geometry.head_dim)
@@ -143,9 +161,12 @@ def check_maps(model: PreTrainedModel) -> None:
     modules: list[nn.Module] = list(family_of(model.config).attention_modules(model))
     for index, (module, layer) in enumerate(zip(modules, plan_of(model).layers, strict=True)):
         for name in ("key_map", "value_map"):
-            held, wanted = tuple(getattr(module, name).tolist()), getattr(layer, name)
+            held = tuple(getattr(module, name).tolist())
+            wanted = getattr(layer, name)
             if held != wanted:
-                raise PlanError(f"layer {index}: {name} in the weights is {held}, in the config {wanted}")
+                raise PlanError(
+                    f"layer {index}: {name} in the weights is {held}, in the config {wanted}"
+                )
 
 
 register()

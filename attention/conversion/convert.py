@@ -21,14 +21,18 @@ from attention.heads import LayerHeads
 from attention.modeling import mlp
 from attention.modeling.beside import beside
 from attention.modeling.composition import reset
-from attention.modeling.modeling import check_fits, headfold_config, plan_of
+from attention.modeling.model_classes import check_fits, headfold_config, plan_of
 from attention.plan import AttentionPlan, PlanError
 
 
 def read_layers(model: PreTrainedModel) -> list[LayerHeads]:
     """The heads of every layer as stored (G^K and G^V heads), in float32."""
-    family, geometry = family_of(model.config), geometry_of(model.config)
-    return [family.read(module, geometry).to(torch.float32) for module in family.attention_modules(model)]
+    family = family_of(model.config)
+    geometry = geometry_of(model.config)
+    return [
+        family.read(module, geometry).to(torch.float32)
+        for module in family.attention_modules(model)
+    ]
 
 
 def lift(model: PreTrainedModel) -> list[LayerHeads]:
@@ -41,8 +45,10 @@ class LiftedHeads(Sequence[LayerHeads]):
     kept; the model must stay as it is."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._family, self._geometry = family_of(model.config), geometry_of(model.config)
-        self._modules, self._plan = list(self._family.attention_modules(model)), plan_of(model)
+        self._family = family_of(model.config)
+        self._geometry = geometry_of(model.config)
+        self._modules = list(self._family.attention_modules(model))
+        self._plan = plan_of(model)
         self._last: tuple[int, LayerHeads] | None = None
 
     def __len__(self) -> int:
@@ -58,7 +64,9 @@ class LiftedHeads(Sequence[LayerHeads]):
         return self._last[1]
 
 
-def build(config: PretrainedConfig, plan: AttentionPlan, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build(
+    config: PretrainedConfig, plan: AttentionPlan, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """A Headfold model of the plan's shapes with fresh weights. `config` is the checkpoint's."""
     from transformers import AutoModelForCausalLM
 
@@ -73,7 +81,9 @@ def assemble(
     The new model has the dtype, device and training mode of `model`, which stays as it is. With `share` these other
     weights are `model`'s own memory, for a result that is measured or written and never trained.
     """
-    if share and not (plan.is_shared or plan.mlp_shares or plan_of(model).is_shared or plan_of(model).mlp_shares):
+    if share and not (
+        plan.is_shared or plan.mlp_shares or plan_of(model).is_shared or plan_of(model).mlp_shares
+    ):
         new = beside(model, lambda: build(model.config, plan, model.dtype))
     else:
         new = build(model.config, plan, model.dtype)
@@ -81,7 +91,9 @@ def assemble(
     reset(new, identity=True, generator=torch.Generator().manual_seed(0))
     nn.Module.to(new, model.device)
     target = new.state_dict()
-    kept = {k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape}
+    kept = {
+        k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape
+    }
     maps = {k for k in target if k.endswith((".key_map", ".value_map"))}
     new.load_state_dict({k: t for k, t in kept.items() if k not in maps}, strict=False)
     family = family_of(new.config)
@@ -113,7 +125,7 @@ def check_composition(old: AttentionPlan, new: AttentionPlan) -> None:
     if old.composition is None and new.composition is not None and new.composition.qk_norm:
         raise PlanError(
             "composition with qk_norm has no identity to start from: converting a trained model with it would destroy "
-            "it; set qk_norm=False, or train from scratch with attention.conversion.conversion.build"
+            "it; set qk_norm=False, or train from scratch with attention.conversion.convert.build"
         )
 
 
@@ -136,15 +148,23 @@ def convert(
     geometry = geometry_of(model.config)
     check_fits(plan, geometry)
     check_composition(plan_of(model), plan)
-    align, fuse = ALIGNMENT.get(alignment), FUSION.get(fusion)
-    align_knobs, fuse_knobs = align.settings(alignment_settings), fuse.settings(fusion_settings)
+    align = ALIGNMENT.get(alignment)
+    fuse = FUSION.get(fusion)
+    align_knobs = align.settings(alignment_settings)
+    fuse_knobs = fuse.settings(fusion_settings)
     for part in (align, fuse):
         if "statistics" in part.needs and calibration is None:
-            raise ValueError(f"{part.axis}={part.name} needs a calibration; pass calibration=calibrate(model, tokens)")
+            raise ValueError(
+                f"{part.axis}={part.name} needs a calibration; pass calibration=calibrate(model, tokens)"
+            )
     if calibration is not None and len(calibration.layers) != plan.num_layers:
-        raise ValueError(f"the calibration has {len(calibration.layers)} layers, the plan {plan.num_layers}")
+        raise ValueError(
+            f"the calibration has {len(calibration.layers)} layers, the plan {plan.num_layers}"
+        )
     aligned = through(align, LiftedHeads(model), plan, calibration, geometry, align_knobs)
-    return assemble(model, plan, through(fuse, aligned, plan, calibration, geometry, fuse_knobs), share=share)
+    return assemble(
+        model, plan, through(fuse, aligned, plan, calibration, geometry, fuse_knobs), share=share
+    )
 
 
 def through(

@@ -13,7 +13,11 @@ from search_spaces.recipes.recipe import AXES, BY, Recipe, RecipeError
 
 __all__ = ["AXES", "BY", "RECIPES", "Recipe", "RecipeError", "recipe"]
 
-LEAST_SQUARES: dict[str, Any] = {"grouping": "exact", "objective": "least_squares", "fusion": "least_squares"}
+LEAST_SQUARES: dict[str, Any] = {
+    "grouping": "exact",
+    "objective": "least_squares",
+    "fusion": "least_squares",
+}
 
 
 @dataclass(frozen=True)

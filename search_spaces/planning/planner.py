@@ -35,7 +35,10 @@ from search_spaces.site import SIDES, Site, plan_of_sites
 
 
 def make_plan(
-    recipe: Recipe, kv_ratio: float | Fraction, context: PlanningContext, generator: np.random.Generator
+    recipe: Recipe,
+    kv_ratio: float | Fraction,
+    context: PlanningContext,
+    generator: np.random.Generator,
 ) -> AttentionPlan:
     """The plan of `recipe` that keeps exactly `kv_ratio` of the checkpoint's own KV heads.
 
@@ -43,10 +46,14 @@ def make_plan(
     recipe lacks what it needs.
     """
     check_budget(recipe, kv_ratio, context.geometry)
-    return Planner(recipe, kv_ratio, context, *site_generators(generator, context.geometry.num_layers)).plan()
+    return Planner(
+        recipe, kv_ratio, context, *site_generators(generator, context.geometry.num_layers)
+    ).plan()
 
 
-def site_generators(generator: np.random.Generator, layers: int) -> tuple[list[np.random.Generator], ...]:
+def site_generators(
+    generator: np.random.Generator, layers: int
+) -> tuple[list[np.random.Generator], ...]:
     """Generators of the sites for grouping, and for measured curves: two a layer each."""
     return generator.spawn(2 * layers), generator.spawn(2 * layers)
 
@@ -73,7 +80,9 @@ class Planner:
         plan = self.recipe.apply("composition", replace(self.plan_of(self.partitions), **shares))
         if "measure" in AXES["allocation"].get(self.recipe.allocation).needs:
             units = len(self.context.units)
-            self.context.increases[plan] = expected_increases(self.recipe, counts, units, self.curves.points)
+            self.context.increases[plan] = expected_increases(
+                self.recipe, counts, units, self.curves.points
+            )
         return plan
 
     def group_layer(self, layer: int, counts: tuple[int, int]) -> None:
@@ -83,7 +92,9 @@ class Planner:
             self.partitions[layer, "key"] = self.partitions[layer, "value"] = partition
             return
         for index, (side, groups) in enumerate(zip(SIDES, counts, strict=True)):
-            self.partitions[layer, side] = self.group(layer, (side,), groups, self.generators[2 * layer + index])
+            self.partitions[layer, side] = self.group(
+                layer, (side,), groups, self.generators[2 * layer + index]
+            )
 
     def counts(self) -> Counts:
         """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""
@@ -95,10 +106,14 @@ class Planner:
         counts = recipe.apply("allocation", problem)
         total = sum(keys + values for keys, values in counts)
         if total != problem.total:
-            raise ValueError(f"allocation={recipe.allocation} gave {total} heads, expected exactly {problem.total}")
+            raise ValueError(
+                f"allocation={recipe.allocation} gave {total} heads, expected exactly {problem.total}"
+            )
         return counts
 
-    def group(self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator) -> Partition:
+    def group(
+        self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator
+    ) -> Partition:
         """The recipe's partition of the units at one site."""
         count = len(self.context.units)
         if groups in (1, count):  # nothing to choose
@@ -110,7 +125,9 @@ class Planner:
                 return measured
         return self._grouped(layer, sides, groups, generator)
 
-    def _grouped(self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator) -> Partition:
+    def _grouped(
+        self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator
+    ) -> Partition:
         site = self._site(layer, sides)
         objective = None if self.recipe.objective is None else self._objective(site)
         problem = GroupingProblem(len(self.context.units), groups, site.similarity, objective)
@@ -121,7 +138,8 @@ class Planner:
         return plan_of_sites(partitions, self.context.geometry)
 
     def _site(self, layer: int, sides: tuple[str, ...]) -> Site:
-        context, recipe = self.context, self.recipe
+        context = self.context
+        recipe = self.recipe
         by = sides if len(sides) == 1 or recipe.by == "both" else (recipe.by,)
         similarity = None
         if recipe.similarity is not None:
@@ -137,19 +155,29 @@ class Planner:
             similarity=similarity,
             fusion_distance=context.fusion_distance(layer, by),
             model=context.model,
-            plan_with=lambda partition: self.plan_of(self.partitions | {(layer, side): partition for side in sides}),
+            plan_with=lambda partition: self.plan_of(
+                self.partitions | {(layer, side): partition for side in sides}
+            ),
             measure=partial(context.loss_of, recipe),
         )
 
     def _objective(self, site: Site) -> Objective:
         """The recipe's objective at a site; of the last site only, since it holds the site's moments."""
-        key, name, knobs = (site.layer, site.sides), str(self.recipe.objective), self.recipe.knobs("objective")
+        key = (site.layer, site.sides)
+        name = str(self.recipe.objective)
+        knobs = self.recipe.knobs("objective")
         additive = "whole_partition" not in AXES["objective"].get(name).needs
         if additive and self._last_objective is not None and self._last_objective[0] == key:
             return self._last_objective[1]
         made = self.recipe.apply("objective", site)
-        folder, calibration = self.context.cache_dir, self.context.calibration
-        if isinstance(made, GroupCost) and made.effort_of_one and folder is not None and calibration is not None:
+        folder = self.context.cache_dir
+        calibration = self.context.calibration
+        if (
+            isinstance(made, GroupCost)
+            and made.effort_of_one
+            and folder is not None
+            and calibration is not None
+        ):
             made.kept = prices_of_site(folder, name, knobs, site, calibration.digest)
         self._last_objective = (key, made)
         return made
@@ -167,17 +195,27 @@ class Planner:
         """Increase of the loss if only that site is grouped, for each count, of each site (layer, side). `side` may be
         "both". `shown`: as in `Curves.of`."""
         both = (SIDES,) if self.recipe.together else tuple((side,) for side in SIDES)
-        places = [[Place(at, sides) for sides in (both if side == "both" else ((side,),))] for at, side in sites]
-        found = iter(self.curves.of([place for of_site in places for place in of_site], counts, shown=shown))
+        places = [
+            [Place(at, sides) for sides in (both if side == "both" else ((side,),))]
+            for at, side in sites
+        ]
+        found = iter(
+            self.curves.of([place for of_site in places for place in of_site], counts, shown=shown)
+        )
         curves = [[next(found) for _ in of_site] for of_site in places]
-        return [{count: sum(curve[count] for curve in of_site) for count in counts} for of_site in curves]
+        return [
+            {count: sum(curve[count] for curve in of_site) for count in counts}
+            for of_site in curves
+        ]
 
     def _final(self, counts: Counts) -> float:
         """Measured loss of the model that these counts lead to, refined in few steps: enough to rank the finalists."""
         recipe = self.recipe
         knobs = recipe.knobs("refinement")
         if "fit_steps" in knobs:
-            knobs["fit_steps"] = min(knobs["fit_steps"], recipe.knobs("allocation")["finalist_steps"])
+            knobs["fit_steps"] = min(
+                knobs["fit_steps"], recipe.knobs("allocation")["finalist_steps"]
+            )
 
         def measure() -> float:
             for layer, of_layer in enumerate(counts):
@@ -190,7 +228,8 @@ class Planner:
     def curves(self) -> Curves:
         """Measured curves of this recipe, shared by all budgets through the context and its cache folder."""
         own = self.recipe.knobs("allocation")
-        fitted = self.recipe.knobs("refinement").get("fit_steps", 0)  # what no refinement will fit is measured as it is
+        # What no refinement will fit is measured as it is.
+        fitted = self.recipe.knobs("refinement").get("fit_steps", 0)
         knobs = {name: own[name] for name in ("tokens", "increases")}
         fit_steps = min(own["fit_steps"], fitted)
         # Only estimates of fitted layers are scaled to the steps of the refinement: others serve any number of them.
@@ -207,7 +246,10 @@ class Planner:
 
         def measure(partitions: Sequence[tuple[Place, Partition]], told: Told) -> list[float]:
             plans = [
-                (place.layer, self.plan_of({(place.layer, side): partition for side in place.sides}))
+                (
+                    place.layer,
+                    self.plan_of({(place.layer, side): partition for side in place.sides}),
+                )
                 for place, partition in partitions
             ]
             return self.context.increases_of(self.recipe, plans, told=told, **knobs)
@@ -216,14 +258,19 @@ class Planner:
         name = curve_name(self.recipe, self.context, knobs, seed)
         folder = self.context.cache_dir
         file = None if folder is None else Path(folder) / f"curves-{name}.json"
-        known, units = self.context.curves.setdefault(name, {}), len(self.context.units)
+        known = self.context.curves.setdefault(name, {})
+        units = len(self.context.units)
         # What runs the whole model gains nothing by more layers at a time, and would keep what it found less often.
         at_once = 1 if own["increases"] == MEASURED else self.context.layers_at_once
 
         # Before points are counted: it takes longer than several of them.
         def prepare() -> None:
             context = self.context
-            if own["increases"] != MEASURED and context.model is not None and context.sequences is not None:
+            if (
+                own["increases"] != MEASURED
+                and context.model is not None
+                and context.sequences is not None
+            ):
                 context.output_metric(0, own["tokens"])
 
         return Curves(group, measure, known, file, prepare, units=units, at_once=at_once)

@@ -19,15 +19,20 @@ from attention.axes import AUTO, Knob
 from attention.base.messages import near
 from attention.geometry import HeadGeometry
 from search_spaces.planning.budgets import nearest_budget, require_budget
+from search_spaces.recipes.catalogue import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.engine_form import EngineForm
-from search_spaces.recipes.recipes import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.rules import broken_rules, makes_equal_groups
 from search_spaces.space.domains import ORDER, Domain, Point, by_field
 
 OPTIONAL = ("objective", "similarity")
 PROVIDED = ("statistics", "model")
 # Only if `choices` names them: every trial would take longer, or be another model
-NOT_UNASKED = {"refinement": "none", "relaxation": "none", "composition": "none", "recovery": "full"}
+NOT_UNASKED = {
+    "refinement": "none",
+    "relaxation": "none",
+    "composition": "none",
+    "recovery": "full",
+}
 
 
 @dataclass
@@ -75,13 +80,19 @@ class JointSpace:
         for name, allowed in self.choices.items():
             if name not in self._options or name == "kv_ratio":
                 fields = sorted(set(self._options) - {"kv_ratio"})
-                raise ValueError(f"choices are for the fields {fields}, got {name!r}{near(name, fields)}")
+                raise ValueError(
+                    f"choices are for the fields {fields}, got {name!r}{near(name, fields)}"
+                )
             if not allowed:
-                raise ValueError(f"{name}: expected at least one of {list(self._options[name])}, got an empty list")
+                raise ValueError(
+                    f"{name}: expected at least one of {list(self._options[name])}, got an empty list"
+                )
             unknown = [c for c in allowed if c not in self._options[name]]
             if unknown:
                 options = list(self._options[name])
-                raise ValueError(f"{name} must be among {options}, got {unknown[0]!r}{near(unknown[0], options)}")
+                raise ValueError(
+                    f"{name} must be among {options}, got {unknown[0]!r}{near(unknown[0], options)}"
+                )
             # "Not used" stays open: whether a field is used is decided by the fields before it.
             unused = (None,) if name in OPTIONAL else ()
             self._options[name] = tuple(dict.fromkeys((*unused, *allowed)))
@@ -124,10 +135,14 @@ class JointSpace:
         given = by_field(point)
         full, pending = self._forced(given)
         if pending is not None:
-            raise RecipeError(f"the point {dict(point)} does not decide {pending}: {self._allowed(full, pending)}")
+            raise RecipeError(
+                f"the point {dict(point)} does not decide {pending}: {self._allowed(full, pending)}"
+            )
         knobs = {name: value for name, value in full.items() if "." in name}
         fields = {name: full[name] for name in ORDER if name != "kv_ratio"}
-        recipe = Recipe("joint", **fields, settings=tuple(sorted({**self._fixed(full), **knobs}.items())))
+        recipe = Recipe(
+            "joint", **fields, settings=tuple(sorted({**self._fixed(full), **knobs}.items()))
+        )
         named = {known.digest: known for known in RECIPES.values()}
         return named.get(recipe.digest, recipe), float(full["kv_ratio"])
 
@@ -140,8 +155,13 @@ class JointSpace:
             allowed = self._allowed(full, name)
             if name in given:
                 if given[name] not in allowed:
-                    reasons = "; ".join(self._broken({**full, name: given[name]})) or "nothing valid can follow it"
-                    raise RecipeError(f"{name}={given[name]!r} is not possible after {full}: {reasons}")
+                    reasons = (
+                        "; ".join(self._broken({**full, name: given[name]}))
+                        or "nothing valid can follow it"
+                    )
+                    raise RecipeError(
+                        f"{name}={given[name]!r} is not possible after {full}: {reasons}"
+                    )
                 full[name] = given[name]
             elif len(allowed) == 1:
                 full[name] = allowed[0]
@@ -150,7 +170,9 @@ class JointSpace:
         return {**full, **{k: v for k, v in given.items() if "." in k}}, None
 
     def _allowed(self, full: Point, name: str) -> list[Any]:
-        return [option for option in self._options[name] if self._can_finish({**full, name: option})]
+        return [
+            option for option in self._options[name] if self._can_finish({**full, name: option})
+        ]
 
     def _can_finish(self, full: Point) -> bool:
         """Whether some choice of the remaining fields makes a valid recipe."""
@@ -186,7 +208,12 @@ class JointSpace:
             partial = {name: full[name] for name in names if name in full}
             apart = "apart" in AXES["allocation"].get(full["allocation"]).needs
             try:
-                recipe = Recipe("joint", **partial, together=not apart, settings=tuple(self._fixed(partial).items()))
+                recipe = Recipe(
+                    "joint",
+                    **partial,
+                    together=not apart,
+                    settings=tuple(self._fixed(partial).items()),
+                )
                 check = nearest_budget if full["kv_ratio"] in self._ceilings else require_budget
                 check(recipe, full["kv_ratio"], self.geometry)
                 self._budgets[key] = None
@@ -200,7 +227,10 @@ class JointSpace:
         for name in ORDER:
             options = [o for o in self._options[name] if not self._broken({**full, name: o})]
             if not options:
-                return "; ".join(self._broken({**full, name: self._options[name][0]})) or f"{name} has no choice left"
+                return (
+                    "; ".join(self._broken({**full, name: self._options[name][0]}))
+                    or f"{name} has no choice left"
+                )
             full[name] = options[0]
         return "the choices exclude each other"
 
@@ -224,26 +254,44 @@ class JointSpace:
                 # Knobs of one name on different parts of an axis are different domains: their ranges may differ.
                 label = f"{name}:{full[name.partition('.')[0]]}"
                 default = knob.default
-                if default == AUTO and knob.low is not None and knob.high is not None:  # samplers draw numbers
+                # Samplers draw numbers.
+                if default == AUTO and knob.low is not None and knob.high is not None:
                     default = math.sqrt(knob.low * knob.high)
-                domains.append(Domain(label, name, knob.kind, knob.low, knob.high, knob.choices, default))
+                domains.append(
+                    Domain(label, name, knob.kind, knob.low, knob.high, knob.choices, default)
+                )
         return domains
 
     def _domain(self, name: str, allowed: Sequence[Any]) -> Domain:
         everything = [option for option in self._options[name] if option is not None]
         # Narrowed choices are a domain of their own: samplers want the same choices under the same name.
-        label = name if list(allowed) == everything else f"{name}:{'+'.join(str(a) for a in allowed)}"
+        label = (
+            name if list(allowed) == everything else f"{name}:{'+'.join(str(a) for a in allowed)}"
+        )
         kind = "bool" if name == "together" else "choice"
         return Domain(label, name, kind, choices=tuple(allowed), default=allowed[0])
 
     def _check_settings(self) -> None:
         for name, value in self.settings.items():
             axis, _, knob = name.partition(".")
-            owners = [k for part in AXES[axis] for k in part.knobs if k.name == knob] if axis in AXES else []
+            owners = (
+                [k for part in AXES[axis] for k in part.knobs if k.name == knob]
+                if axis in AXES
+                else []
+            )
             if not owners:
-                known = sorted({f"{a.name}.{knob.name}" for a in AXES.values() for part in a for knob in part.knobs})
+                known = sorted(
+                    {
+                        f"{a.name}.{knob.name}"
+                        for a in AXES.values()
+                        for part in a
+                        for knob in part.knobs
+                    }
+                )
                 near = get_close_matches(str(name), known, n=3) or known
-                raise ValueError(f"settings: {str(name)[:100]!r} is no 'axis.knob'; there are e.g. {', '.join(near)}")
+                raise ValueError(
+                    f"settings: {str(name)[:100]!r} is no 'axis.knob'; there are e.g. {', '.join(near)}"
+                )
             for owner in owners:
                 try:
                     owner.check(value)
@@ -268,10 +316,13 @@ def _twice_the_same(full: Point) -> list[str]:
 
 def _too_dear(full: Point) -> list[str]:
     """Measuring whole models for every move of a search, and that again for every point of every error curve."""
-    objective, allocation = full.get("objective"), full.get("allocation")
+    objective = full.get("objective")
+    allocation = full.get("allocation")
     if objective is None or allocation is None:
         return []
     parts = AXES["objective"].get(objective), AXES["allocation"].get(allocation)
     if all("measure" in part.needs for part in parts):
-        return [f"objective={objective} inside allocation={allocation} measures whole models within whole models"]
+        return [
+            f"objective={objective} inside allocation={allocation} measures whole models within whole models"
+        ]
     return []

@@ -74,14 +74,26 @@ class TrainJob:
 
     def __post_init__(self) -> None:
         steps = (self.start_step, *self.milestones)
-        collapsed_only = self.milestones == (0,) and (self.relaxation is not None or self.schedule_offset > 0)
+        collapsed_only = self.milestones == (0,) and (
+            self.relaxation is not None or self.schedule_offset > 0
+        )
         if not collapsed_only and (not self.milestones or any(b <= a for a, b in pairwise(steps))):
-            raise ValueError(f"milestones must increase from above start_step {self.start_step}, got {self.milestones}")
+            raise ValueError(
+                f"milestones must increase from above start_step {self.start_step}, got {self.milestones}"
+            )
         if self.total_steps is not None and self.total_steps < self.milestones[-1]:
-            raise ValueError(f"total_steps must reach the last milestone {self.milestones[-1]}, got {self.total_steps}")
+            raise ValueError(
+                f"total_steps must reach the last milestone {self.milestones[-1]}, got {self.total_steps}"
+            )
         if self.settings.distillation != "none" and self.teacher_dir is None:
-            raise ValueError(f"distillation {self.settings.distillation!r} needs a teacher_dir, got None")
-        if self.relaxation and self.relaxation_settings.distillation != "none" and self.teacher_dir is None:
+            raise ValueError(
+                f"distillation {self.settings.distillation!r} needs a teacher_dir, got None"
+            )
+        if (
+            self.relaxation
+            and self.relaxation_settings.distillation != "none"
+            and self.teacher_dir is None
+        ):
             raise ValueError("a relaxation with distillation needs a teacher_dir, got None")
         if self.relaxation and self.resume_from is not None:
             raise ValueError(
@@ -94,7 +106,9 @@ class TrainJob:
                 f"relaxation of its own, got {self.schedule_offset}"
             )
         if self.start_step and self.resume_from is None:
-            raise ValueError(f"start_step {self.start_step} needs the checkpoint it was reached with; set resume_from")
+            raise ValueError(
+                f"start_step {self.start_step} needs the checkpoint it was reached with; set resume_from"
+            )
         for name in ("storage_path", "out_dir"):
             if not Path(getattr(self, name)).is_absolute():
                 raise ValueError(
@@ -104,7 +118,9 @@ class TrainJob:
     @property
     def shape(self) -> Shape:
         """Its workers."""
-        return self.settings.shape._replace(accelerator_type=self.accelerator_type, strategy=self.placement_strategy)
+        return self.settings.shape._replace(
+            accelerator_type=self.accelerator_type, strategy=self.placement_strategy
+        )
 
     @property
     def schedule_steps(self) -> int:
@@ -118,7 +134,9 @@ class TrainJob:
             return self
         total = self.milestones[-1] if self.total_steps is None else self.total_steps
         offset = self.relaxation.scheduled_steps
-        return replace(self, model_dir=model_dir, relaxation=None, total_steps=total, schedule_offset=offset)
+        return replace(
+            self, model_dir=model_dir, relaxation=None, total_steps=total, schedule_offset=offset
+        )
 
     @property
     def relaxation_settings(self) -> TrainSettings:

@@ -31,7 +31,7 @@ from attention.calibration.store import Calibration
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layers.windows import LazyWeights, advance_rows, embed, open_window, rows_of
-from attention.modeling.modeling import plan_of
+from attention.modeling.model_classes import plan_of
 from attention.modeling.running import AT_ONCE, batch_of, evaluating
 
 
@@ -79,7 +79,9 @@ def collect(
         )
     geometry = geometry_of(model.config)
     # The decoder alone: logits over the vocabulary are not needed and would be the largest tensor of all.
-    run = run or (lambda batch: model.get_decoder()(input_ids=batch.to(model.device), use_cache=False))
+    run = run or (
+        lambda batch: model.get_decoder()(input_ids=batch.to(model.device), use_cache=False)
+    )
     with collecting(model, geometry, sampled, mixed) as collectors, evaluating(model):
         with stage("calibrating", len(sequences), "sequences") as told:
             for batch in sequences.split(batch_of(sequences.shape[1], batch_size)):
@@ -112,7 +114,9 @@ def layer_by_layer(
     same: dict[str, Any] = {"sampled": sampled, "batch_size": batch_size, "mixed": mixed}
     for layer in range(geometry.num_layers):
         window = open_window(weights, config, layer, streams, dtype, device)
-        yield collect(window, rows_of(streams), run=partial(advance_rows, window, streams), **same)[0]
+        yield collect(window, rows_of(streams), run=partial(advance_rows, window, streams), **same)[
+            0
+        ]
         del window
         gc.collect()  # a window and the hooks that feed it know each other
 
@@ -140,7 +144,9 @@ def calibration_digest(
     """
     digest = hashlib.blake2b(digest_size=8)
     own = {
-        k: v for k, v in config.to_diff_dict().items() if k not in ("transformers_version", "_name_or_path", "dtype")
+        k: v
+        for k, v in config.to_diff_dict().items()
+        if k not in ("transformers_version", "_name_or_path", "dtype")
     }
     made = {"sample_tokens": sample_tokens, "mixed": mixed, "dtype": str(dtype), "weights": weights}
     settings = made | {"shape": list(sequences.shape), "config": own}
@@ -156,7 +162,11 @@ def _add(digest: Any, name: str, tensor: Tensor) -> None:
 
 def check_sequences(sequences: Tensor, geometry: HeadGeometry, sample_tokens: int = 0) -> None:
     """Raise ValueError naming what is wrong if `sequences` is not `[N, T]` token ids that the model can take."""
-    if sequences.dim() != 2 or sequences.dtype not in (torch.int64, torch.int32) or sequences.numel() == 0:
+    if (
+        sequences.dim() != 2
+        or sequences.dtype not in (torch.int64, torch.int32)
+        or sequences.numel() == 0
+    ):
         raise ValueError(
             f"sequences must be a non-empty [N, T] tensor of token ids, got shape {tuple(sequences.shape)} of "
             f"{sequences.dtype}"
@@ -166,10 +176,13 @@ def check_sequences(sequences: Tensor, geometry: HeadGeometry, sample_tokens: in
         raise ValueError(
             f"sequences of {length} tokens are longer than the model's {geometry.max_positions}; pack shorter ones"
         )
-    low, high = int(sequences.min()), int(sequences.max())
+    low = int(sequences.min())
+    high = int(sequences.max())
     if low < 0 or high >= geometry.vocab_size:
         raise ValueError(
             f"token ids must lie in [0, {geometry.vocab_size - 1}], got {low} to {high}; use the model's own tokenizer"
         )
     if sample_tokens < 0 or 0 < sample_tokens < length:
-        raise ValueError(f"sample_tokens must be 0 or hold a sequence of {length} tokens, got {sample_tokens}")
+        raise ValueError(
+            f"sample_tokens must be 0 or hold a sequence of {length} tokens, got {sample_tokens}"
+        )
