@@ -7,7 +7,9 @@ DEMO ?= runs/demo
 
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
+# What says that the product is installed, with what the demo loads its exports in; and that the tools of the tests are.
 STAMP := $(VENV)/.installed
+TOOLS := $(VENV)/.installed-tools
 UI_PORT ?= 5000
 # Where `make engines` puts vLLM, and which: it brings a torch of its own, so that it never goes into .venv.
 VLLM ?= $(CURDIR)/engines/vllm
@@ -23,12 +25,12 @@ export HF_HUB_OFFLINE ?= 1
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ui test test-all test-fast test-kernel chaos engines docs lint bench bench-gpu simulate clean
+.PHONY: help setup demo ui check test test-all test-fast test-kernel chaos engines docs lint bench bench-gpu simulate clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
-setup: $(STAMP) ## make .venv and install Headfold with everything that the demo and the tests need
+setup: $(TOOLS) ## make .venv and install Headfold with everything that the demo and the tests need
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and \
@@ -38,9 +40,14 @@ $(STAMP): pyproject.toml
 	@echo "setup: installing $(TORCH)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	@echo "setup: installing Headfold and what it needs (about 3 GB unpacked)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[eval,gpu,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]'
 	@touch $(STAMP)
-	@echo "setup: done; the command is $(BIN)/headfold"
+	@echo "setup: the command is $(BIN)/headfold"
+
+$(TOOLS): $(STAMP)
+	@echo "setup: installing what the tests need"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[demo,eval,gpu,dev]'
+	@touch $(TOOLS)
 
 demo: $(STAMP) ## search, promote and export on the demo checkpoint, then load the export in transformers and llama.cpp
 	@$(BIN)/headfold demo --storage $(DEMO)
@@ -53,6 +60,10 @@ ui: $(STAMP) ## show the demo's runs in MLflow on the loopback address
 # One thread a process: the tests and what they start already want more than a core each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
+check: lint ## while you work, in two minutes: lint, types, import rule, and the tests that need neither a process nor a cluster
+	@echo "check: tests marked quick"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m quick
+
 test: lint ## lint, types, import rule, and the tests: what must be green
 	@echo "test: all but the extended tests (make test-all has them too)"
 	@$(PYTEST) -m "not extended"
@@ -61,14 +72,14 @@ test-all: lint ## the same with the extended tests: chaos, experiments, long fuz
 	@echo "test-all: all tests"
 	@$(PYTEST)
 
-test-fast: $(STAMP) ## the tests that take seconds
+test-fast: $(TOOLS) ## the tests that take seconds
 	@echo "test-fast: tests without those marked slow"
 	@$(BIN)/python -m pytest -m "not slow and not extended"
 
-test-kernel: $(STAMP) ## the decode kernel alone: in Triton's interpreter, and on a GPU if there is one
+test-kernel: $(TOOLS) ## the decode kernel alone: in Triton's interpreter, and on a GPU if there is one
 	@$(BIN)/python -m pytest tests/attention/modeling/test_kernel.py
 
-chaos: $(STAMP) ## one search under KILLS kills (driver, workers, nodes, MLflow, disk) beside the same one left alone
+chaos: $(TOOLS) ## one search under KILLS kills (driver, workers, nodes, MLflow, disk) beside the same one left alone
 	@HEADFOLD_CHAOS_KILLS=$(KILLS) HEADFOLD_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -s -m extended tests/orchestrator/pipeline/test_chaos.py
 
 engines: $(VLLM)/.installed ## install vLLM in engines/vllm (3.5 GB), ask every engine for every kind of plan; tables of docs/serving.md
@@ -78,7 +89,7 @@ engines: $(VLLM)/.installed ## install vLLM in engines/vllm (3.5 GB), ask every 
 	@HEADFOLD_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m benchmarks.engines docs/serving.md
 
 # vLLM brings packages for images and sound that do not match the CPU build of torch, and fail on import.
-$(VLLM)/.installed: $(STAMP)
+$(VLLM)/.installed: $(TOOLS)
 	@echo "engines: making $(VLLM)"
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
@@ -86,12 +97,12 @@ $(VLLM)/.installed: $(STAMP)
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-docs: $(STAMP) ## the references of docs/ from the code, and the documentation as a site in build/site
+docs: $(TOOLS) ## the references of docs/ from the code, and the documentation as a site in build/site
 	@$(BIN)/python docs/reference.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "docs: build/site/index.html; with search: $(PYTHON) -m http.server --bind 127.0.0.1 --directory build/site"
 
-lint: $(STAMP) ## style, types and the import rule between the packages
+lint: $(TOOLS) ## style, types and the import rule between the packages
 	@echo "lint: ruff"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo "lint: run '.venv/bin/ruff format .'"; exit 1; }

@@ -18,7 +18,7 @@ from attention.base.messages import near, one_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("int", "float", "log_float", "choice", "bool")
-AUTO = "auto"
+AUTO_KNOB = "auto"
 """What a knob may be set to whose value then follows from what is at hand (`Knob.auto`)."""
 _IN_WORDS = {"int": "a whole number", "float": "a number", "log_float": "a number"}
 
@@ -27,10 +27,17 @@ _IN_WORDS = {"int": "a whole number", "float": "a number", "log_float": "a numbe
 class Knob:
     """One parameter of a part.
 
-    `kind` is "int", "float", "log_float" (sampled on a logarithmic scale), "choice" or "bool". `low` and `high` are
-    inclusive. `searched` tells whether a search moves the knob by itself or leaves it at its default. `default` is that
-    of the function's parameter (see `of`), and given here only for a knob that functions of several packages share.
-    `auto`: the knob may also be `AUTO`, and the part then finds the value itself.
+    Attributes:
+        name: Name of the parameter of the part's function.
+        kind: "int", "float", "log_float" (sampled on a logarithmic scale), "choice" or "bool".
+        doc: What the knob does, in one line of help.
+        low: Smallest value, inclusive.
+        high: Largest value, inclusive.
+        choices: Allowed values of a "choice".
+        searched: Whether a search varies the knob or leaves it at its default.
+        default: That of the function's parameter (see `of`); given here only for a knob that
+            functions of several packages share.
+        auto: Whether the knob may also be `AUTO_KNOB`, for which the part finds the value itself.
     """
 
     name: str
@@ -52,8 +59,12 @@ class Knob:
             self.check(self.default)
 
     def of(self, functions: Sequence[Callable[..., Any]]) -> Knob:
-        """This knob with the default of the parameter of the first of these functions that has it. Raises ValueError if
-        none has one, and where the knob says a default of its own beside it."""
+        """Return this knob with the default of the first of these functions that has its parameter.
+
+        Raises:
+            ValueError: If no function has one, or if the knob states a default of its own beside
+                it.
+        """
         empty = inspect.Parameter.empty
         named = (inspect.signature(function).parameters.get(self.name) for function in functions)
         declared = next((parameter.default for parameter in named if parameter is not None), empty)
@@ -65,8 +76,10 @@ class Knob:
         return self if declared is empty else replace(self, default=declared)
 
     def check(self, value: Any) -> Any:
-        """Return `value` if it is allowed; raise ValueError naming the knob, the value and what is allowed."""
-        if self.auto and value == AUTO:
+        """Return `value` if it is allowed; raise ValueError naming the knob, the value and what is
+        allowed.
+        """
+        if self.auto and value == AUTO_KNOB:
             return value
         if self.kind == "choice":
             if value not in self.choices:
@@ -76,9 +89,9 @@ class Knob:
             if not isinstance(value, bool):
                 raise ValueError(f"{self.name} must be true or false, got {value!r}")
             return value
-        wanted = int if self.kind == "int" else (int, float)
-        if isinstance(value, bool) or not isinstance(value, wanted):
-            or_auto = f" or {AUTO!r}" if self.auto else ""
+        expected = int if self.kind == "int" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, expected):
+            or_auto = f" or {AUTO_KNOB!r}" if self.auto else ""
             raise ValueError(f"{self.name} must be {_IN_WORDS[self.kind]}{or_auto}, got {value!r}")
         if (self.low is not None and value < self.low) or (
             self.high is not None and value > self.high
@@ -89,7 +102,7 @@ class Knob:
 
 @dataclass(frozen=True)
 class Part:
-    """One option on an axis: a function, the place it comes from, and its knobs."""
+    """One option on an axis: a function, its source, and its knobs."""
 
     axis: str
     name: str
@@ -98,18 +111,24 @@ class Part:
     knobs: tuple[Knob, ...] = ()
     needs: frozenset[str] = frozenset()
 
-    def settings(self, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """All knob values, defaults filled in. Raises ValueError on an unknown knob or a value out of range."""
-        given = dict(given or {})
-        known = {knob.name: knob for knob in self.knobs}
-        unknown = sorted(set(given) - set(known))
+    def settings(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the values of all knobs, defaults filled in.
+
+        Raises:
+            ValueError: For an unknown knob or a value out of range.
+        """
+        values = dict(values or {})
+        knobs = {knob.name: knob for knob in self.knobs}
+        unknown = sorted(set(values) - set(knobs))
         if unknown:
             raise ValueError(
-                f"{self.axis}={self.name} has no setting {unknown[0]!r}{near(unknown[0], known)}; it has "
-                f"{sorted(known) or 'none'}"
+                f"{self.axis}={self.name} has no setting {unknown[0]!r}{near(unknown[0], knobs)}; it has "
+                f"{sorted(knobs) or 'none'}"
             )
         try:
-            return {name: knob.check(given.get(name, knob.default)) for name, knob in known.items()}
+            return {
+                name: knob.check(values.get(name, knob.default)) for name, knob in knobs.items()
+            }
         except ValueError as error:
             raise ValueError(f"{self.axis}.{error}") from None
 
@@ -135,10 +154,14 @@ class Axis:
         needs: tuple[str, ...] = (),
         passes_to: Callable[..., Any] | None = None,
     ) -> Callable[[F], F]:
-        """Decorator that puts a function on this axis. `source` cites paper, section, equation.
+        """Return a decorator that registers a function on this axis.
 
-        `needs` names what the function must be handed beyond the weights, e.g. "statistics" (a calibration). The
-        defaults of the knobs are those of the function's signature, or of `passes_to`, which its `**knobs` go on to.
+        Args:
+            name: Name of the part.
+            source: Paper, section, equation.
+            knobs: Parameters of the function; their defaults are those of its signature.
+            needs: What the function needs beyond the weights, e.g. "statistics" (a calibration).
+            passes_to: The function that `**knobs` go on to, if the defaults stand in its signature.
         """
 
         def add(function: F) -> F:
@@ -164,12 +187,18 @@ class Axis:
             importlib.import_module(f"{self.package}.{module.name}")
 
     def get(self, name: str) -> Part:
+        """Return the part of that name.
+
+        Raises:
+            ValueError: If there is none.
+        """
         self.discover()
         if not isinstance(name, str) or name not in self._parts:
             raise ValueError(one_of(self.name, sorted(self._parts), name))
         return self._parts[name]
 
     def names(self) -> list[str]:
+        """Return the names of all parts, sorted."""
         self.discover()
         return sorted(self._parts)
 

@@ -14,8 +14,11 @@ ROTARY_STYLES = ("none", "half", "interleaved")
 class RotaryLayout:
     """Which dims of a head RoPE rotates together.
 
-    `half`: dims i and i + r/2 of the first r dims are a pair (`rotate_half`); `interleaved`: dims 2i and 2i + 1.
-    `dims` is r; the dims from r on are free of rotation (partial rotary). `none` has r = 0.
+    Attributes:
+        head_dim: d.
+        dims: r; the dims from r on are free of rotation (partial rotary).
+        style: "half": dims i and i + r/2 of the first r dims are a pair (`rotate_half`);
+            "interleaved": dims 2i and 2i + 1. Without rotary embedding r is 0.
     """
 
     head_dim: int
@@ -36,6 +39,7 @@ class RotaryLayout:
 
     @classmethod
     def none(cls, head_dim: int) -> RotaryLayout:
+        """Return the layout of heads without rotary embedding."""
         return cls(head_dim, 0, "none")
 
     @property
@@ -58,12 +62,15 @@ class RotaryLayout:
 
 @dataclass(frozen=True)
 class HeadGeometry:
-    """Counts, dims, rotary layout, existing KV map, biases and q/k norms of a checkpoint's attention.
+    """The attention heads of a checkpoint: counts, dims, rotary layout, KV map, biases and norms.
 
-    `qk_norm`: queries and keys are normalised after projection; `whole_norm`: over all heads of a layer together, not
-    head by head; `centred_norm`: their mean is taken off first, as by a layer norm. `rotary_layers`: for each layer
-    whether it rotates at all; None if all do. `pads_queries`: a stock checkpoint may have more query heads than the
-    model, so that zero query heads can make up groups of unequal size (`attention.io.targets._pairs`).
+    Attributes:
+        qk_norm: Queries and keys are normalised after projection.
+        whole_norm: The norm is over all heads of a layer together, not over each head.
+        centred_norm: The mean is subtracted first, as by a layer norm.
+        rotary_layers: For each layer whether it rotates at all; None if all do.
+        pads_queries: A stock checkpoint may have more query heads than the model, so that zero
+            query heads can make up groups of unequal size (`attention.io.targets._pairs`).
     """
 
     family: str
@@ -87,8 +94,9 @@ class HeadGeometry:
 
     @property
     def keeps_signs(self) -> bool:
-        """Whether signs of rotary pairs pass the norm of each head's queries and keys
-        (`attention.conversion.fusion.signs`)."""
+        """Whether the norm of each head lets signs of rotary pairs pass
+        (`attention.conversion.fusion.signs`).
+        """
         return self.qk_norm and not self.whole_norm and not self.centred_norm
 
     def __post_init__(self) -> None:
@@ -110,7 +118,7 @@ class HeadGeometry:
             )
 
     def layer(self, index: int) -> HeadGeometry:
-        """The geometry as layer `index` has it: without rotary embedding where that layer has none."""
+        """Return the geometry of layer `index`: without rotary embedding where that layer has none."""
         if self.rotary_layers is None or self.rotary_layers[index]:
             return self
         return replace(self, rotary=RotaryLayout.none(self.head_dim))
@@ -122,6 +130,9 @@ class HeadGeometry:
 
     @property
     def kv_ratio(self) -> float:
-        """KV heads over query heads of the checkpoint as it is; 1 for MHA. Not what a user's ratio is a share of: that
-        is the checkpoint's own cache (`attention.ratios`)."""
+        """KV heads over query heads of the checkpoint as it is; 1 for MHA.
+
+        A user's ratio is a share of something else, the checkpoint's own cache
+        (`attention.ratios`).
+        """
         return self.num_kv_heads / self.num_heads

@@ -19,13 +19,22 @@ VALUE_SIDE = ("v", "v_bias")
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """Weights of one layer's heads.
+    """Weights of the heads of one layer.
 
-    q `[H, d, D]`, k `[G^K, d, D]`, v `[G^V, d, D]`: rows of the projections; o `[H, D, d]`: the columns of the output
-    projection that read head h. Biases: q `[H, d]`, k `[G^K, d]`, v `[G^V, d]`, o `[D]`, or None. Value heads may be
-    of another width than key heads; o follows the values. Where a norm after projection has weights of each head's own,
-    they are q_norm `[H, d]` and k_norm `[G^K, d]`. sinks `[H]`: a logit of each query head that takes attention weight
-    and brings no value.
+    Attributes:
+        q: `[H, d, D]`, rows of the query projection.
+        k: `[G^K, d, D]`, rows of the key projection.
+        v: `[G^V, d, D]`, rows of the value projection; d may be another than that of the keys.
+        o: `[H, D, d]`, the columns of the output projection that read head h; d as in `v`.
+        q_bias: `[H, d]` or None.
+        k_bias: `[G^K, d]` or None.
+        v_bias: `[G^V, d]` or None.
+        o_bias: `[D]` or None.
+        q_norm: `[H, d]`, weights of a norm after the projection that each head has for itself, or
+            None.
+        k_norm: `[G^K, d]`, the same of the keys.
+        sinks: `[H]`, a logit of each query head that takes attention weight and brings no value, or
+            None.
     """
 
     q: Tensor
@@ -53,7 +62,7 @@ class LayerHeads:
         return self.q.shape[2]
 
     def to(self, *args: object, **kwargs: object) -> LayerHeads:
-        """Every tensor through `Tensor.to`."""
+        """Apply `Tensor.to` to every tensor."""
         return replace(
             self,
             **{
@@ -64,20 +73,26 @@ class LayerHeads:
         )
 
     def mapped(self, **maps: Tensor) -> LayerHeads:
-        """The heads of the projections named (q, k, v) times maps `[heads, d, d]`, with their biases; in float64."""
+        """Return the heads with the named projections (q, k, v) multiplied by maps `[heads, d, d]`, in
+        float64.
+        """
         changes: dict[str, Tensor | None] = {}
-        for name, own in maps.items():
+        for name, head_map in maps.items():
             rows = getattr(self, name)
             bias = getattr(self, f"{name}_bias")
-            own = own.to(rows.device)
-            changes[name] = (own @ rows.double()).to(rows.dtype)
+            head_map = head_map.to(rows.device)
+            changes[name] = (head_map @ rows.double()).to(rows.dtype)
             changes[f"{name}_bias"] = (
-                None if bias is None else (own @ bias.double()[..., None])[..., 0].to(bias.dtype)
+                None
+                if bias is None
+                else (head_map @ bias.double()[..., None])[..., 0].to(bias.dtype)
             )
         return replace(self, **changes)
 
     def expand(self, key_map: Sequence[int], value_map: Sequence[int]) -> LayerHeads:
-        """One key and one value head a query head, by repeating: the lossless lift to MHA (DHA, App. D)."""
+        """Return one key and one value head per query head by repetition, the lossless lift to MHA
+        (DHA, App. D).
+        """
         keys = torch.as_tensor(key_map, device=self.k.device)
         values = torch.as_tensor(value_map, device=self.v.device)
         return self.changed(KEY_SIDE, lambda rows: rows[keys]).changed(
@@ -85,30 +100,40 @@ class LayerHeads:
         )
 
     def permute(self, order: Sequence[int]) -> LayerHeads:
-        """Query heads (and the columns of o) in another order. Keys and values stay where they are."""
+        """Return the query heads (and the columns of o) in another order; keys and values stay in
+        place.
+        """
         index = torch.as_tensor(order, device=self.q.device)
         return self.changed(QUERY_SIDE, lambda rows: rows[index])
 
     def changed(self, names: Iterable[str], change: Callable[[Tensor], Tensor]) -> LayerHeads:
-        """The tensors named, as far as they are there, each through `change`."""
+        """Return the heads with `change` applied to each of the named tensors that is not None."""
         return replace(
             self,
             **{name: change(rows) for name in names if (rows := getattr(self, name)) is not None},
         )
 
 
-def distinct(*parts: Tensor | None) -> tuple[list[int], Tensor]:
-    """The first of each set of equal heads, and for every head the number of its set. `parts` `[H, ...]`.
+def distinct_heads(*parts: Tensor | None) -> tuple[list[int], Tensor]:
+    """Find sets of equal heads.
 
-    Where query heads share a head the lifted ones are equal: what is worked out of one holds for the others."""
-    given = [part for part in parts if part is not None]
+    Where query heads share a head the lifted ones are equal: what is computed for one holds for the
+    others.
+
+    Args:
+        parts: Tensors `[H, ...]`; heads are equal if they are in all of them.
+
+    Returns:
+        The first head of each set, and for every head the number of its set.
+    """
+    tensors = [part for part in parts if part is not None]
     first: list[int] = []
     which: list[int] = []
-    for head in range(len(given[0])):
+    for head in range(len(tensors[0])):
         same = (
             n
             for n, other in enumerate(first)
-            if all(torch.equal(part[head], part[other]) for part in given)
+            if all(torch.equal(part[head], part[other]) for part in tensors)
         )
         which.append(next(same, len(first)))
         if which[-1] == len(first):

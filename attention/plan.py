@@ -36,12 +36,21 @@ BYTES = {
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The maps of all layers, the shared heads, and the composition. An invalid plan cannot be constructed.
+    """The maps of all layers, the shared heads, and the composition. Invalid plans cannot be built.
 
-    `shares`: heads that use the query, key and value weights of another. `query_shares`, `key_shares`, `value_shares`:
-    the same of one projection alone, where each follows a match of its own (Cao 2024's ablation); not beside `shares`.
-    `output_shares`: the head's columns of the output projection, which `shares` leaves to the layer.
-    `mlp_shares`: shared blocks of the MLPs, each MLP split into as many blocks as a layer has query heads.
+    Attributes:
+        layers: The maps of each layer.
+        head_dim: d.
+        shares: Heads that use the query, key and value weights of another.
+        composition: How heads are composed, or None.
+        mlp_shares: Shared blocks of the MLPs, each MLP split into as many blocks as a layer has
+            query heads.
+        query_shares: Shares of the query projection alone, where each projection follows a match of
+            its own (Cao 2024's ablation); not beside `shares`.
+        key_shares: The same of the key projection.
+        value_shares: The same of the value projection.
+        output_shares: Shares of the head's columns of the output projection, which `shares` leaves
+            to the layer.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -96,6 +105,7 @@ class AttentionPlan:
 
     @classmethod
     def identity(cls, num_layers: int, num_heads: int, head_dim: int) -> AttentionPlan:
+        """Return the plan in which every query head has its own key and value head."""
         return cls(tuple(LayerPlan.identity(num_heads) for _ in range(num_layers)), head_dim)
 
     @property
@@ -109,14 +119,14 @@ class AttentionPlan:
         return replace(self, **dict.fromkeys(SHARES, ()))
 
     def shares_of(self, side: str) -> tuple[HeadShare, ...]:
-        """The shares of one projection: "q", "k", "v" or "o"."""
-        own = {
+        """Return the shares of one projection: "q", "k", "v" or "o"."""
+        sources = {
             "q": self.query_shares,
             "k": self.key_shares,
             "v": self.value_shares,
             "o": self.output_shares,
         }[side]
-        return own if side == "o" else own or self.shares
+        return sources if side == "o" else sources or self.shares
 
     @property
     def head_shares(self) -> frozenset[HeadShare]:
@@ -140,13 +150,19 @@ class AttentionPlan:
 
     @property
     def kv_ratio(self) -> float:
-        """Kept key and value heads over those of multi-head attention; 1 for MHA. What a user gives and reads is
-        relative to the checkpoint's own cache: `attention.ratios.ratio_of`."""
+        """Kept key and value heads over those of multi-head attention; 1 for MHA.
+
+        The ratio that a user gives and reads is relative to the checkpoint's own cache instead:
+        `attention.ratios.ratio_of`.
+        """
         return self.kv_heads / (2 * self.num_layers * self.num_heads)
 
     def kv_bytes_per_token(self, dtype: Any = "bfloat16") -> int:
-        """Bytes that one token occupies in the KV cache, the key-side weights of composition included. `dtype` is a
-        torch dtype or its name."""
+        """Return the bytes of one token in the KV cache, the key-side weights of composition included.
+
+        Args:
+            dtype: A torch dtype or its name.
+        """
         name = str(dtype).removeprefix("torch.")
         if name not in BYTES:
             raise ValueError(f"dtype must be one of {sorted(BYTES)}, got {name!r}")
@@ -170,11 +186,11 @@ class AttentionPlan:
     # ---- JSON -------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Canonical JSON: equal plans give equal strings."""
+        """Return canonical JSON: equal plans give equal strings."""
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain JSON values."""
+        """Return the content of `to_json` as plain values."""
         record = {
             "format": _FORMAT,
             "head_dim": self.head_dim,
@@ -191,7 +207,11 @@ class AttentionPlan:
 
     @classmethod
     def from_json(cls, text: str) -> AttentionPlan:
-        """Inverse of `to_json`. Raises PlanError naming what is wrong."""
+        """Read a plan from the text that `to_json` returns.
+
+        Raises:
+            PlanError: Naming what is wrong.
+        """
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -200,7 +220,11 @@ class AttentionPlan:
 
     @classmethod
     def from_dict(cls, record: Any) -> AttentionPlan:
-        """Inverse of `to_dict`. Raises PlanError naming what is wrong."""
+        """Read a plan from the values that `to_dict` returns.
+
+        Raises:
+            PlanError: Naming what is wrong.
+        """
         if not isinstance(record, dict) or record.get("format") != _FORMAT:
             form = record.get("format") if isinstance(record, dict) else type(record).__name__
             raise PlanError(
@@ -244,16 +268,18 @@ def _built(kind: type[Built], item: Any, where: str) -> Built:
     """A dataclass from its record: every field there, of its own type, and no other."""
     if not isinstance(item, dict):
         raise PlanError(f"{where} must be a JSON object, got {shortened(item)}")
-    known = {field.name: field for field in fields(kind)}
+    fields_of_kind = {field.name: field for field in fields(kind)}
     for name, value in item.items():
-        if name not in known:
-            raise PlanError(f"{where} has no field {name!r}; it has {sorted(known)}")
-        if type(value).__name__ != known[name].type:
+        if name not in fields_of_kind:
+            raise PlanError(f"{where} has no field {name!r}; it has {sorted(fields_of_kind)}")
+        if type(value).__name__ != fields_of_kind[name].type:
             raise PlanError(
-                f"{where}: {name} must be of type {known[name].type}, got {shortened(value)}"
+                f"{where}: {name} must be of type {fields_of_kind[name].type}, got {shortened(value)}"
             )
     missing = [
-        name for name, field in known.items() if name not in item and field.default is MISSING
+        name
+        for name, field in fields_of_kind.items()
+        if name not in item and field.default is MISSING
     ]
     if missing:
         raise PlanError(f"{where} needs {missing[0]}, got none")

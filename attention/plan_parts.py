@@ -11,25 +11,29 @@ from typing import Any
 
 
 class PlanError(ValueError):
-    """A plan that cannot be. The message names layer, map and value."""
+    """An invalid plan. The message names layer, map and value."""
 
 
 def dense(ids: Iterable[int]) -> tuple[int, ...]:
     """Renumber ids from 0 in order of first appearance: (7, 2, 7) -> (0, 1, 0)."""
-    seen: dict[int, int] = {}
-    return tuple(seen.setdefault(i, len(seen)) for i in ids)
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(i, len(numbers)) for i in ids)
 
 
 def groups_of(head_map: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Members of each kept head, ascending: (0, 1, 0) -> ((0, 2), (1,))."""
+    """Return the members of each kept head, ascending: (0, 1, 0) -> ((0, 2), (1,))."""
     members: list[list[int]] = [[] for _ in range(max(head_map, default=-1) + 1)]
-    for head, kept in enumerate(head_map):
-        members[kept].append(head)
+    for head, group in enumerate(head_map):
+        members[group].append(head)
     return tuple(tuple(m) for m in members)
 
 
 def map_of(groups: Iterable[Iterable[int]], num_heads: int) -> tuple[int, ...]:
-    """The dense map of a partition of range(num_heads). Raises PlanError if it is not a partition."""
+    """Return the dense map of a partition of range(num_heads).
+
+    Raises:
+        PlanError: If it is not a partition.
+    """
     owner: dict[int, int] = {}
     for index, group in enumerate(groups):
         for head in group:
@@ -48,7 +52,12 @@ def map_of(groups: Iterable[Iterable[int]], num_heads: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """`key_map[h]`, `value_map[h]`: the kept key head and value head that query head h reads. Ids are dense from 0."""
+    """The maps of one layer.
+
+    Attributes:
+        key_map: For each query head the key head that it reads; ids are dense from 0.
+        value_map: For each query head the value head that it reads.
+    """
 
     key_map: tuple[int, ...]
     value_map: tuple[int, ...]
@@ -72,7 +81,7 @@ class LayerPlan:
 
     @classmethod
     def identity(cls, num_heads: int) -> LayerPlan:
-        """Every head keeps its own key and value (MHA)."""
+        """Return the maps in which every head keeps its own key and value (MHA)."""
         return cls(tuple(range(num_heads)), tuple(range(num_heads)))
 
     @classmethod
@@ -82,6 +91,7 @@ class LayerPlan:
         value_groups: Iterable[Iterable[int]],
         num_heads: int,
     ) -> LayerPlan:
+        """Return the maps of a partition of the query heads for keys and one for values."""
         return cls(map_of(key_groups, num_heads), map_of(value_groups, num_heads))
 
     @property
@@ -116,9 +126,11 @@ class LayerPlan:
 
 @dataclass(frozen=True, order=True)
 class HeadShare:
-    """Head `head` of layer `layer` uses the Q, K, V weights of head `source_head` of an earlier layer (Cao 2024).
+    """Head `head` of layer `layer` uses the weights of head `source_head` of an earlier layer (Cao
+    2024).
 
-    In `AttentionPlan.mlp_shares` the same of MLP blocks: their neurons, in and out, are those of the earlier block.
+    They are its Q, K and V weights; in `AttentionPlan.mlp_shares` the neurons, in and out, of a
+    block of the MLP.
     """
 
     layer: int
@@ -135,7 +147,11 @@ class HeadShare:
 
 
 def resolve_shares(shares: Iterable[HeadShare]) -> tuple[HeadShare, ...]:
-    """Follow chains (the source is itself shared) to their roots; sorted. Raises PlanError on a head shared twice."""
+    """Follow chains of shares, whose source is itself shared, to their roots; return them sorted.
+
+    Raises:
+        PlanError: If a head is shared twice.
+    """
     source: dict[tuple[int, int], tuple[int, int]] = {}
     for s in shares:
         if (s.layer, s.head) in source:
@@ -153,17 +169,25 @@ def resolve_shares(shares: Iterable[HeadShare]) -> tuple[HeadShare, ...]:
 class Composition:
     """Settings of dynamically composable heads (Xiao 2024, sections 3 and 4.6).
 
-    `rank`: R of the low-rank branch, of each group. `query_side`, `key_side`: the branches made from the query token
-    and from the key token. `before_softmax`, `after_softmax`: where heads are composed, each place with its own
-    parameters. `static_base`: a learned H x H matrix in place of the skip; with both sides off this is Talking-Heads
-    attention. `projection`, `gate`: the low-rank branches and the gates (Table 9: "dyn. proj." and "dyn. gate").
-    `groups`: heads are composed within this many groups of neighbouring query heads (section 3.2). `qk_norm`: queries
-    and keys are divided by their root mean square over the head dim, each query head with one learned scale; which norm
-    is **silent** in the paper, this one commutes with RoPE.
-
-    `window`: 0 for none; else in local layers a token sees itself and the `window - 1` before it. `window_pattern` p:
-    p local layers to every global one (1, 3, 7 in Table 10), the second layer of every p + 1 being global (**silent**).
-    The window masks attention; the cache keeps all tokens.
+    Attributes:
+        rank: R of the low-rank branch, of each group.
+        query_side: Whether there is a branch made from the query token.
+        key_side: Whether there is a branch made from the key token.
+        before_softmax: Whether heads are composed before the softmax, with parameters of their own.
+        after_softmax: Whether they are composed after it.
+        static_base: A learned H x H matrix in place of the skip; with both sides off this is
+            Talking-Heads attention.
+        groups: Heads are composed within this many groups of neighbouring query heads (section
+            3.2).
+        window: 0 for none; else in local layers a token sees itself and the `window - 1` before it.
+            The window masks attention; the cache keeps all tokens.
+        window_pattern: p local layers to every global one (1, 3, 7 in Table 10), the second layer
+            of every p + 1 being global (**silent**).
+        qk_norm: Queries and keys are divided by their root mean square over the head dim, each
+            query head with one learned scale; which norm is **silent** in the paper, this one
+            commutes with RoPE.
+        projection: The low-rank branches (Table 9, "dyn. proj.").
+        gate: The gates (Table 9, "dyn. gate").
     """
 
     rank: int = 2
@@ -201,7 +225,7 @@ class Composition:
             )
 
     def window_of(self, layer: int) -> int:
-        """The window of a layer, 0 if it sees everything."""
+        """Return the window of a layer, 0 if it sees everything."""
         return 0 if layer % (self.window_pattern + 1) == 1 else self.window
 
     @property
@@ -210,16 +234,19 @@ class Composition:
         return 2 * self.rank * self.projection + self.gate
 
     def cached_values(self, num_heads: int) -> int:
-        """Key-side weights of a token in a layer's cache: 2R + 1 a query head at each place (Xiao 2024, sec. 4.4)."""
-        places = self.before_softmax + self.after_softmax
-        return places * num_heads * self.width if self.key_side else 0
+        """Return the number of key-side weights per token in a layer's cache.
+
+        They are 2R + 1 per query head for each of the two compositions (Xiao 2024, sec. 4.4).
+        """
+        modules = self.before_softmax + self.after_softmax
+        return modules * num_heads * self.width if self.key_side else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; what came later is left out where it is on, so that earlier plans keep their digests."""
+        """Return plain values; fields added later are left out at their default, so that digests stay."""
         record = asdict(self)
         return {k: v for k, v in record.items() if k not in ("projection", "gate") or not v}
 
 
 def shortened(value: Any) -> str:
-    """A value as an error message shows it."""
+    """Return a value as an error message shows it."""
     return repr(value)[:200]

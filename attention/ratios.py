@@ -22,17 +22,21 @@ UNITS = {"share": "", "heads": " KV heads per layer", "bytes": " KV bytes per to
 
 
 def own_heads(geometry: HeadGeometry) -> int:
-    """Key heads plus value heads of the checkpoint as it is, over all layers: 2 L U."""
+    """Return key heads plus value heads of the checkpoint as it is, over all layers: 2 L U."""
     return 2 * geometry.num_layers * geometry.num_kv_heads
 
 
-def ratio_of(plan: AttentionPlan, own: int) -> float:
-    """The share that `plan` keeps of the `own_heads` of a checkpoint."""
-    return plan.kv_heads / own
+def ratio_of(plan: AttentionPlan, stored_heads: int) -> float:
+    """Return the share that `plan` keeps of a checkpoint's `stored_heads` (see `own_heads`)."""
+    return plan.kv_heads / stored_heads
 
 
 def whole_heads(kv_ratio: float | Fraction, heads: int) -> int:
-    """`kv_ratio * heads` as an integer. Raises ValueError unless the ratio is in (0, 1] and the product whole."""
+    """Return `kv_ratio * heads` as an integer.
+
+    Raises:
+        ValueError: Unless the ratio is in (0, 1] and the product is whole.
+    """
     if not 0 < kv_ratio <= 1:
         raise ValueError(f"kv_ratio must lie in (0, 1), got {float(kv_ratio)}")
     exact = float(kv_ratio) * heads
@@ -44,51 +48,67 @@ def whole_heads(kv_ratio: float | Fraction, heads: int) -> int:
 
 
 def most_heads(kv_ratio: float | Fraction, geometry: HeadGeometry) -> int:
-    """The most key heads plus value heads that are at most `kv_ratio` of the `own_heads` of a checkpoint.
+    """Return the most key heads plus value heads that are at most `kv_ratio` of the `own_heads` of a
+    checkpoint.
 
-    A decimal of three digits or more that a fraction of a layer's KV heads was rounded to stands for that fraction:
-    0.333 and 0.3333 of three KV heads are one of them. Raises ValueError unless the ratio is in (0, 1].
+    A decimal of three digits or more that a fraction of a layer's KV heads was rounded to stands
+    for that fraction: 0.333 and 0.3333 of three KV heads are one of them.
+
+    Raises:
+        ValueError: Unless the ratio is in (0, 1].
     """
     if not 0 < kv_ratio <= 1:
         raise ValueError(f"kv_ratio must lie in (0, 1), got {float(kv_ratio)}")
-    own = own_heads(geometry)
+    stored_heads = own_heads(geometry)
     stored = geometry.num_kv_heads
-    exact = float(kv_ratio) * own
-    if abs(exact - round(exact)) <= 1e-6 * own:
+    exact = float(kv_ratio) * stored_heads
+    if abs(exact - round(exact)) <= 1e-6 * stored_heads:
         return round(exact)
     digits = -int(Decimal(str(float(kv_ratio))).as_tuple().exponent)
     nearest = round(kv_ratio * stored)
     if digits >= 3 and 0 < nearest < stored and abs(nearest / stored - kv_ratio) < 10.0**-digits:
-        return nearest * own // stored
+        return nearest * stored_heads // stored
     return int(exact)
 
 
 def ratio_of_kv_heads(kv_heads: int, geometry: HeadGeometry) -> float:
-    """The ratio that keeps `kv_heads` of the checkpoint's U KV heads, a layer on average.
+    """Return the ratio that keeps `kv_heads` of the checkpoint's U KV heads, on average per layer.
 
-    Raises ValueError unless it is an integer from 1 to U - 1.
+    Raises:
+        ValueError: Unless it is an integer from 1 to U - 1.
     """
-    own = geometry.num_kv_heads
-    if type(kv_heads) is not int or not 1 <= kv_heads < own:
+    stored_heads = geometry.num_kv_heads
+    if type(kv_heads) is not int or not 1 <= kv_heads < stored_heads:
         raise ValueError(
             f"got {kv_heads}, but {own_cache(geometry)}: "
-            + (f"give 1 to {own - 1} of them to keep" if own > 1 else "there are none to share")
+            + (
+                f"give 1 to {stored_heads - 1} of them to keep"
+                if stored_heads > 1
+                else "there are none to share"
+            )
         )
-    return kv_heads / own
+    return kv_heads / stored_heads
 
 
 def is_met(requested: float, used: float) -> bool:
-    """Whether no less is used than was requested, up to the digits that were typed."""
+    """Return whether no less is used than was requested, up to the digits that were typed."""
     return used >= requested - ROUNDING
 
 
 def percent(ratio: float) -> str:
-    """A KV ratio as text: 0.125 -> 12.5%, 0.25 -> 25%."""
+    """Return a KV ratio as text: 0.125 -> 12.5%, 0.25 -> 25%."""
     return f"{100 * ratio:.4g}%"
 
 
 def amount(ratio: float, unit: str, geometry: HeadGeometry, dtype: Any) -> str:
-    """A share of the checkpoint's own KV cache in a unit of `UNITS`, as a number for people. `dtype`: of the cache."""
+    """Return a share of the checkpoint's own KV cache as a number for people.
+
+    Args:
+        ratio: The share.
+        unit: One of `UNITS`.
+        geometry: That of the checkpoint.
+        dtype: That of the cache.
+    """
     if unit == "heads":
         return f"{ratio * geometry.num_kv_heads:.4g}"
     return f"{round(ratio * own_bytes(geometry, dtype)):,}" if unit == "bytes" else percent(ratio)
@@ -97,24 +117,33 @@ def amount(ratio: float, unit: str, geometry: HeadGeometry, dtype: Any) -> str:
 def ceiling_note(
     requested: float, used: float, unit: str, geometry: HeadGeometry, dtype: Any
 ) -> str:
-    """`requested 50%, using 48.89%: 44 of 90 KV heads`; empty where what was requested is met."""
+    """Return `requested 50%, using 48.89%: 44 of 90 KV heads`; empty if the request is met."""
     if is_met(requested, used):
         return ""
-    own = own_heads(geometry)
-    heads = round(used * own)
-    pairs = f"{heads // 2} of {own // 2} KV heads"
-    counted = pairs if heads % 2 == 0 else f"{heads} of {own} key and value heads"
-    asked, given = (amount(ratio, unit, geometry, dtype) for ratio in (requested, used))
-    return f"requested {asked}{UNITS[unit]}, using {given}: {counted}"
+    stored_heads = own_heads(geometry)
+    heads = round(used * stored_heads)
+    pairs = f"{heads // 2} of {stored_heads // 2} KV heads"
+    counted = pairs if heads % 2 == 0 else f"{heads} of {stored_heads} key and value heads"
+    requested_amount, used_amount = (
+        amount(ratio, unit, geometry, dtype) for ratio in (requested, used)
+    )
+    return f"requested {requested_amount}{UNITS[unit]}, using {used_amount}: {counted}"
 
 
 def own_bytes(geometry: HeadGeometry, dtype: Any) -> int:
-    """Bytes of the checkpoint's own KV cache per token. `dtype`: of the cache, a torch dtype or its name."""
+    """Return the bytes per token of the checkpoint's own KV cache.
+
+    Args:
+        geometry: That of the checkpoint.
+        dtype: Of the cache, a torch dtype or its name.
+    """
     return own_heads(geometry) * geometry.head_dim * BYTES[str(dtype).removeprefix("torch.")]
 
 
 def own_cache(geometry: HeadGeometry, dtype: Any = None) -> str:
-    """The checkpoint's own cache in words; bytes where `dtype` (a torch dtype or its name) is known."""
+    """Describe the checkpoint's own cache; in bytes where `dtype` (a torch dtype or its name) is
+    given.
+    """
     heads = geometry.num_kv_heads
     shared = "" if heads == geometry.num_heads else f" for {geometry.num_heads} query heads"
     words = f"the checkpoint has {heads} KV head{'s' * (heads > 1)} a layer{shared}, {geometry.num_layers} layers"

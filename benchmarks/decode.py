@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from attention.conversion.convert import build
 from attention.modeling.decoding import HeadMaps, decode
-from attention.modeling.grouped import expand
+from attention.modeling.grouped import expand_heads
 from attention.modeling.growing_cache import GrowingLayer, cache_argument
 from attention.plan import LayerPlan
 from benchmarks.models import DEMO, LLAMA_7B, decoupled_plan, llama, random_model
@@ -36,7 +36,7 @@ RIVALS = {
 def _expanded(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The rival: each query head gets its own copy of its key and value head."""
     return sdpa_attention_forward(
-        module, query, expand(key, module.key_map), expand(value, module.value_map), *args, **kwargs
+        module, query, expand_heads(key, module.key_map), expand_heads(value, module.value_map), *args, **kwargs
     )
 
 
@@ -81,7 +81,7 @@ def _layer_arms(heads: int, width: int, length: int, dtype: torch.dtype, device:
 
     def expand_then_sdpa() -> Tensor:
         key, value = expanded()
-        return scaled_dot_product_attention(query, expand(key, key_map), expand(value, value_map))
+        return scaled_dot_product_attention(query, expand_heads(key, key_map), expand_heads(value, value_map))
 
     # Stock transformers packs the queries of a group on the CPU and lets the kernel repeat on CUDA.
     packed: Any = query if device == "cuda" else pack_gqa(query, heads // uniform)

@@ -13,7 +13,7 @@ from benchmarks.conversion import training_step
 from benchmarks.models import DEMO, decoupled_plan, llama, random_model, tokens
 from benchmarks.report import Row, Scale, benchmark, medians
 from trainers.losses import objective
-from trainers.relaxations import RELAXATION
+from trainers.relaxations import RELAXATION_TRAINING
 from trainers.relaxations.stage import relaxed_objective
 
 
@@ -23,7 +23,7 @@ def relaxations(scale: Scale) -> Iterator[Row]:
     layers = scale.pick(2, 4)
     batch = tokens(*scale.pick((2, 16), (8, 256))).to(scale.device)
     works = {"plain": training_step(random_model(llama(layers, DEMO), device=scale.device), batch)}
-    works |= {part.name: relaxed_step(part, layers, batch) for part in RELAXATION}
+    works |= {part.name: relaxed_step(part, layers, batch) for part in RELAXATION_TRAINING}
     taken = medians(works, scale.pick(1, 5), scale.device)
     for name in works:
         if name != "plain":

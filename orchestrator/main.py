@@ -82,11 +82,11 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(verb)
     def called(**given: Any) -> None:
-        from attention.base.progress import shown
+        from attention.base.progress import show_progress
 
         works = verb.__name__ not in ("ui", "watch")  # which show something until they are stopped
         try:
-            with shown(verb.__name__) if works else contextlib.nullcontext():
+            with show_progress(verb.__name__) if works else contextlib.nullcontext():
                 verb(**given)
         except KeyboardInterrupt as stop:
             out, left = given.get("out"), "nothing was written"
@@ -154,7 +154,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         if not given and (show := getattr(error, "show", None)):  # the list of verbs
             show()
             sys.exit(USER_ERROR)
-        if message := usage.explained(error, given):
+        if message := usage.explained(error, given) or usage.missing_package(error, given):
             _fail(message, USER_ERROR)
         if os.environ.get("HEADFOLD_TRACEBACK"):
             raise

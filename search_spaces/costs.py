@@ -15,7 +15,7 @@ import numpy as np
 from search_spaces.partitions import Partition
 
 if TYPE_CHECKING:
-    from search_spaces.planning.prices import KeptPrices
+    from search_spaces.planning.prices import StoredPrices
 
 Members = tuple[int, ...]
 REMEMBERED = 1 << 17  # groups: some 30 MB
@@ -57,7 +57,7 @@ class GroupCost:
         self.programmes: dict[Any, Any] = {}
         self.estimates = tuple(estimates)
         self.preparation = preparation
-        self.kept: KeptPrices | None = None
+        self.kept: StoredPrices | None = None
         self.priced = 0
 
     def effort(self, num_heads: int, sizes: Iterable[int]) -> float:
@@ -123,27 +123,27 @@ class GroupCost:
 
         Kept, so that a table of more sizes costs only those that are new.
         """
-        wanted = np.zeros(num_heads + 1, dtype=bool)
-        wanted[list(sizes if sizes is not None else range(1, num_heads + 1))] = True
+        sizes_wanted = np.zeros(num_heads + 1, dtype=bool)
+        sizes_wanted[list(sizes if sizes is not None else range(1, num_heads + 1))] = True
         if self._table is None or len(self._table) != 1 << num_heads:
             self._table = np.full(1 << num_heads, np.nan)
         count = np.bitwise_count(np.arange(1 << num_heads, dtype=np.uint32))
         missing = [
             size
-            for size in np.flatnonzero(wanted).tolist()
+            for size in np.flatnonzero(sizes_wanted).tolist()
             if np.isnan(self._table[(1 << size) - 1])
         ]
-        kept = self.kept.read() if self.kept is not None and missing else {}
+        stored = self.kept.read() if self.kept is not None and missing else {}
         new: dict[int, np.ndarray] = {}
         for size in missing:
             groups = list(combinations(range(num_heads), size))
-            prices = kept.get(size)
+            prices = stored.get(size)
             if prices is None or len(prices) != len(groups):
                 prices = new[size] = np.array(self.costs(groups), dtype=np.float64)
             self._table[[sum(1 << h for h in group) for group in groups]] = prices
         if self.kept is not None and new:
             self.kept.add(new)
-        return np.where(wanted[count], self._table, np.inf)
+        return np.where(sizes_wanted[count], self._table, np.inf)
 
 
 class PairCost(GroupCost):
@@ -181,8 +181,8 @@ class PairCost(GroupCost):
     def swap_change(self, first: Members, second: Members, a: int, b: int) -> float:
         # O(group) and not O(group^2): only the pairs with a or b change.
         difference = self.pairs[b] - self.pairs[a]
-        others = [h for h in first if h != a], [h for h in second if h != b]
-        return float(difference[others[0]].sum() - difference[others[1]].sum())
+        remaining = [h for h in first if h != a], [h for h in second if h != b]
+        return float(difference[remaining[0]].sum() - difference[remaining[1]].sum())
 
     def table(self, num_heads: int, sizes: Sequence[int] | None = None) -> np.ndarray:
         table = np.zeros(1)

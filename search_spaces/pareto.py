@@ -55,9 +55,9 @@ def _ranks_by_pairs(points: np.ndarray) -> list[int]:
         before = points[:i]
         above = (before <= point).all(1) & (before < point).any(1)
         levels[i] = levels[:i][above].max(initial=-1) + 1
-    found = np.empty_like(levels)
-    found[order] = levels
-    return found.tolist()
+    result = np.empty_like(levels)
+    result[order] = levels
+    return result.tolist()
 
 
 def crowding(values: Sequence[Sequence[float]]) -> list[float]:
@@ -98,8 +98,8 @@ def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
         (min(column), max(column) - min(column) or 1.0) for column in zip(*values, strict=True)
     ]
     points = [
-        [(x - low) / spread for x, (low, spread) in zip(own, columns, strict=True)]
-        for own in values
+        [(x - low) / spread for x, (low, spread) in zip(point, columns, strict=True)]
+        for point in values
     ]
     left = sorted(range(len(points)), key=points.__getitem__)
     taken = left[:1]
@@ -111,27 +111,27 @@ def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
     return taken[:count]
 
 
-def select(values: Sequence[Sequence[float]], count: int, ties: str = "crowding") -> list[int]:
+def select_best(values: Sequence[Sequence[float]], count: int, ties: str = "crowding") -> list[int]:
     """The indices of the `count` points to keep, best first. Raises ValueError for an unknown rule for ties."""
     if ties not in TIES:
         raise ValueError(f"ties must be one of {', '.join(TIES)}, got {ties!r}")
     by_rank: dict[int, list[int]] = {}
     for index, rank in enumerate(ranks(values)):
         by_rank.setdefault(rank, []).append(index)
-    kept: list[int] = []
+    selected: list[int] = []
     for rank in range(len(by_rank)):
-        room = count - len(kept)
+        room = count - len(selected)
         front = by_rank[rank]
         if room <= 0:
             break
-        own = [values[i] for i in front]
+        front_values = [values[i] for i in front]
         if ties == "epsilon_net":
-            order = epsilon_net(own, min(room, len(front)))
+            order = epsilon_net(front_values, min(room, len(front)))
         else:
-            distance = crowding(own)
-            order = sorted(range(len(front)), key=lambda place: -distance[place])[:room]
-        kept += [front[place] for place in order]
-    return kept
+            distance = crowding(front_values)
+            order = sorted(range(len(front)), key=lambda position: -distance[position])[:room]
+        selected += [front[position] for position in order]
+    return selected
 
 
 def hypervolume(values: Sequence[Sequence[float]], reference: Sequence[float]) -> float:

@@ -50,7 +50,7 @@ def full_sizes(num_heads: int, groups: int) -> list[int]:
     return [size] * (groups - 1) + [rest] if rest > 0 else group_sizes(num_heads, groups)
 
 
-def cut(order: Sequence[int], sizes: Sequence[int]) -> Partition:
+def cut_into(order: Sequence[int], sizes: Sequence[int]) -> Partition:
     """Consecutive pieces of `order`, of these sizes."""
     pieces = []
     start = 0
@@ -64,9 +64,9 @@ def random_partition(
     num_heads: int, groups: int, generator: np.random.Generator, sizes: Sizes = group_sizes
 ) -> Partition:
     """A uniformly drawn partition into groups of (nearly) equal size, or of what `sizes` says."""
-    return cut([int(h) for h in generator.permutation(num_heads)], sizes(num_heads, groups))
+    return cut_into([int(h) for h in generator.permutation(num_heads)], sizes(num_heads, groups))
 
 
-def expand(partition: Partition, units: Sequence[Sequence[int]]) -> Partition:
+def expand_units(partition: Partition, units: Sequence[Sequence[int]]) -> Partition:
     """A partition of units (stored KV heads) as the partition of the query heads that read them."""
     return canonical([h for unit in group for h in units[unit]] for group in partition)

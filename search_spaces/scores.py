@@ -155,14 +155,14 @@ class LayerOutputScore:
     def _make_known(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Have the effects of all these groups, and forget the oldest of the others as far as they take their place."""
         missing = []
-        others = len(self._effects)
+        count = len(self._effects)
         for group in groups:
             if group in self._effects:
                 self._effects.move_to_end(group)
-                others -= 1
+                count -= 1
             else:
                 missing.append(group)
-        for _ in range(min(others, max(len(self._effects) + len(missing) - self.limit, 0))):
+        for _ in range(min(count, max(len(self._effects) + len(missing) - self.limit, 0))):
             self._effects.popitem(last=False)
         for _, some in groupby(sorted(missing, key=len), len):
             alike = list(some)
@@ -175,7 +175,7 @@ class LayerOutputScore:
         """What pooling each of these groups of one size adds to the layer's output, `[S, T, D]` each."""
         members = [[h for unit in group for h in self.units[unit]] for group in groups]
         size = len(members[0])
-        flat = [h for mine in members for h in mine]
+        flat = [h for group_members in members for h in group_members]
 
         def pooled(x_HSTd: Tensor) -> Tensor:
             x = x_HSTd[flat].unflatten(0, (-1, size))
@@ -185,7 +185,8 @@ class LayerOutputScore:
         v = pooled(self._v) if "value" in self.sides else self._v[flat]
         mixed = self._mixed(flat, self._rotated(k, self.key_norm), v) - self._own[flat]
         return [
-            self._output(mine, own) for mine, own in zip(members, mixed.split(size), strict=True)
+            self._output(group_members, group_scores)
+            for group_members, group_scores in zip(members, mixed.split(size), strict=True)
         ]
 
     def _mixed(self, members: list[int], k_gSTd: Tensor, v_gSTd: Tensor) -> Tensor:
@@ -199,15 +200,15 @@ class LayerOutputScore:
             return scaled_dot_product_attention(
                 q_gSTd, k_gSTd, v_gSTd, is_causal=True, scale=scaling
             )
-        seen = torch.ones(
+        visible = torch.ones(
             q_gSTd.shape[2], q_gSTd.shape[2], dtype=torch.bool, device=q_gSTd.device
         ).tril()
-        seen = seen.triu(1 - window) if window else seen
+        visible = visible.triu(1 - window) if window else visible
         q, k, v = (x.transpose(0, 1) for x in (q_gSTd, k_gSTd, v_gSTd))
-        own = None if sinks is None else sinks[members].float()
-        return explicit_attention(q, k, v, seen, scaling, softcap=softcap, sinks=own).transpose(
-            0, 1
-        )
+        group_sinks = None if sinks is None else sinks[members].float()
+        return explicit_attention(
+            q, k, v, visible, scaling, softcap=softcap, sinks=group_sinks
+        ).transpose(0, 1)
 
     def _output(self, members: list[int], mixed_gSTd: Tensor) -> Tensor:
         """Their part in the layer's output, `[S, T, D]` (without the output bias, which no grouping changes)."""

@@ -16,7 +16,7 @@ from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan, LayerPlan
 from attention.plan_parts import groups_of
-from search_spaces.partitions import Partition, expand
+from search_spaces.partitions import Partition, expand_units
 
 SIDES = ("key", "value")
 
@@ -61,9 +61,11 @@ def plan_of_sites(
 ) -> AttentionPlan:
     """The plan of partitions of units by (layer, side); sites without one keep what the checkpoint has."""
     units = groups_of(geometry.kv_map)
-    own = tuple((unit,) for unit in range(len(units)))
+    single_units = tuple((unit,) for unit in range(len(units)))
     layers = []
     for layer in range(geometry.num_layers):
-        keys, values = (expand(partitions.get((layer, side), own), units) for side in SIDES)
+        keys, values = (
+            expand_units(partitions.get((layer, side), single_units), units) for side in SIDES
+        )
         layers.append(LayerPlan.from_groups(keys, values, geometry.num_heads))
     return AttentionPlan(tuple(layers), geometry.head_dim)

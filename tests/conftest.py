@@ -9,9 +9,11 @@ import math
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a hub name must fail at once, not after half a minute of retries
@@ -62,7 +64,8 @@ from trainers.text.data import write_sequences
 # A shell's background job ignores Ctrl-C, and so would every process that the tests start and then interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
+REPOSITORY = TESTS.parent
 DEMO = REPOSITORY / "examples" / "stdlib-llama"
 BEGINNING = 2047  # the last token of its vocabulary, with which the texts of `chat_tokenizer` begin
 
@@ -143,8 +146,18 @@ TINY_SETTINGS: dict[str, Any] = {
 }
 
 
+OUTSIDE = ("subprocess", "multiprocessing", "torch.multiprocessing", "ray", "mlflow", "playwright")
+"""Modules by which a test, its fixtures or their helpers start processes or use a cluster, a server or a browser."""
+PATIENT = ("slow", "extended")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, those that may take longest before all: else the last runs beside an idle core."""
+    """Mark the quick tests, and put files with slow tests first, those that may take longest before all: else the last
+    runs beside an idle core."""
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in PATIENT) and not _outside(item):
+            item.add_marker(pytest.mark.quick)
 
     def patience(item: pytest.Item) -> float:
         limit = item.get_closest_marker("timeout")
@@ -155,6 +168,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         longest[item.path] = max(longest.get(item.path, 0.0), patience(item))
     items.sort(key=lambda item: -longest[item.path])
+
+
+def _outside(item: pytest.Item) -> bool:
+    """Whether a test, a fixture that it uses, or a function of the tests that these call, names a module of OUTSIDE."""
+    if not isinstance(item, pytest.Function):
+        return True
+    defined = item._fixtureinfo.name2fixturedefs
+    reached = {item.function, *(fixture.func for name in item.fixturenames for fixture in defined.get(name, ()))}
+    waiting = list(reached)
+    while waiting:
+        modules, functions = _named(waiting.pop())
+        if any(module == name or module.startswith(f"{name}.") for module in modules for name in OUTSIDE):
+            return True
+        waiting += functions - reached
+        reached |= functions
+    return False
+
+
+@cache
+def _named(function: Any) -> tuple[frozenset[str], frozenset[Any]]:
+    """Modules that a function imports or takes something from, and functions of the tests that it names."""
+    function = inspect.unwrap(function)
+    codes, names = [function.__code__], set()
+    while codes:
+        code = codes.pop()
+        names |= set(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    modules, functions = set(names), set()  # an import within the function is a name of its code too
+    for value in (function.__globals__[name] for name in names & function.__globals__.keys()):
+        module = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", ""))
+        modules.add(module)
+        if str(getattr(sys.modules.get(module), "__file__", "")).startswith(str(TESTS)):
+            parts = vars(value).values() if inspect.isclass(value) else (value,)
+            functions |= {part for part in parts if inspect.isfunction(part)}
+    return frozenset(modules), frozenset(functions)
 
 
 SHARED = {

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,12 @@ class Adapters:
         change = self.scaling * (up.to(wide) @ down.to(wide))
         transposed = self.transposed[name.removesuffix(".weight")]
         return (weight.to(wide) + (change.T if transposed else change)).to(weight.dtype)
+
+
+def check_peft() -> None:
+    """Raise ModuleNotFoundError where adapters cannot be made."""
+    if find_spec("peft") is None:
+        raise ModuleNotFoundError("tuning lora: the package peft is not installed", name="peft")
 
 
 def add_adapters(

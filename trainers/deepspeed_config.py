@@ -36,7 +36,7 @@ def config_of(settings: TrainSettings) -> dict[str, Any]:
         "weight_decay": settings.weight_decay,
     }
     optimizer |= {"betas": [settings.beta1, settings.beta2], "torch_adam": not compiled}
-    own = {
+    config = {
         "train_micro_batch_size_per_gpu": settings.device_batch_size,
         "gradient_accumulation_steps": settings.gradient_accumulation_steps,
         "gradient_clipping": settings.max_grad_norm,
@@ -46,7 +46,7 @@ def config_of(settings: TrainSettings) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,  # else torch's Adam is refused where the optimiser lies in CPU memory
         "steps_per_print": 10**9,
     }
-    return _merged(own, settings.deepspeed)
+    return _merged(config, settings.deepspeed)
 
 
 def layout_of(settings: TrainSettings) -> dict[str, Any]:
@@ -57,17 +57,19 @@ def layout_of(settings: TrainSettings) -> dict[str, Any]:
     layout |= (
         lora if settings.tuning == "lora" else {"tuning": "kv"} if settings.tuning == "kv" else {}
     )
-    return layout | ({"deepspeed": given} if (given := _written_by(settings)) else {})
+    return layout | ({"deepspeed": from_user} if (from_user := _written_by(settings)) else {})
 
 
 def _written_by(settings: TrainSettings) -> dict[str, Any]:
     """What of `train.deepspeed` changes the files of a training checkpoint; empty where nothing does."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for section, keys in WRITTEN.items():
-        given: Any = settings.deepspeed.get(section, {})
-        if kept := {key: value for key, value in given.items() if not keys or key in keys}:
-            found[section] = kept
-    return found
+        section_keys: Any = settings.deepspeed.get(section, {})
+        if kept_keys := {
+            key: value for key, value in section_keys.items() if not keys or key in keys
+        }:
+            result[section] = kept_keys
+    return result
 
 
 def _offloads(settings: TrainSettings) -> bool:
@@ -75,10 +77,10 @@ def _offloads(settings: TrainSettings) -> bool:
     return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
 
 
-def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`own` with what is `given` in its place, section by section."""
-    result = dict(own)
-    for key, value in given.items():
+def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with what is `overrides` in its place, section by section."""
+    result = dict(base)
+    for key, value in overrides.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
         result[key] = _merged(result[key], value) if both else value
     return result

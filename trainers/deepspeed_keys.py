@@ -29,12 +29,12 @@ DECIDED = {
 }
 """Keys that are Headfold's, and what to do instead."""
 
-Known = Mapping[str, Any]
+KeyTree = Mapping[str, Any]
 OF_ADAM = {
     "torch_adam": bool, "fused": bool, "foreach": bool, "amsgrad": bool, "bias_correction": bool, "eps": float,
     "fp32_optimizer_states": bool,
 }  # fmt: skip
-_KEYS: Known = {
+_KEYS: KeyTree = {
     "zero_optimization": None,
     "optimizer": {"params": OF_ADAM},
     "bf16": None,
@@ -52,17 +52,17 @@ _KEYS: Known = {
 """Keys that may be set, with the type of a value; None: a section that DeepSpeed checks itself."""
 
 
-def check_keys(given: Mapping[str, Any], known: Known | None = _KEYS, path: str = "") -> None:
+def check_keys(keys: Mapping[str, Any], known_keys: KeyTree | None = _KEYS, path: str = "") -> None:
     """Raise ValueError for a key that Headfold decides, that there is not, or whose value is of another type."""
-    for key, value in given.items():
+    for key, value in keys.items():
         name = f"{path}{key}"
         if name in DECIDED:
             raise ValueError(f"{name} is decided by Headfold; {DECIDED[name]}")
-        if known is not None and key not in known:
+        if known_keys is not None and key not in known_keys:
             raise ValueError(
-                f"{name}: unknown key{near(key, known)}; allowed here: {', '.join(sorted(known))}"
+                f"{name}: unknown key{near(key, known_keys)}; allowed here: {', '.join(sorted(known_keys))}"
             )
-        kind = known[key] if known is not None else Any
+        kind = known_keys[key] if known_keys is not None else Any
         if kind is None or isinstance(kind, Mapping):
             if not isinstance(value, Mapping):
                 raise ValueError(f"{name}: expected keys and values, got {value!r}")

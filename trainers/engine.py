@@ -26,7 +26,7 @@ SCALE = "rate_scale"  # in a group of the optimiser: its learning rate over the 
 _OWN = (SCALE, "weight_decay")  # what a group has of its own
 
 
-class Engine:
+class TrainEngine:
     """DeepSpeed's engine behind five verbs. All workers must make every call together.
 
     `total_steps` fixes the learning-rate schedule; step 0 lies at `schedule_offset` of it, for a training that is one
@@ -161,25 +161,27 @@ class Engine:
         if not file.is_file():
             raise ValueError(f"expected a training checkpoint in {folder}, found no {LAYOUT} there")
         written = json.loads(file.read_text())
-        wanted = layout_of(self.settings)
+        layout = layout_of(self.settings)
         workers = written.pop("num_workers")
-        if written != wanted:
+        if written != layout:
             raise ValueError(
-                f"training checkpoint {folder} was written with {written}, these settings are {wanted}; use the same, "
+                f"training checkpoint {folder} was written with {written}, these settings are {layout}; use the same, "
                 "or start from the finished weights instead (model_dir) with a fresh optimiser"
             )
         anew = self.settings.zero_stage > 0 and workers != dist.get_world_size()
-        given = contextlib.nullcontext(folder)
+        source = contextlib.nullcontext(folder)
         if anew:
-            given = resharding.for_any_number(folder, TAG, zero.write_universal)
-        own = [{key: group[key] for key in _OWN} for group in self._engine.optimizer.param_groups]
-        with given as readable, contextlib.redirect_stdout(None):
+            source = resharding.for_any_number(folder, TAG, zero.write_universal)
+        group_options = [
+            {key: group[key] for key in _OWN} for group in self._engine.optimizer.param_groups
+        ]
+        with source as readable, contextlib.redirect_stdout(None):
             self._engine._config.load_universal_checkpoint = anew
             whole = self.settings.tuning == "full"  # else what is frozen is the model's already
             path, state = self._engine.load_checkpoint(
                 str(readable), tag=TAG, load_module_strict=whole
             )
-        for group, options in zip(self._engine.optimizer.param_groups, own, strict=True):
+        for group, options in zip(self._engine.optimizer.param_groups, group_options, strict=True):
             group |= options  # as the settings say; with ZeRO 3 split anew all groups have the first one's [0.19]
         if anew:
             zero.count_apart(self._engine.basic_optimizer)
@@ -202,7 +204,7 @@ class Engine:
         sources = {name: (name,) for name in state} if adapters is None else adapters.sources(state)
         for name, parts in sources.items():
             tensors = [state[part] for part in parts]
-            with torch.no_grad(), zero.gathered(tensors):
+            with torch.no_grad(), zero.gathered_parameters(tensors):
                 if dist.get_rank() != 0:
                     continue
                 whole = tensors[0] if adapters is None else adapters.merged(name, tensors)

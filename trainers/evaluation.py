@@ -202,12 +202,12 @@ def _totals(
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     losses = [torch.zeros(0, dtype=torch.float64)]
     batches = list(share)
-    with evaluating(module), stage("measuring the loss", len(batches), "batches") as told:
+    with evaluating(module), stage("measuring the loss", len(batches), "batches") as progress:
         for rows, counted in batches:
             sums, of_rows = _score(model, teacher, sequences[rows].long().to(device), counted)
             totals += sums
             losses.append(of_rows)
-            told.step()
+            progress.step()
     return totals, torch.cat(losses)
 
 
@@ -252,10 +252,10 @@ def _share(
     count: int, batch_size: int, rank: int, world_size: int
 ) -> Iterator[tuple[list[int], int]]:
     """Batches of row numbers of one worker, and how many rows of each count; workers with fewer rows repeat row 0."""
-    mine = list(range(rank, count, world_size))
+    indices = list(range(rank, count, world_size))
     longest = -(-count // world_size)
-    real = len(mine)
-    mine += [0] * (longest - real)
+    real = len(indices)
+    indices += [0] * (longest - real)
     for start in range(0, longest, batch_size):
-        rows = mine[start : start + batch_size]
+        rows = indices[start : start + batch_size]
         yield rows, max(0, min(len(rows), real - start))

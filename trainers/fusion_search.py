@@ -25,10 +25,16 @@ from transformers import PreTrainedModel
 from attention.conversion.relaxation_knobs import rate_of
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.loop import train
 from trainers.losses import objective
-from trainers.relaxations.base import RELAXATION, Groups, coarser_groups, is_coarser, lifted
+from trainers.relaxations.base import (
+    RELAXATION_TRAINING,
+    HeadGroups,
+    coarser_groups,
+    is_coarser,
+    lifted,
+)
 from trainers.relaxations.lagrangian import Lagrangian
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
@@ -78,7 +84,7 @@ def search_distances(
 def _lagrangian(
     model: PreTrainedModel, goal: AttentionPlan, steps: int, **knobs: Any
 ) -> Lagrangian:
-    part = RELAXATION.get("lagrangian")
+    part = RELAXATION_TRAINING.get("lagrangian")
     return part(model, goal, steps=steps, **part.settings(knobs))
 
 
@@ -87,7 +93,7 @@ def _distances(
 ) -> dict[str, list[Tensor | None]]:
     """Those of "key" and "value" in every layer after some steps. `stream` is called when there is a process group."""
     with closing(
-        Engine(relaxation.model, settings, steps, relaxation.parameter_groups())
+        TrainEngine(relaxation.model, settings, steps, relaxation.parameter_groups())
     ) as engine:
         train(engine, stream(), steps=steps, loss_fn=objective())
         return {name: relaxation.distances(side) for name, side in (("key", "k"), ("value", "v"))}
@@ -135,7 +141,7 @@ def paired_plan(
     return replace(goal, layers=tuple(layers))
 
 
-def _within(distance: Tensor | None, group: Sequence[int]) -> Groups:
+def _within(distance: Tensor | None, group: Sequence[int]) -> HeadGroups:
     """The stored heads of one final group in pairs."""
     if distance is None or len(group) < 3:  # nothing to fuse, or nothing to choose
         return (tuple(group),)
@@ -143,7 +149,7 @@ def _within(distance: Tensor | None, group: Sequence[int]) -> Groups:
     return tuple(tuple(group[i] for i in pair) for pair in pairs(inside))
 
 
-def pairs(distance: Sequence[Sequence[float]]) -> Groups:
+def pairs(distance: Sequence[Sequence[float]]) -> HeadGroups:
     """Heads 0 .. p-1 in pairs of small total distance, one head left alone where p is odd.
 
     The closest first, then two pairs at a time exchange a member while that lowers the total: exact for four heads.
@@ -157,7 +163,7 @@ def pairs(distance: Sequence[Sequence[float]]) -> Groups:
             paired.append((i, j))
     paired += [(i,) for i in open_heads]
 
-    def total(some: Groups) -> float:
+    def total(some: HeadGroups) -> float:
         return sum(distance[pair[0]][pair[1]] for pair in some if len(pair) == 2)
 
     improved = True

@@ -35,9 +35,9 @@ def bild(student: Tensor, teacher: Tensor, k: int = 16) -> Tensor:
     teacher = wide(teacher)
     total = torch.zeros((), dtype=student.dtype, device=student.device)
     for leader in (teacher, student.detach()):
-        places = leader.topk(k, dim=-1).indices
+        indices = leader.topk(k, dim=-1).indices
         total = total + divergence(
-            *(_differences(x.gather(-1, places)) for x in (student, teacher))
+            *(_differences(x.gather(-1, indices)) for x in (student, teacher))
         )
     return total
 

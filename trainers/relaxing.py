@@ -20,10 +20,10 @@ import torch.distributed as dist
 from attention.io import checkpoint
 from attention.io.files import write_whole
 from attention.plan import AttentionPlan
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.fusion_search import next_stage
 from trainers.jobs.checkpoints import CheckpointStore
-from trainers.jobs.share import WorkerShare, teacher_of, untrained
+from trainers.jobs.share import WorkerShare, frozen_model, teacher_of
 from trainers.jobs.train_job import TrainJob
 from trainers.loop import train
 from trainers.losses import objective
@@ -114,7 +114,7 @@ class _Stage(WorkerShare):
         if self.spec.own_schedule:
             offset = 0
             total = self.spec.steps
-        engine = Engine(relaxation.model, self.settings, total, groups, schedule_offset=offset)
+        engine = TrainEngine(relaxation.model, self.settings, total, groups, schedule_offset=offset)
         with closing(engine), teacher_of(self.job, self.settings, engine.device) as teacher:
             start = self._resume(engine)
             loss_fn = objective(
@@ -136,7 +136,7 @@ class _Stage(WorkerShare):
             weights = engine.weights()
             device = engine.device
         self._collapse(weights)
-        with untrained(self.folder / "collapsed", self.settings, device) as collapsed:
+        with frozen_model(self.folder / "collapsed", self.settings, device) as collapsed:
             loss = self.evaluate(collapsed).loss
         self.lap()
         if self.rank == 0:
@@ -184,7 +184,7 @@ class _Stage(WorkerShare):
             dist.barrier()
         return AttentionPlan.from_json(file.read_text())
 
-    def _resume(self, engine: Engine) -> int:
+    def _resume(self, engine: TrainEngine) -> int:
         newest, _, _ = self.store.newest_whole()
         if newest is None:
             return 0
@@ -194,7 +194,7 @@ class _Stage(WorkerShare):
         self.seconds = state["seconds"]
         return engine.steps_done
 
-    def _on_step(self, engine: Engine, relaxation: Relaxation, step: int, loss: float) -> None:
+    def _on_step(self, engine: TrainEngine, relaxation: Relaxation, step: int, loss: float) -> None:
         self.last_loss = loss
         if step % max(1, self.spec.steps // HISTORY_POINTS) == 0:
             self.history.append({"step": step, "train_loss": loss, **relaxation.metrics()})

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from attention.base.messages import reason
-from trainers.jobs.checkpoints import gathered
+from trainers.jobs.checkpoints import gather_objects
 
 _POLL_SECONDS = 0.5
 
@@ -35,42 +35,42 @@ def for_any_number(
     """
     folder = Path(folder)
     host = socket.gethostname()
-    own = folder.parent / f".{folder.name}-any-{host}"
+    own_folder = folder.parent / f".{folder.name}-any-{host}"
     hosts = _gathered(host)
     if dist.get_rank() == 0:
-        shutil.rmtree(own, ignore_errors=True)  # of a worker that was killed
-        own.mkdir()
-    first = _gathered(str(own))[0]
-    places = _gathered(first if Path(first).is_dir() else str(own))
-    place = Path(places[hosts.index(host)])  # that of the node's first worker
-    made: Future[None] | None = None
-    if dist.get_rank() == places.index(str(place)):
+        shutil.rmtree(own_folder, ignore_errors=True)  # of a worker that was killed
+        own_folder.mkdir()
+    first = _gathered(str(own_folder))[0]
+    folders = _gathered(first if Path(first).is_dir() else str(own_folder))
+    folder_of_node = Path(folders[hosts.index(host)])  # that of the node's first worker
+    writing: Future[None] | None = None
+    if dist.get_rank() == folders.index(str(folder_of_node)):
         worker = ThreadPoolExecutor(1, "headfold-resharding")
-        made = worker.submit(make, folder / tag, place / tag)
+        writing = worker.submit(make, folder / tag, folder_of_node / tag)
         worker.shutdown(wait=False)
     try:
-        problem = next(filter(None, _outcomes(made)), None)
+        problem = next(filter(None, _outcomes(writing)), None)
         if problem:
             raise OSError(
                 f"training checkpoint {folder} cannot be split over {len(hosts)} workers: {problem}"
             )
-        yield place
+        yield folder_of_node
         _gathered(None)
     finally:
-        if made is not None:
-            shutil.rmtree(place, ignore_errors=True)
+        if writing is not None:
+            shutil.rmtree(folder_of_node, ignore_errors=True)
 
 
-def _outcomes(made: Future[None] | None) -> list[str | None]:
+def _outcomes(writing: Future[None] | None) -> list[str | None]:
     """What went wrong, by rank, once all have finished; None where nothing did."""
     while True:
         with contextlib.suppress(TimeoutError):
-            if made is not None:
-                made.exception(_POLL_SECONDS)
-        if all(_gathered(made is None or made.done())):
-            error = made.exception() if made is not None else None
+            if writing is not None:
+                writing.exception(_POLL_SECONDS)
+        if all(_gathered(writing is None or writing.done())):
+            error = writing.exception() if writing is not None else None
             return _gathered(None if error is None else reason(error))
 
 
 def _gathered(value: Any) -> list[Any]:
-    return gathered(value, dist.get_world_size())
+    return gather_objects(value, dist.get_world_size())

@@ -29,7 +29,7 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator below t
 
 Strategy = Literal["auto", "PACK", "STRICT_PACK", "SPREAD"]
 """How workers lie on nodes, in Ray's words; AUTO: whoever starts them decides by the nodes that there are."""
-AUTO: Strategy = "auto"
+AUTO_STRATEGY: Strategy = "auto"
 
 
 class Shape(NamedTuple):
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
     cpus: float
     gpus: float
     accelerator_type: str | None = None
-    strategy: Strategy = AUTO
+    strategy: Strategy = AUTO_STRATEGY
     device: str = "cpu"
     fewest: int | None = None
 
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
         return self.fewest is not None
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """A section of a configuration: unknown keys are refused, and so is what no field can be meant to hold. The
     docstring below a field is its description."""
 
@@ -82,12 +82,12 @@ def _is_line(text: str) -> bool:
     return len(text) <= _LONGEST and not any(c < " " or "\ud800" <= c <= "\udfff" for c in text)
 
 
-def _known(given: dict[str, Any]) -> dict[str, Any]:
-    check_keys(given)
-    return given
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    check_keys(values)
+    return values
 
 
-class TrainSettings(Strict):
+class TrainSettings(StrictModel):
     """The optimiser, its schedule, the batch, and the machinery. An impossible combination cannot be constructed."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
@@ -159,16 +159,16 @@ class TrainSettings(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _range(cls, given: Any) -> Any:
+    def _range(cls, value: Any) -> Any:
         """`num_workers: [fewest, most]` as two numbers."""
-        counts = given.get("num_workers") if isinstance(given, Mapping) else None
+        counts = value.get("num_workers") if isinstance(value, Mapping) else None
         if not isinstance(counts, list | tuple):
-            return given
+            return value
         if len(counts) != 2:
             raise ValueError(
                 f"num_workers must be a number, or the fewest and the most of them, got {list(counts)}"
             )
-        return {**given, "min_workers": counts[0], "num_workers": counts[1]}
+        return {**value, "min_workers": counts[0], "num_workers": counts[1]}
 
     @model_validator(mode="after")
     def _possible(self) -> TrainSettings:

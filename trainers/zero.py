@@ -82,7 +82,7 @@ def initialize(
     return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]  # pyright: ignore[reportArgumentType]
 
 
-def load_model(folder: str | Path, settings: TrainSettings) -> PreTrainedModel:
+def load_trainable(folder: str | Path, settings: TrainSettings) -> PreTrainedModel:
     """A checkpoint as an engine with these settings takes it: with ZeRO 3 split over the workers, who call together."""
     if settings.zero_stage < 3:
         return checkpoint.load(folder, DTYPES[settings.dtype])
@@ -101,16 +101,16 @@ def _fill(
     # A tied one once, and alive, so that no identity is given away.
     outlines = dict(model.named_parameters())
     names = {id(outline): name for name, outline in outlines.items()}
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     # Children before parents, whose parameters include theirs.
     for module in reversed(list(model.modules())):
         for name, outline in list(module.named_parameters(recurse=False)):
-            if id(outline) not in made:
+            if id(outline) not in parameters:
                 whole = torch.empty(outline.shape, dtype=outline.dtype)
                 if dist.get_rank() == 0:
                     weights.read_into({names[id(outline)]: whole})
-                made[id(outline)] = nn.Parameter(whole)
-            setattr(module, name, made[id(outline)])
+                parameters[id(outline)] = nn.Parameter(whole)
+            setattr(module, name, parameters[id(outline)])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
         if next(module.parameters(recurse=False), None) is not None:
@@ -118,7 +118,7 @@ def _fill(
 
 
 @contextmanager
-def gathered(tensors: Sequence[Tensor]) -> Iterator[None]:
+def gathered_parameters(tensors: Sequence[Tensor]) -> Iterator[None]:
     """While the body runs, parameters that ZeRO 3 has split are whole. All workers must do it together."""
     split = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     with deepspeed.zero.GatheredParameters(split) if split else nullcontext():
@@ -153,7 +153,7 @@ class SplitModel:
     """A model of which every worker holds its part and that is not trained: a teacher with ZeRO 3."""
 
     def __init__(self, folder: str | Path, settings: TrainSettings) -> None:
-        model = load_model(folder, settings).requires_grad_(False)
+        model = load_trainable(folder, settings).requires_grad_(False)
         config = {key: value for key, value in config_of(settings).items() if key != "optimizer"}
         self._engine: Any = initialize(model, config)
         self._engine.eval()
@@ -180,8 +180,8 @@ def close(engine: Any) -> None:
 def _forget(model: nn.Module) -> None:
     """Let go of a model that ZeRO 3 had: a list of modules, and the memory of a method, keep every one [0.19]."""
     modules = set(model.modules())
-    kept = parameter_offload.FWD_MODULE_STACK
-    kept[:] = [module for module in kept if module not in modules]
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module not in modules]
     name = "_PartitionedParameterCoordinator__params_to_release"
     method: Any = getattr(PartitionedParameterCoordinator, name, None)
     # It is wrapped in a function that counts time.

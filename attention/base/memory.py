@@ -13,7 +13,7 @@ import gc
 import sys
 from pathlib import Path
 
-USUAL = gc.get_threshold()
+_USUAL = gc.get_threshold()
 SELDOM = 50_000
 """New objects between two collections while libraries are imported: with Python's 700 these collections take a tenth of
 the time of all imports."""
@@ -22,24 +22,31 @@ _settled = False
 
 
 def collect_seldom() -> None:
-    """Until `settle`: call it before the imports."""
-    gc.set_threshold(SELDOM, *USUAL[1:])
+    """Raise the threshold of garbage collection while libraries are imported, until `freeze_garbage`."""
+    gc.set_threshold(SELDOM, *_USUAL[1:])
 
 
-def settle() -> None:
-    """Leave what is alive now out of later collections, for ever: call it after the imports and before models are made.
-    Only the first call in a process does something."""
+def freeze_garbage() -> None:
+    """Exempt the objects that are alive now from all later garbage collections.
+
+    Call it after the imports and before models are built. Only the first call in a process has an
+    effect.
+    """
     global _settled
     if _settled:
         return
     _settled = True
     gc.freeze()
-    gc.set_threshold(*USUAL)
+    gc.set_threshold(*_USUAL)
     atexit.register(gc.unfreeze)  # else libraries that look for leaks at the end find all of it
 
 
 def kernel_field(file: str, name: str) -> int:
-    """Bytes of a field that the kernel gives in kB, e.g. of /proc/meminfo; 0 on systems that have no such file."""
+    """Return a field that the kernel gives in kB, e.g. of /proc/meminfo.
+
+    Returns:
+        Bytes; 0 on systems that have no such file.
+    """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -48,17 +55,17 @@ def kernel_field(file: str, name: str) -> int:
 
 
 def memory_now() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process in bytes."""
     return kernel_field("/proc/self/status", "VmRSS")
 
 
 def memory_peak() -> int:
-    """The most that this process has had resident so far."""
+    """Return the largest resident memory of this process so far, in bytes."""
     return kernel_field("/proc/self/status", "VmHWM")
 
 
 def release_memory() -> None:
-    """Free what only refers to itself, and hand freed memory back to the system where the C library can."""
+    """Collect reference cycles, and return freed memory to the system where the C library can."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

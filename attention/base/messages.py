@@ -12,23 +12,27 @@ _LONGEST = 800
 
 
 def near(word: Any, allowed: Iterable[Any]) -> str:
-    """` (did you mean gqa?)` for a name that was nearly right, else nothing."""
+    """Return ` (did you mean gqa?)` if `word` is a likely misspelling of an allowed name, else ""."""
     names = {str(name).lower(): str(name) for name in allowed}
     close = get_close_matches(word.lower(), names, n=1) if isinstance(word, str) else []
     return f" (did you mean {names[close[0]]}?)" if close else ""
 
 
-def one_of(what: str, allowed: Iterable[Any], given: Any) -> str:
-    """The message for a choice that does not exist."""
+def one_of(what: str, allowed: Iterable[Any], value: Any) -> str:
+    """Return the error message for a choice that does not exist."""
     names = list(allowed)
-    return f"{what} must be one of {names}, got {reprlib.repr(given)}{near(given, names)}"
+    return f"{what} must be one of {names}, got {reprlib.repr(value)}{near(value, names)}"
 
 
 def reason(error: BaseException, hide: Callable[[str], str] = str) -> str:
-    """What a library's error says, in one line: all of its lines, since the first is often only an introduction.
+    """Return the message of a library's error in one line.
 
-    An error that says nothing but a key (KeyError) or nothing at all is told with its type. `hide` takes secrets out of
-    the text, before a long one is cut in two.
+    All of its lines are joined, since the first is often only an introduction. The type is added to
+    an error that has no message, or only a key (KeyError).
+
+    Args:
+        error: What the library raised.
+        hide: Takes secrets out of the text, before a long text is cut.
     """
     text = " ".join(str(error).split())
     if not text or isinstance(error, KeyError):
@@ -37,7 +41,7 @@ def reason(error: BaseException, hide: Callable[[str], str] = str) -> str:
 
 
 def cut(text: str) -> str:
-    """A text without the middle of a long one: what went wrong is told at its start or its end."""
+    """Return `text` without its middle if it is long: what went wrong stands at the start or the end."""
     return (
         text
         if len(text) <= _LONGEST

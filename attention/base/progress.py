@@ -1,6 +1,6 @@
 """One style of progress for all that takes long: the stage, what is done of all, and the time left, on stderr.
 
-Code that works long opens a `stage`. Nothing is shown unless somebody asks for it with `shown`, as the command line
+Code that works long opens a `stage`. Nothing is shown unless somebody asks for it with `show_progress`, as the command line
 does for a whole verb; a stage within one that counts is not shown, the outer one says enough. On a terminal a stage
 that counts has a bar, which goes away when it is done. Elsewhere, as in a log, a thread writes a line every few
 seconds, so that nothing looks hung, however long a step takes or libraries load.
@@ -24,9 +24,16 @@ SAY_SECONDS = 10.0  # between two lines where there is no bar
 _LOOK_SECONDS = 0.5
 
 
-class Stage:
-    """How far a stage has come, of `total` things called `unit`; None: it cannot be counted. Threads may share one.
-    `note`: what else its line says; `detail`: asked for it each time, as for what goes on in other processes."""
+class ProgressStage:
+    """The progress of one stage of work. Threads may share one.
+
+    Attributes:
+        label: What is done.
+        total: How many units there are in all; None if they cannot be counted.
+        unit: What is counted.
+        note: What else the progress line says.
+        detail: Called for each line, e.g. for what goes on in other processes.
+    """
 
     def __init__(
         self,
@@ -49,18 +56,21 @@ class Stage:
         self._stepped = self._began
 
     def step(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Count `count` more units as done."""
         with self._lock:
             self._to(self.done + count)
 
     def to(self, done: float, note: str = "") -> None:
-        """So many are done in all; a fraction is one that is under way."""
+        """Set how many units are done in all; a fraction is a unit that is under way."""
         with self._lock:
             self.note = note
             self._to(done)
 
     def begin(self, done: float) -> None:
-        """So many are done now, and the time so far tells nothing of the rest, such as that which workers start in."""
+        """Set how many units were done before, and restart the clock.
+
+        The time so far then says nothing of the rest, e.g. because workers were starting.
+        """
         with self._lock:
             self.start = done
             self.done = done
@@ -75,12 +85,12 @@ class Stage:
 
     @property
     def left(self) -> float | None:
-        """Seconds, if what is left goes as fast as what is done; None before anything is."""
-        made = self.done - self.start
+        """The estimated seconds left, at the speed so far; None before any unit is done."""
+        completed = self.done - self.start
         now = time.monotonic()
-        if self.total is None or made <= 0:
+        if self.total is None or completed <= 0:
             return None
-        each = (self._stepped - self._began) / made
+        each = (self._stepped - self._began) / completed
         # One that takes longer has a quarter to come.
         under_way = min(0.75 * each, now - self._stepped)
         return max(0.0, each * (self.total - self.done) - under_way)
@@ -92,8 +102,8 @@ class Stage:
             parts.append(f"{clock(self.left)} left")
         elif since >= 1 or not parts:
             parts.append(f"{clock(since)} so far")
-        told = [", ".join(parts), self.note, self.detail() if self.detail else ""]
-        return f"{self.label}: {'; '.join(filter(None, told))}"
+        details = [", ".join(parts), self.note, self.detail() if self.detail else ""]
+        return f"{self.label}: {'; '.join(filter(None, details))}"
 
 
 def _print(line: str) -> None:
@@ -108,10 +118,10 @@ class _Screen:
         self._lock = threading.Lock()
         self._say = say
         self._every = every
-        self.stages = [Stage(label)]
+        self.stages = [ProgressStage(label)]
         self.bar: Progress | None = None
 
-    def show(self, stage: Stage) -> None:
+    def show(self, stage: ProgressStage) -> None:
         """That a stage has come further, or is still at work."""
         with self._lock:
             if self.bar is not None:
@@ -122,16 +132,16 @@ class _Screen:
                 self._say(str(stage))
 
     @contextmanager
-    def opened(self, stage: Stage) -> Iterator[None]:
+    def opened(self, stage: ProgressStage) -> Iterator[None]:
         self.stages.append(stage)
         try:
             if stage.total is None or self._say is not _print or not sys.stderr.isatty():
                 yield
                 return
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
-            told = Console(stderr=True)
+            console = Console(stderr=True)
             with Progress(
-                *columns, console=told, transient=True, redirect_stdout=sys.stdout.isatty()
+                *columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty()
             ) as self.bar:
                 self.bar.add_task(str(stage), total=stage.total, completed=int(stage.start))
                 yield
@@ -148,11 +158,16 @@ _screen: ContextVar[_Screen | None] = ContextVar("screen", default=None)
 
 
 @contextmanager
-def shown(
+def show_progress(
     label: str, say: Callable[[str], None] = _print, every: float | None = None
 ) -> Iterator[None]:
-    """While the body runs, show the stages that it opens, and where it has none that it, called `label`, is at work.
-    `say`: takes the lines, one in `every` seconds, where they do not go to stderr."""
+    """Show the stages that are opened while the body runs.
+
+    Args:
+        label: Shown while no stage is open.
+        say: Takes the lines where they do not go to stderr.
+        every: Seconds between two lines.
+    """
     screen = _Screen(label, say, SAY_SECONDS if every is None else every)
     ended = threading.Event()
     watcher = threading.Thread(target=screen.watch, args=(ended,), name="progress", daemon=True)
@@ -169,17 +184,26 @@ def shown(
 @contextmanager
 def stage(
     label: str, total: int | None = None, unit: str = "", *, start: float = 0
-) -> Iterator[Stage]:
-    """A stage of `total` things, of which `start` were done before; None for what cannot be counted. `label` says what
-    is done, `unit` what is counted: "fitting layers", 32, "layers"."""
+) -> Iterator[ProgressStage]:
+    """Open a stage of progress while the body runs.
+
+    Args:
+        label: What is done, e.g. "fitting layers".
+        total: How many units there are; None for what cannot be counted.
+        unit: What is counted, e.g. "layers".
+        start: How many were done before.
+
+    Yields:
+        The stage, whose `step` and `to` are called as work is done.
+    """
     screen = _screen.get()
-    made = Stage(label, total, unit, start, screen)
+    opened = ProgressStage(label, total, unit, start, screen)
     if screen is None:
-        yield made
+        yield opened
         return
     token = _screen.set(screen if total is None else None)
     try:
-        with screen.opened(made):
-            yield made
+        with screen.opened(opened):
+            yield opened
     finally:
         _screen.reset(token)

@@ -6,12 +6,12 @@ import math
 
 
 def number(value: float | None, form: str = ".3f") -> str:
-    """A loss for a table; "-" where there is none."""
+    """Return a loss for a table; "-" where there is none."""
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def compact(count: float) -> str:
-    """A count in three digits: 409600 -> 410k, 1500000 -> 1.5M."""
+    """Return a count in three digits: 409600 -> 410k, 1500000 -> 1.5M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= size:
             return f"{count / size:.3g}{letter}"
@@ -19,5 +19,5 @@ def compact(count: float) -> str:
 
 
 def gib(count: float) -> str:
-    """Bytes in GiB, e.g. 1.25 GiB."""
+    """Return bytes in GiB, e.g. 1.25 GiB."""
     return f"{count / 2**30:.2f} GiB"

@@ -21,14 +21,16 @@ class Phases(dict[str, float]):
 
 
 def clock(seconds: float) -> str:
-    """1:05:09, or 5:09 below an hour."""
+    """Return seconds as 1:05:09, or as 5:09 below an hour."""
     whole = max(0, round(seconds))
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    hours = whole // 3600
+    minutes = whole // 60 % 60
+    rest = whole % 60
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def duration(seconds: float) -> str:
-    """About how long, in words: 42 s, 12 min, 3 h 20 min, 37 h."""
+    """Return seconds rounded for people: 42 s, 12 min, 3 h 20 min, 37 h."""
     if seconds < 60:
         return f"{math.ceil(seconds)} s"
     hours, minutes = divmod(math.ceil(seconds / 60), 60)

@@ -1,13 +1,16 @@
-"""One pass over tokens -> per-layer statistics; content-addressed on disk and shared by all trials of a search.
+"""One pass over tokens -> statistics of each layer; stored by their digest, shared by all trials.
 
-Legend: L layers, H query heads, d head dim, D model dim, B sequences a batch, T tokens a sequence.
+Legend: L layers, H query heads, d head dim, D model dim, B sequences per batch, T tokens per
+sequence.
 
-The pass reads two things in each attention module: its input x (a forward pre-hook) and the queries and keys after RoPE
-(an attention function of our own, registered with transformers), from which it has the attention weights. Only a slice
-of one head's weights lives at a time, so the memory grows neither with the tokens nor with the heads. The statistics
-take `attention.calibration.sizes.layer_bytes` a layer: of all layers at once in `calibrate`, of one in
-`layer_by_layer`, which reads the checkpoint a layer at a time too. While the pass runs, one layer of one batch adds
-`4 B T 3 (D + 1)` bytes and three slices of `collecting.SLICE_BYTES` to it and to the model's own activations.
+The pass reads two things in each attention module: its input x (a forward pre-hook) and the queries
+and keys after RoPE (an attention function of our own, registered with transformers), from which it
+has the attention weights. Only a slice of the weights of one head lives at a time, so the memory
+grows neither with the tokens nor with the heads. The statistics take
+`attention.calibration.sizes.layer_bytes` per layer: of all layers at once in `calibrate`, of one in
+`layer_by_layer`, which reads the checkpoint a layer at a time too. While the pass runs, one layer
+of one batch adds `4 B T 3 (D + 1)` bytes and three slices of `collecting.SLICE_BYTES` to it and to
+the model's own activations.
 """
 
 from __future__ import annotations
@@ -43,13 +46,22 @@ def calibrate(
     batch_size: int = AT_ONCE,
     mixed: Mixed = "float32",
 ) -> Calibration:
-    """Statistics of every layer of `model` over `sequences` (`[N, T]` token ids, no padding), on the CPU.
+    """Return the statistics of every layer of `model` over `sequences`, on the CPU.
 
-    `sample_tokens` bounds the stored inputs (whole sequences, from the first on; 0 stores none); `batch_size`:
-    sequences at once, at most (`attention.modeling.running.batch_of`). The model runs in its
-    own dtype and evaluation mode, without gradients, and is left as it was; sums are taken in float32 and collected in
-    float64 (the mixed moments in float32, and kept as `mixed` says).
-    Raises ValueError if the tokens do not fit the model, for an unsupported model and for a composed one.
+    The model runs in its own dtype and evaluation mode, without gradients, and is left as it was;
+    sums are taken in float32 and collected in float64 (the mixed moments in float32, and stored as
+    `mixed` says).
+
+    Args:
+        model: A stock or Headfold model, without composition.
+        sequences: `[N, T]` token ids, no padding.
+        sample_tokens: Bound of the stored inputs (whole sequences, from the first on; 0 stores
+            none).
+        batch_size: Most sequences at once (`attention.modeling.running.batch_of`).
+        mixed: How the mixed moments are stored (`attention.calibration.sizes.MIXED`).
+
+    Raises:
+        ValueError: If the tokens do not fit the model, for an unsupported and for a composed model.
     """
     check_sequences(sequences, geometry_of(model.config), sample_tokens)
     sampled = min(sample_tokens // sequences.shape[1], len(sequences))
@@ -68,9 +80,15 @@ def collect(
     mixed: Mixed = "float32",
     run: Callable[[Tensor], object] | None = None,
 ) -> tuple[LayerStatistics, ...]:
-    """The pass of `calibrate`, for sequences that are known to fit; inputs are stored of the first `sampled` ones.
+    """Run the pass of `calibrate` over sequences that fit the model.
 
-    `run`: takes a batch `[B, T]` through all attention layers; by default through the decoder.
+    Args:
+        model: As in `calibrate`.
+        sequences: `[N, T]` token ids.
+        sampled: Inputs of the first so many sequences are stored.
+        batch_size: Most sequences at once.
+        mixed: How the mixed moments are stored.
+        run: Takes a batch `[B, T]` through all attention layers; by default through the decoder.
     """
     if plan_of(model).composition is not None:
         raise ValueError(
@@ -83,10 +101,10 @@ def collect(
         lambda batch: model.get_decoder()(input_ids=batch.to(model.device), use_cache=False)
     )
     with collecting(model, geometry, sampled, mixed) as collectors, evaluating(model):
-        with stage("calibrating", len(sequences), "sequences") as told:
+        with stage("calibrating", len(sequences), "sequences") as progress:
             for batch in sequences.split(batch_of(sequences.shape[1], batch_size)):
                 run(batch)
-                told.step(len(batch))
+                progress.step(len(batch))
         return tuple(collector.finish() for collector in collectors)
 
 
@@ -102,11 +120,24 @@ def layer_by_layer(
     batch_size: int = 8,
     mixed: Mixed = "float32",
 ) -> Iterator[LayerStatistics]:
-    """The statistics that `calibrate` has of the checkpoint of `weights` in `dtype`, layer after layer, from disk.
+    """Yield the statistics of `calibrate` for a checkpoint on disk, one layer after the other.
 
-    One decoder layer and its sums are held at a time, and the hidden states of all sequences (`N T D` numbers).
-    `sampled`: sequences whose inputs are stored. Raises ValueError as `calibrate` does, and for a checkpoint whose
-    layers cannot stand alone (`check_windows`).
+    One decoder layer and its sums are in memory at a time, and the hidden states of all sequences
+    (`N T D` numbers).
+
+    Args:
+        weights: Those of the checkpoint.
+        config: That of the checkpoint.
+        sequences: `[N, T]` token ids.
+        dtype: What the layers run in.
+        device: Where they run.
+        sampled: Number of sequences whose inputs are stored.
+        batch_size: Most sequences at once.
+        mixed: How the mixed moments are stored.
+
+    Raises:
+        ValueError: As `calibrate`, and for a checkpoint whose layers cannot stand alone
+            (`check_windows`).
     """
     geometry = geometry_of(config)
     check_sequences(sequences, geometry)
@@ -122,7 +153,10 @@ def layer_by_layer(
 
 
 def weights_of(model: PreTrainedModel) -> str:
-    """Digest of all weights of a model in memory, 16 hex digits: what a checkpoint's files have is known without it."""
+    """Return the digest of all weights of a model in memory, 16 hex digits.
+
+    Files of a checkpoint have digests without it.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in model.named_parameters():
         _add(digest, name, tensor.detach())
@@ -137,19 +171,31 @@ def calibration_digest(
     dtype: torch.dtype,
     mixed: Mixed = "float32",
 ) -> str:
-    """Digest of all that a calibration depends on: weights (their own digest), config, tokens, the dtype that the model
-    runs in, settings. 16 hex digits.
+    """Return the digest of all that a calibration depends on, 16 hex digits.
 
     The batch size is left out: it changes the result by rounding alone.
+
+    Args:
+        config: That of the checkpoint.
+        weights: Digest of the weights.
+        sequences: `[N, T]` token ids.
+        sample_tokens: As in `calibrate`.
+        dtype: What the model runs in.
+        mixed: How the mixed moments are stored.
     """
     digest = hashlib.blake2b(digest_size=8)
-    own = {
+    identity = {
         k: v
         for k, v in config.to_diff_dict().items()
         if k not in ("transformers_version", "_name_or_path", "dtype")
     }
-    made = {"sample_tokens": sample_tokens, "mixed": mixed, "dtype": str(dtype), "weights": weights}
-    settings = made | {"shape": list(sequences.shape), "config": own}
+    entries = {
+        "sample_tokens": sample_tokens,
+        "mixed": mixed,
+        "dtype": str(dtype),
+        "weights": weights,
+    }
+    settings = entries | {"shape": list(sequences.shape), "config": identity}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     _add(digest, "tokens", sequences.long())
     return digest.hexdigest()
@@ -161,7 +207,7 @@ def _add(digest: Any, name: str, tensor: Tensor) -> None:
 
 
 def check_sequences(sequences: Tensor, geometry: HeadGeometry, sample_tokens: int = 0) -> None:
-    """Raise ValueError naming what is wrong if `sequences` is not `[N, T]` token ids that the model can take."""
+    """Raise ValueError if `sequences` is not `[N, T]` token ids that the model can take."""
     if (
         sequences.dim() != 2
         or sequences.dtype not in (torch.int64, torch.int32)

@@ -37,7 +37,7 @@ _collectors: dict[nn.Module, Collector] = {}
 
 
 class Collector:
-    """Sums of one layer, on `device`. `see_call` and `see_attention` are called by the model as it runs."""
+    """Sums of one layer, on `device`. The running model calls `see_call` and `see_attention`."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Collector:
         self.x_BTe: Tensor | None = None
 
     def see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the input of the attention module before it runs."""
         x_BTD = entering(args, kwargs).float()
         if (missing := self.sampled - sum(map(len, self.samples))) > 0:
             self.samples.append(x_BTD[:missing].cpu())
@@ -78,7 +79,10 @@ class Collector:
             self.query_sum += torch.einsum("nha,nhb->hab", q_nHd, q_nHd).to(self.query_sum.device)
 
     def queries(self, x_BTD: Tensor) -> Iterator[Tensor]:
-        """Queries of some tokens at a time before RoPE, `[n, H, d]` float32: a norm may look at all heads."""
+        """Yield queries before RoPE of some tokens at a time, `[n, H, d]` float32.
+
+        All heads are together, since a norm may look at all of them.
+        """
         for x_nD in x_BTD.flatten(0, 1).split(QUERY_TOKENS):
             q_nHd = torch.einsum("nD,hdD->nhd", x_nD, self.q_HdD)
             if self.q_bias_Hd is not None:
@@ -86,8 +90,14 @@ class Collector:
             yield q_nHd if self.norm is None else self.norm(q_nHd.to(self.dtype)).float()
 
     def see_attention(self, head: int, sequences: slice, weights_btS: Tensor) -> None:
-        """Moments of the mixed inputs of one head, for some `sequences` of the batch and some of their tokens, whose
-        weights are those of the first S tokens."""
+        """Add the moments of the mixed inputs of one head for a slice of the batch.
+
+        Args:
+            head: Number of the query head.
+            sequences: Slice of the sequences of the batch.
+            weights_btS: Attention weights of some tokens of these sequences over the first S
+                tokens.
+        """
         if self.x_BTe is None:
             raise RuntimeError(
                 "attention ran before its input was seen; this model calls its layers in a way unknown"
@@ -100,11 +110,11 @@ class Collector:
             total[begin:end, :end] += (mixed[:, begin:end].T @ mixed[:, :end]).to(total.device)
 
     def end_call(self) -> None:
-        """The attention has seen all heads: nothing of the batch is held between layers."""
+        """Release the batch after the attention has seen all heads."""
         self.x_BTe = None
 
     def finish(self) -> LayerStatistics:
-        """The means, on the CPU."""
+        """Return the means, on the CPU."""
         mixed = self.mixed_sum
         self.mixed_sum = self.mixed_sum[:0]  # not twice in memory longer than need be
         mixed.div_(self.tokens * (self.num_heads // len(mixed)))
@@ -131,10 +141,22 @@ def calibration_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: plain attention, whose weights the module's collector sees.
+    """Compute plain attention and show its weights to the module's collector.
 
-    query `[B, H, T, d]`, key and value of as many heads as the checkpoint keeps, additive mask `[B, 1, T, S]`. The
-    weights of all heads would be the largest tensor by far: `SLICE_BYTES` of them exist at a time.
+    This is an attention function of transformers. The weights of all heads would be the largest
+    tensor by far: `SLICE_BYTES` of them exist at a time.
+
+    Args:
+        module: The attention module.
+        query: `[B, H, T, d]`.
+        key: As many heads as the checkpoint stores.
+        value: As many heads as the checkpoint stores.
+        attention_mask: Additive, `[B, 1, T, S]`.
+        dropout: Ignored.
+        scaling: Factor of the scores.
+        softcap: Soft cap of the scores, or None.
+        s_aux: Sinks, or None.
+        **kwargs: Ignored.
     """
     key, value = (
         _to_query_heads(module, states, name)
@@ -188,7 +210,8 @@ AttentionMaskInterface.register(_NAME, eager_mask)
 def collecting(
     model: PreTrainedModel, geometry: HeadGeometry, sampled: int, mixed: Mixed
 ) -> Iterator[list[Collector]]:
-    """Hooks and our attention function in place; both gone afterwards, also after an error.
+    """Install the hooks and our attention function while the body runs; both are removed on errors,
+    too.
 
     The sums of a single layer stay on its device; those of several would be more than a GPU has.
     """

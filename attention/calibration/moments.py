@@ -23,7 +23,9 @@ STATISTICS = ("input_moment", "mixed_moments", "query_moment", "inputs")
 
 
 def augmented(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Rows of a projection with its bias as last column, float64: `[G, d, D]`, `[G, d]` or None -> `[G, d, D+1]`."""
+    """Append the bias to the rows of a projection, in float64: `[G, d, D]`, `[G, d]` or None -> `[G,
+    d, D+1]`.
+    """
     column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
     return torch.cat([weight, column[..., None]], dim=-1).double()
 
@@ -35,7 +37,9 @@ def _gram(rows_Hde: Tensor, moment_ee: Tensor) -> Tensor:
 
 
 def packed(square: Tensor) -> Tensor:
-    """Symmetric matrices by their lower triangles, row after row: `[M, e, e]` -> `[M, e (e + 1) / 2]`."""
+    """Return the lower triangles of symmetric matrices, row by row: `[M, e, e]` -> `[M, e (e + 1) /
+    2]`.
+    """
     size = square.shape[-1]
     triangles = square.new_empty(len(square), size * (size + 1) // 2)
     for triangle, matrix in zip(triangles, square, strict=True):
@@ -44,7 +48,7 @@ def packed(square: Tensor) -> Tensor:
 
 
 def unpacked(triangle: Tensor) -> Tensor:
-    """Inverse of `packed` for one matrix: `[e (e + 1) / 2]` -> `[e, e]`."""
+    """Invert `packed` for one matrix: `[e (e + 1) / 2]` -> `[e, e]`."""
     size = (math.isqrt(8 * len(triangle) + 1) - 1) // 2
     matrix = triangle.new_zeros(size, size)
     _unpack(triangle, matrix, 0)
@@ -61,10 +65,10 @@ def _unpack(triangle: Tensor, rows: Tensor, begin: int) -> None:
 
 
 def gram_under(rows: Tensor, triangle: Tensor) -> Tensor:
-    """R M R^T `[n, n]` of rows `[n, e]` and a `packed` moment, in the precision of the rows.
+    """Return R M R^T `[n, n]` of rows `[n, e]` and a `packed` moment, in the precision of the rows.
 
-    M is L + L^T with half of its diagonal in L, so that R L R^T and its transpose make the product; L is unpacked a
-    band of rows at a time and what lies above its diagonal is not multiplied.
+    M is L + L^T with half of its diagonal in L, so that R L R^T and its transpose make the product;
+    L is unpacked a band of rows at a time and what lies above its diagonal is not multiplied.
     """
     size = rows.shape[1]
     half = torch.zeros_like(rows)
@@ -83,10 +87,14 @@ def gram_under(rows: Tensor, triangle: Tensor) -> Tensor:
 class LayerStatistics:
     """Statistics of one layer over `tokens` tokens.
 
-    input_moment `[D+1, D+1]` float64: mean of x~ x~^T. mixed_moments `[M, (D+1)(D+2)/2]`: the same, `packed`, of what
-    the values of head h really see, [sum_s a_hts x_s; 1] with its attention weights a; one for each head in float32, or
-    as `attention.calibration.sizes.MIXED` says, that of head h at h * M // H. query_moment `[H, d, d]` float64: mean of
-    q q^T before RoPE, after bias and query norm. inputs `[S, T, D]` float32: x of the first sequences, in corpus order.
+    Attributes:
+        tokens: Number of tokens.
+        input_moment: `[D+1, D+1]` float64, mean of x~ x~^T.
+        mixed_moments: `[M, (D+1)(D+2)/2]`, the same, `packed`, of what the values of head h really
+            see, [sum_s a_hts x_s; 1] with its attention weights a; one for each head in float32, or
+            as `attention.calibration.sizes.MIXED` says, that of head h at h * M // H.
+        query_moment: `[H, d, d]` float64, mean of q q^T before RoPE, after bias and query norm.
+        inputs: `[S, T, D]` float32, x of the first sequences, in corpus order.
     """
 
     tokens: int
@@ -97,42 +105,39 @@ class LayerStatistics:
 
     @property
     def sums_to_one(self) -> bool:
-        """Whether the weights of a token's attention do: a sink takes a share, and the constant is less than 1 then."""
+        """Whether the attention weights of a token sum to one; with a sink they sum to less."""
         return bool((self.mixed_moments[:, -1] - 1).abs().max() < SINK)
 
-    def mixed_moment(self, head: int, num_heads: int) -> Tensor:
-        """`[D+1, D+1]`: the mixed moment of one of H query heads."""
-        return unpacked(self.mixed_triangle(head, num_heads))
-
     def which(self, head: int, num_heads: int) -> int:
-        """The number of the mixed moment of one of H query heads."""
+        """Return the number of the mixed moment of one of H query heads."""
         return head * len(self.mixed_moments) // num_heads
 
     def mixed_triangle(self, head: int, num_heads: int) -> Tensor:
-        """`mixed_moment`, `packed`."""
+        """Return the mixed moment of one of H query heads, `packed`, `[(D+1)(D+2)/2]`."""
         return self.mixed_moments[self.which(head, num_heads)]
 
     def mixed_means(self) -> Tensor:
-        """`[M, D+1]`: the mean of what the heads see, with its constant; the last rows of the mixed moments."""
+        """Return the mean of what the heads see, `[M, D+1]`: the last rows of the mixed moments."""
         return self.mixed_moments[:, -len(self.input_moment) :]
 
     def pooled_moment(self) -> Tensor:
-        """The mean of the mixed moments, `packed`, float32."""
+        """Return the mean of the mixed moments, `packed`, float32."""
         total = torch.zeros_like(self.mixed_moments[0], dtype=torch.float32)
         for moment in self.mixed_moments:
             total += moment
         return total / len(self.mixed_moments)
 
     def key_gram(self, heads: LayerHeads) -> Tensor:
-        """`[G, G, d, d]` float64: mean of k_i k_j^T before RoPE (and before a key norm), biases included."""
+        """Return the mean of k_i k_j^T before RoPE and key norm, with biases, `[G, G, d, d]` float64."""
         return _gram(augmented(heads.k, heads.k_bias), self.input_moment)
 
     def value_gram(self, heads: LayerHeads) -> Tensor:
-        """`[G, G, d, d]` float64: mean of v_i v_j^T, biases included."""
+        """Return the mean of v_i v_j^T, with biases, `[G, G, d, d]` float64."""
         return _gram(augmented(heads.v, heads.v_bias), self.input_moment)
 
     def query_gram(self, heads: LayerHeads) -> Tensor:
-        """`[H, d, d]` float64: mean of q_h q_h^T of *these* heads before RoPE and before any query norm.
+        """Return the mean of q_h q_h^T of *these* heads before RoPE and query norm, `[H, d, d]`
+        float64.
 
         Unlike `query_moment` it follows heads that were rotated since the calibration.
         """
@@ -140,12 +145,12 @@ class LayerStatistics:
         return rows @ self.input_moment.to(rows) @ rows.transpose(1, 2)
 
     def query_power(self, heads: LayerHeads, dtype: torch.dtype = torch.float64) -> Tensor:
-        """`[H, d]` float64: the diagonal of `query_gram`, multiplied in `dtype`."""
+        """Return the diagonal of `query_gram`, `[H, d]` float64, multiplied in `dtype`."""
         rows = augmented(heads.q, heads.q_bias).to(dtype)
         return (rows @ self.input_moment.to(rows) * rows).sum(-1).double()
 
     def key_mean(self, heads: LayerHeads) -> Tensor:
-        """`[G, d]` float64: mean of k before RoPE, bias included."""
+        """Return the mean of k before RoPE, with bias, `[G, d]` float64."""
         rows = augmented(heads.k, heads.k_bias)
         return rows @ self.input_moment[:, -1].to(rows)
 
@@ -156,10 +161,19 @@ class LayerStatistics:
         under: Sequence[int],
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """`[n, g d, g d]`: mean of u_hi u_hj^T, where u_hi is value head i mixed by the weights of head h.
+        """Return the mean of u_hi u_hj^T, where u_hi is value head i mixed by the weights of head h.
 
-        i and j run over the g value heads `members`, h over the n query heads `under`. u_hh is what head h hands to the
-        output projection; the others are what it would hand on with another's values.
+        u_hh is what head h hands to the output projection; the others are what it would hand on
+        with another's values.
+
+        Args:
+            heads: The heads of the layer.
+            members: The g value heads that i and j run over.
+            under: The n query heads that h runs over.
+            dtype: Of the result.
+
+        Returns:
+            `[n, g d, g d]`.
         """
         bias = None if heads.v_bias is None else heads.v_bias[list(members)]
         rows = augmented(heads.v[list(members)], bias).to(dtype).flatten(0, 1)
@@ -169,7 +183,7 @@ class LayerStatistics:
         return grams
 
     def mixed_value_mean(self, heads: LayerHeads) -> Tensor:
-        """`[H, G, d]` float64: mean of u_hi (see `mixed_value_gram`)."""
+        """Return the mean of u_hi (see `mixed_value_gram`), `[H, G, d]` float64."""
         rows = augmented(heads.v, heads.v_bias)
         means = self.mixed_means().to(rows)
         means = means[[self.which(head, heads.num_heads) for head in range(heads.num_heads)]]
@@ -177,7 +191,7 @@ class LayerStatistics:
 
 
 def merged(parts: Sequence[LayerStatistics]) -> LayerStatistics:
-    """The statistics of one layer over all tokens from those over some each, in the order of the corpus."""
+    """Merge statistics of one layer over consecutive parts of the corpus."""
     tokens = sum(part.tokens for part in parts)
 
     def mean(name: str) -> Tensor:

@@ -22,17 +22,17 @@ float32; the same in bfloat16; in float32 one for the query heads of a KV head, 
 
 
 def matrices(geometry: HeadGeometry, mixed: Mixed) -> int:
-    """Number of mixed moments of a layer; that of query head h is number h * matrices // H."""
+    """Return the number of mixed moments of a layer; that of query head h is number h * matrices // H."""
     return {"kv_group": geometry.num_kv_heads, "pooled": 1}.get(mixed, geometry.num_heads)
 
 
 def mixed_dtype(mixed: Mixed) -> torch.dtype:
-    """What the mixed moments are kept in."""
+    """Return the dtype in which the mixed moments are stored."""
     return torch.bfloat16 if mixed == "bfloat16" else torch.float32
 
 
 def layer_bytes(geometry: HeadGeometry, tokens: int, mixed: Mixed = "float32") -> int:
-    """Bytes of the statistics of one layer over so many tokens."""
+    """Return the bytes of the statistics of one layer over `tokens` tokens."""
     wide = geometry.hidden_size + 1
     moments = (
         8 * wide**2
@@ -44,7 +44,10 @@ def layer_bytes(geometry: HeadGeometry, tokens: int, mixed: Mixed = "float32") -
 
 
 def most_exact(geometry: HeadGeometry, tokens: int, limit: float) -> Mixed:
-    """The most exact way in which the statistics of all layers take at most `limit` bytes; the smallest if none is."""
+    """Return the most exact way to store the mixed moments within `limit` bytes for all layers.
+
+    The smallest is returned if none fits.
+    """
     for mixed in MIXED:
         if geometry.num_layers * layer_bytes(geometry, tokens, mixed) <= limit:
             return mixed

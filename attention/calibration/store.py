@@ -41,8 +41,15 @@ class CalibrationError(ValueError):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Statistics of all layers. `digest` names the content: weights, tokens and settings that they came from;
-    `weights`: that of the weights alone; `mixed`: how the mixed moments are kept."""
+    """Statistics of all layers.
+
+    Attributes:
+        layers: One entry per layer.
+        tokens: Number of tokens.
+        digest: Of the weights, tokens and settings that the statistics come from.
+        weights: Digest of the weights alone.
+        mixed: How the mixed moments are stored.
+    """
 
     layers: Sequence[LayerStatistics]
     tokens: int
@@ -51,13 +58,18 @@ class Calibration:
     mixed: Mixed = "float32"
 
     def save(self, directory: str | Path) -> Calibration:
-        """`write` this one. Returns it as it lies there."""
-        return write(directory, self.layers, self.tokens, self.digest, self.weights, self.mixed)
+        """Write this calibration (`write_calibration`) and return it as it lies on disk."""
+        return write_calibration(
+            directory, self.layers, self.tokens, self.digest, self.weights, self.mixed
+        )
 
     @classmethod
     def load(cls, directory: str | Path) -> Calibration:
-        """The calibration of a folder; no layer is read before it is used. Raises CalibrationError if files are
-        missing, damaged or of another format."""
+        """Open the calibration in a folder; a layer is read when it is used.
+
+        Raises:
+            CalibrationError: If files are missing, damaged or of another format.
+        """
         source = Path(directory)
         try:
             noted = (source / META).stat().st_mtime_ns
@@ -71,7 +83,9 @@ class Calibration:
             layers = StoredLayers(
                 source, tuple((entry["file"], int(entry["tokens"])) for entry in entries)
             )
-            made = cls(layers, meta["tokens"], meta["digest"], meta["weights"], meta["mixed"])
+            calibration = cls(
+                layers, meta["tokens"], meta["digest"], meta["weights"], meta["mixed"]
+            )
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise CalibrationError(
                 f"{source} holds no readable calibration ({error}); calibrate again"
@@ -79,14 +93,16 @@ class Calibration:
         if any(fresh):
             with suppress(OSError):  # somebody else's folder, to be read only
                 write_whole(source / META, json.dumps(meta | {"layers": entries}, indent=1))
-        return made
+        return calibration
 
 
 @dataclass(frozen=True)
 class StoredLayers(Sequence[LayerStatistics]):
-    """The layers of a folder: each is mapped into memory anew when it is asked for, and goes with what uses it.
+    """The layers of a folder, each mapped into memory when it is used.
 
-    `files`: name and tokens of each.
+    Attributes:
+        folder: Where the files are.
+        files: Name and tokens of each.
     """
 
     folder: Path
@@ -116,30 +132,33 @@ class StoredLayers(Sequence[LayerStatistics]):
 
 
 def folder_of(cache_dir: str | Path, digest: str) -> Path:
-    """Where the calibration of a digest is kept, or will be."""
+    """Return the path of the calibration of a digest."""
     return Path(cache_dir) / f"calibration-{digest}"
 
 
-def kept(folder: Path, digest: str) -> Calibration | None:
-    """The calibration of that digest in a folder; None if there is none that can be used, and then a line on stderr
-    says why."""
+def stored_calibration(folder: Path, digest: str) -> Calibration | None:
+    """Return the calibration of that digest in a folder.
+
+    Returns:
+        None if there is none, or if it cannot be used: a line on stderr then says why.
+    """
     if not folder.exists():
         return None
     try:
-        found = Calibration.load(folder)
+        calibration = Calibration.load(folder)
     except CalibrationError as error:
         print(f"{error}: calibrating again", file=sys.stderr)
         return None
-    if found.digest == digest:
-        return found
+    if calibration.digest == digest:
+        return calibration
     print(
-        f"{folder} holds calibration {found.digest}, expected {digest}; calibrating again",
+        f"{folder} holds calibration {calibration.digest}, expected {digest}; calibrating again",
         file=sys.stderr,
     )
     return None
 
 
-def write(
+def write_calibration(
     directory: str | Path,
     layers: Iterable[LayerStatistics],
     tokens: int,
@@ -147,10 +166,21 @@ def write(
     weights: str,
     mixed: Mixed = "float32",
 ) -> Calibration:
-    """Write a calibration, a layer at a time as `layers` yields them, and open it.
+    """Write a calibration, one layer at a time as `layers` yields them, and open it.
 
-    The folder takes its place in one step when all is written, so that a kill, a full disk or another process that
-    writes the same leave no half of it. Raises OSError if it cannot be written.
+    The folder is put in place in one step when all is written, so that a kill, a full disk or
+    another process that writes the same leave no half of it.
+
+    Args:
+        directory: The folder.
+        layers: Statistics of each layer.
+        tokens: Number of tokens.
+        digest: Of all that the calibration depends on.
+        weights: Digest of the weights alone.
+        mixed: How the mixed moments are stored.
+
+    Raises:
+        OSError: If it cannot be written.
     """
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)

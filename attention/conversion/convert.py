@@ -19,7 +19,7 @@ from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling import mlp
-from attention.modeling.beside import beside
+from attention.modeling.beside import beside_original
 from attention.modeling.composition import reset
 from attention.modeling.model_classes import check_fits, headfold_config, plan_of
 from attention.plan import AttentionPlan, PlanError
@@ -84,24 +84,24 @@ def assemble(
     if share and not (
         plan.is_shared or plan.mlp_shares or plan_of(model).is_shared or plan_of(model).mlp_shares
     ):
-        new = beside(model, lambda: build(model.config, plan, model.dtype))
+        new = beside_original(model, lambda: build(model.config, plan, model.dtype))
     else:
         new = build(model.config, plan, model.dtype)
     # Fixed, so that a conversion is reproducible; what the source has of composition is copied over it.
     reset(new, identity=True, generator=torch.Generator().manual_seed(0))
     nn.Module.to(new, model.device)
     target = new.state_dict()
-    kept = {
+    copied = {
         k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape
     }
     maps = {k for k in target if k.endswith((".key_map", ".value_map"))}
-    new.load_state_dict({k: t for k, t in kept.items() if k not in maps}, strict=False)
+    new.load_state_dict({k: t for k, t in copied.items() if k not in maps}, strict=False)
     family = family_of(new.config)
     modules = family.attention_modules(new)
-    with stage("fusing heads", len(modules), "layers") as told:
+    with stage("fusing heads", len(modules), "layers") as progress:
         for module, layer in zip(modules, heads, strict=True):
             family.write(module, layer.to(model.device))
-            told.step()
+            progress.step()
     if plan.mlp_shares or plan_of(model).mlp_shares:
         mlp.copy(model, new)
     if model.generation_config is not None:
@@ -176,6 +176,6 @@ def through(
     knobs: Mapping[str, Any],
 ) -> Iterator[LayerHeads]:
     """What a part of alignment or fusion makes of the lifted heads of one layer after the other."""
-    for index, (own, layer) in enumerate(zip(heads, plan.layers, strict=True)):
+    for index, (layer_heads, layer) in enumerate(zip(heads, plan.layers, strict=True)):
         statistics = calibration.layers[index] if calibration else None
-        yield part(own, layer, statistics, geometry.layer(index), **knobs)
+        yield part(layer_heads, layer, statistics, geometry.layer(index), **knobs)

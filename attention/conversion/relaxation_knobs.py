@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from attention.axes import AUTO, Knob
+from attention.axes import AUTO_KNOB, Knob
 
 UNFINISHED = 0.05
 """Share of its way that a relaxation may have left for its result to count as reached (`Relaxation.remaining`)."""
@@ -29,7 +29,7 @@ PULL_REFERENCE = (0.3, 18)
 
 def _rate(doc: str) -> Knob:
     text = f"{doc}; auto: from the steps"
-    return Knob("rate", "log_float", text, 1e-4, 1.0, searched=True, default=AUTO, auto=True)
+    return Knob("rate", "log_float", text, 1e-4, 1.0, searched=True, default=AUTO_KNOB, auto=True)
 
 
 LAGRANGIAN = (
@@ -67,7 +67,7 @@ HARD_CONCRETE = (
         "weight of the constraint (Eq. 29) beside the loss; auto: 1 with a rate that is a number, else from the steps",
         1e-3,
         1e6,
-        default=AUTO,
+        default=AUTO_KNOB,
         auto=True,
     ),
     Knob(
@@ -120,10 +120,10 @@ def rate_of(name: str, rate: float | str, steps: int) -> float:
     if isinstance(rate, (int, float)):
         return rate
     if name == "pull_together":
-        reference, known = PULL_REFERENCE
-        return 1 - (1 - reference) ** (known / steps)
-    paper, known = LAGRANGIAN_PAPER if name == "lagrangian" else HARD_CONCRETE_PAPER
-    return min(1.0, paper * known / steps)
+        reference, known_steps = PULL_REFERENCE
+        return 1 - (1 - reference) ** (known_steps / steps)
+    paper, known_steps = LAGRANGIAN_PAPER if name == "lagrangian" else HARD_CONCRETE_PAPER
+    return min(1.0, paper * known_steps / steps)
 
 
 def constraint_weight(weight: float | str, rate: float | str, steps: int) -> float:
@@ -134,7 +134,7 @@ def constraint_weight(weight: float | str, rate: float | str, steps: int) -> flo
     """
     if isinstance(weight, (int, float)):
         return weight
-    return max(1.0, CONSTRAINT_STEPS / steps) if rate == AUTO else 1.0
+    return max(1.0, CONSTRAINT_STEPS / steps) if rate == AUTO_KNOB else 1.0
 
 
 def too_few_steps(name: str, knobs: Mapping[str, Any], steps: int) -> str | None:

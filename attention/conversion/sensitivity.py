@@ -47,11 +47,11 @@ def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) 
     try:
         layers = [layer_of(model, module) for module in modules]
         counting = stage("sensitivity of the outputs", len(sequences), "sequences")
-        with counting as told, sums.collected(), _made_again(layers), torch.enable_grad():
+        with counting as progress, sums.collected(), _made_again(layers), torch.enable_grad():
             for ids in sequences.split(batch_of(sequences.shape[1], BATCH)):
                 cost = drawn_cost(final(model, ids.to(model.device)), generator)
                 torch.autograd.grad(cost, entered.pop())
-                told.step(len(ids))
+                progress.step(len(ids))
     finally:
         hook.remove()
     return [sums.of[module] / sequences.numel() for module in modules]

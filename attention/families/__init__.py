@@ -83,21 +83,21 @@ def family_of(config: Any) -> Family:
                 "heads to share; Headfold converts models with key and value heads"
             )
         # A name that is nearly one of them is another architecture and no misspelling.
-        known = sorted(families())
+        names = sorted(families())
         raise ValueError(
-            f"model type must be one of {known}, got {model_type!r}; see CONTRIBUTING.md for how to add a family"
+            f"model type must be one of {names}, got {model_type!r}; see CONTRIBUTING.md for how to add a family"
         )
     return families()[model_type]
 
 
 def _multimodal(model_type: str, text_type: Any) -> str:
     """What a user of a multimodal checkpoint is told."""
-    said = f"a {model_type} is multimodal, and its language model, a {text_type},"
+    message = f"a {model_type} is multimodal, and its language model, a {text_type},"
     if text_type not in families():
-        return f"{said} is of no supported type; supported are {', '.join(sorted(families()))}"
+        return f"{message} is of no supported type; supported are {', '.join(sorted(families()))}"
     name = families()[text_type].model_class.__name__
     return (
-        f"{said} is what can be converted. Save it alone in transformers: "
+        f"{message} is what can be converted. Save it alone in transformers: "
         f"whole = AutoModelForImageTextToText.from_pretrained(SOURCE); text = {name}(whole.config.text_config); "
         "text.model, text.lm_head = whole.model.language_model, whole.lm_head; text.save_pretrained(NEW_FOLDER); "
         "and copy the tokenizer's files there"
@@ -132,11 +132,11 @@ def _check_rope(config: Any) -> None:
     """Raise ValueError for a kind of RoPE that transformers does not have: it would fail while it builds the model."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    known = {"default", *ROPE_INIT_FUNCTIONS}
+    supported = {"default", *ROPE_INIT_FUNCTIONS}
     for rope in ropes_of(config):
         kind = rope.get("rope_type", "default")
-        if kind not in known:
-            raise ValueError(one_of("the config's rope_type", sorted(known), kind))
+        if kind not in supported:
+            raise ValueError(one_of("the config's rope_type", sorted(supported), kind))
 
 
 def ropes_of(config: Any) -> list[dict[str, Any]]:

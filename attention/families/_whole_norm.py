@@ -53,8 +53,8 @@ def key_norm(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
     if len(set(counts)) > 1:
         module.k_norm = WeighedRMSNorm(counts, geometry.head_dim, old.variance_epsilon, old.weight)
     elif plan.key_heads * geometry.head_dim != len(old.weight):
-        made = type(module.q_norm)(plan.key_heads * geometry.head_dim, eps=old.variance_epsilon)
-        module.k_norm = made.to(device=old.weight.device, dtype=old.weight.dtype)
+        norm = type(module.q_norm)(plan.key_heads * geometry.head_dim, eps=old.variance_epsilon)
+        module.k_norm = norm.to(device=old.weight.device, dtype=old.weight.dtype)
 
 
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
@@ -92,7 +92,9 @@ def family(
     name: str, config_class: type[PretrainedConfig], model_class: type[PreTrainedModel]
 ) -> Family:
     """A family of this kind."""
-    own: dict[str, Any] = {"read": read, "reshape": reshape, "write": write, "key_norm": key_norm}
-    own["pads_queries"] = False  # the norm would count zero heads too
-    own["query_norm"] = lambda module, queries: module.q_norm(queries.flatten(1)).view_as(queries)
-    return _separate.family(name, config_class, model_class, partial(geometry, family=name), **own)
+    hooks: dict[str, Any] = {"read": read, "reshape": reshape, "write": write, "key_norm": key_norm}
+    hooks["pads_queries"] = False  # the norm would count zero heads too
+    hooks["query_norm"] = lambda module, queries: module.q_norm(queries.flatten(1)).view_as(queries)
+    return _separate.family(
+        name, config_class, model_class, partial(geometry, family=name), **hooks
+    )

@@ -13,8 +13,8 @@ from attention.geometry import HeadGeometry
 
 def geometry(config: Any) -> HeadGeometry:
     norm = bool(config.qk_layernorm)
-    own = _separate.geometry(config, family="phi", qkv_bias=True, output_bias=True, qk_norm=norm)
-    return replace(own, centred_norm=norm)
+    result = _separate.geometry(config, family="phi", qkv_bias=True, output_bias=True, qk_norm=norm)
+    return replace(result, centred_norm=norm)
 
 
 FAMILY = _separate.family(

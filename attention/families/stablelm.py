@@ -22,10 +22,10 @@ def geometry(config: Any) -> HeadGeometry:
     rotary = RotaryLayout(head_dim, int(head_dim * config.rope_parameters["partial_rotary_factor"]))
     bias = bool(config.use_qkv_bias)
     norm = bool(config.qk_layernorm)
-    own = _separate.geometry_with(
+    result = _separate.geometry_with(
         config, "stablelm", config.num_key_value_heads, rotary, bias, False, qk_norm=norm
     )
-    return replace(own, centred_norm=norm)
+    return replace(result, centred_norm=norm)
 
 
 def _weights(norms: Any) -> Tensor:

@@ -32,7 +32,7 @@ from attention.io.replacing import DIGESTS, digests, parents_made, recover, reso
 from attention.io.sources import NOT_REACHED, CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
 from attention.modeling import model_classes
-from attention.modeling.beside import beside
+from attention.modeling.beside import beside_original
 from attention.modeling.model_classes import PREFIX, family_fields, plan_of
 from attention.plan import AttentionPlan
 
@@ -84,14 +84,15 @@ def to_plain(model: PreTrainedModel) -> PreTrainedModel:
     It is to be written or measured: what lies outside of attention is `model`'s memory. Raises ValueError if the plan
     is not uniform GQA or the family has no GQA form.
     """
-    plan, family = plan_of(model), family_of(model.config)
+    plan = plan_of(model)
+    family = family_of(model.config)
     config = plain_form(model.config, plan)
     if config is None:
         raise ValueError(
             f"only a plan with one map for keys and values and equal groups in all layers has a plain {family.name} "
             "form; see `headfold export` for other lowerings"
         )
-    plain = beside(model, lambda: family.model_class._from_config(config, dtype=model.dtype))
+    plain = beside_original(model, lambda: family.model_class._from_config(config, dtype=model.dtype))
     wanted = plain.state_dict()
     # In attention modules the names may differ, or the shapes: they are written below.
     state = {k: t for k, t in model.state_dict().items() if k in wanted and t.shape == wanted[k].shape}
@@ -210,7 +211,7 @@ def load(
     model_classes.register()
     config = load_config(source, trust_remote_code=trust_remote_code)
     family_of(config)
-    weights.check(source, config)
+    weights.check_weights(source, config)
     cached = only_cached(source)
     try:
         with weights.without_report():
@@ -293,7 +294,8 @@ def _as_mistral(fields: Mapping[str, Any], source: str | Path) -> PretrainedConf
     other. Raises CheckpointError for one with biases, which Mistral has not."""
     if fields.get("model_type") != "llama" or not fields.get("head_dim"):
         return None
-    width, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
+    width = fields.get("hidden_size")
+    heads = fields.get("num_attention_heads")
     if not isinstance(width, int) or not isinstance(heads, int) or heads < 1 or width % heads == 0:
         return None
     kv_heads = fields.get("num_key_value_heads") or heads

@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 
 from attention.io.safetensors_files import Stored, WeightsError
 
-Part = tuple[Stored, Any]
+PlacedTensor = tuple[Stored, Any]
 """A tensor of a file, and the index of its place in the model's tensor."""
 
 
@@ -43,7 +43,7 @@ class Stacked:
         return self.experts[0][0].dtype
 
 
-Place = Stored | Stacked
+TensorSource = Stored | Stacked
 
 
 def stacks(converter: WeightConverter) -> bool:
@@ -57,29 +57,29 @@ def stacked(name: str, matrices: Mapping[str, Sequence[Stored]], order: Sequence
     """The place of the model's tensor `name`. `matrices`: those of all experts, by the pattern that their names match;
     `order`: the patterns as their matrices follow each other. Raises WeightsError unless all experts are alike."""
     columns = [
-        sorted(matrices.get(one, []), key=lambda place: dot_natural_key(place.name))
+        sorted(matrices.get(one, []), key=lambda stored: dot_natural_key(stored.name))
         for one in order
     ]
-    alike = all(len({(place.shape, place.dtype) for place in column}) == 1 for column in columns)
+    alike = all(len({(stored.shape, stored.dtype) for stored in column}) == 1 for column in columns)
     if not alike or len({len(column) for column in columns}) > 1:
-        held = "; ".join(
+        names = "; ".join(
             f"{len(column)} of {one.lstrip('.')}"
             for one, column in zip(order, columns, strict=True)
         )
         raise WeightsError(
-            f"the experts of {name} differ in number, shape or dtype: the files hold {held}; download or save the "
+            f"the experts of {name} differ in number, shape or dtype: the files hold {names}; download or save the "
             "model again"
         )
     return Stacked(tuple(zip(*columns, strict=True)))
 
 
-def parts_of(place: Place) -> list[Part]:
+def parts_of(source: TensorSource) -> list[PlacedTensor]:
     """The tensors of files that a tensor of the model is read from."""
-    if isinstance(place, Stored):
+    if isinstance(source, Stored):
         whole: EllipsisType = ...
-        return [(place, whole)]
-    parts: list[Part] = []
-    for index, matrices in enumerate(place.experts):
+        return [(source, whole)]
+    parts: list[PlacedTensor] = []
+    for index, matrices in enumerate(source.experts):
         end = 0
         for matrix in matrices:
             start = end

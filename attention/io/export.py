@@ -16,7 +16,7 @@ from attention.base.messages import one_of
 from attention.io import checkpoint, targets
 from attention.io.precision import DTYPES, own_dtype, round_weights
 from attention.io.replacing import check_folder
-from attention.io.targets import Held, Lowered, Target
+from attention.io.targets import EngineSupport, Lowered, Target
 from attention.io.targets._pairs import widest_layers
 from attention.modeling.model_classes import plan_of, plan_of_config
 from attention.plan import AttentionPlan
@@ -81,15 +81,15 @@ def export(
     chosen = targets.target(target)
     check_folder(out, overwrite=overwrite, reads=[source])
     config = checkpoint.load_config(source)
-    own = checkpoint.original_heads(source)
+    original = checkpoint.original_heads(source)
     plan = plan_of_config(config)
     written = str(dtype or own_dtype(config, source)).removeprefix("torch.")
     if written not in chosen.dtypes:
         raise ValueError(one_of(f"dtype for target {chosen.name}", chosen.dtypes, written))
-    held = chosen.held(config, plan)
+    support = chosen.held(config, plan)
     cached = cache_dtype(written)
     if not allow_larger_cache:
-        check_cache(plan, held, chosen.name, cached)
+        check_cache(plan, support, chosen.name, cached)
     model = checkpoint.load(source, torch.float32)
     lowered = chosen.lower(model)
     reference = _reference(model, lowered, written)
@@ -98,16 +98,16 @@ def export(
         folder=str(Path(out).absolute()),
         model_type="",
         exact=lowered.exact and written in DTYPES,
-        notes=(*lowered.notes, *padding_notes(held, plan)),
+        notes=(*lowered.notes, *padding_notes(support, plan)),
         dtype=written,
         cache_dtype=cached,
         engines=chosen.engines,
-        kv_heads=tuple(map(max, held.key_heads, held.value_heads)),
+        kv_heads=tuple(map(max, support.key_heads, support.value_heads)),
         kv_bytes_per_token_before=plan.kv_bytes_per_token(cached),
-        kv_bytes_per_token_after=held.bytes_per_token(cached),
-        kv_bytes_per_token_original=own and own * plan.head_dim * DTYPES[cached].itemsize,
-        zero_query_heads=held.zero_query_heads(plan),
-        extra_attention=held.extra_attention(plan),
+        kv_bytes_per_token_after=support.bytes_per_token(cached),
+        kv_bytes_per_token_original=original and original * plan.head_dim * DTYPES[cached].itemsize,
+        zero_query_heads=support.zero_query_heads(plan),
+        extra_attention=support.extra_attention(plan),
     )
     after = plan_of(lowered.model)
     folded = lowered.folded
@@ -118,7 +118,7 @@ def export(
     def write(fresh: Path) -> None:
         nonlocal report
         report = _write(fresh, chosen, stock, tokenizer, report, reference, folded, check)
-        if own is not None:
+        if original is not None:
             checkpoint.write_note(fresh, after, checkpoint.carried(source))
 
     checkpoint.write_atomically(out, write, overwrite=overwrite)
@@ -174,10 +174,10 @@ def cache_dtype(dtype: str) -> str:
     return dtype if dtype in DTYPES else "float16"
 
 
-def check_cache(plan: AttentionPlan, held: Held, name: str, dtype: str) -> None:
+def check_cache(plan: AttentionPlan, support: EngineSupport, name: str, dtype: str) -> None:
     """Raise LargerCacheError if a target takes more cache than the plan itself."""
     before = plan.kv_bytes_per_token(dtype)
-    after = held.bytes_per_token(dtype)
+    after = support.bytes_per_token(dtype)
     if after > before:
         raise LargerCacheError(
             f"target {name} takes {after} KV bytes per token, the plan {before}: {widest_layers(plan)}, of which each "
@@ -188,11 +188,11 @@ def check_cache(plan: AttentionPlan, held: Held, name: str, dtype: str) -> None:
         )
 
 
-def padding_notes(held: Held, plan: AttentionPlan) -> tuple[str, ...]:
+def padding_notes(support: EngineSupport, plan: AttentionPlan) -> tuple[str, ...]:
     """A note about query heads of zeros, if there are any."""
-    if not (zeros := held.zero_query_heads(plan)):
+    if not (zeros := support.zero_query_heads(plan)):
         return ()
-    share = f"{100 * held.extra_attention(plan):.3g} % more work in attention, and no more cache"
+    share = f"{100 * support.extra_attention(plan):.3g} % more work in attention, and no more cache"
     return (f"{zeros} query heads of zeros, over all layers, even out the groups: {share}",)
 
 

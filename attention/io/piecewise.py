@@ -79,13 +79,13 @@ def save_as(
     with torch.device("meta"), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(config)
     tied = set(model.all_tied_weights_keys)
-    wanted = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+    expected = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
 
     def write(fresh: Path) -> None:
-        given, dtype = write_shards(((n, t) for n, t in tensors if n not in tied), fresh, shard)
-        if given != wanted:
+        written, dtype = write_shards(((n, t) for n, t in tensors if n not in tied), fresh, shard)
+        if written != expected:
             raise ValueError(
-                f"expected the tensors of {source}; others are {sorted(given.items() ^ wanted.items())}"
+                f"expected the tensors of {source}; others are {sorted(written.items() ^ expected.items())}"
             )
         config.dtype = dtype
         config.architectures = [type(model).__name__]

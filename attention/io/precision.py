@@ -45,8 +45,8 @@ def _most_stored(folder: Path) -> str | None:
         with suppress(WeightsError):  # a file that cannot be read is told of when it is loaded
             for tensor in tensors_of_file(folder, path.name).values():
                 counts[tensor.dtype] += tensor.numbers
-    known = [kind for kind, _ in counts.most_common() if kind in STORED]
-    return STORED[known[0]] if known else None
+    kinds = [kind for kind, _ in counts.most_common() if kind in STORED]
+    return STORED[kinds[0]] if kinds else None
 
 
 @torch.no_grad()

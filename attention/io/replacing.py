@@ -44,24 +44,24 @@ def check_folder(
     for source in sources:
         check_source(source, "model")
     try:
-        place = resolved(folder)
-        _check_place(place, sources, key)
-        if os.path.lexists(place):
-            _check_kind(place, key)
-        recover(place)
-        _check_content(place, overwrite, key)
-        _try(place)
+        path = resolved(folder)
+        _check_place(path, sources, key)
+        if os.path.lexists(path):
+            _check_kind(path, key)
+        recover(path)
+        _check_content(path, overwrite, key)
+        _try(path)
     except OutputError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise cannot_write(folder, error, key) from None
-    return place
+    return path
 
 
-def cannot_write(place: str | Path, error: Exception, key: str) -> OutputError:
+def cannot_write(path: str | Path, error: Exception, key: str) -> OutputError:
     """What a user is told of an error of the system: no permission, no room, a parent that is a file, a loop."""
     why = error.strerror if isinstance(error, OSError) else error
-    return OutputError(f"{key}: cannot write to {str(place)!r} ({why}); give another place")
+    return OutputError(f"{key}: cannot write to {str(path)!r} ({why}); give another place")
 
 
 def resolved(path: str | Path) -> Path:
@@ -70,36 +70,34 @@ def resolved(path: str | Path) -> Path:
     return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
 
 
-def _check_place(place: Path, reads: Iterable[str | Path], key: str) -> None:
+def _check_place(path: Path, reads: Iterable[str | Path], key: str) -> None:
     for source in reads:
         if Path(source).exists():
-            if _holds(place, source):
+            if _holds(path, source):
                 raise OutputError(
-                    f"{key}: {str(place)!r} is, or contains, what is read: {str(source)!r}"
+                    f"{key}: {str(path)!r} is, or contains, what is read: {str(source)!r}"
                 )
-            if _holds(source, place):
-                raise OutputError(
-                    f"{key}: {str(place)!r} lies within what is read: {str(source)!r}"
-                )
-    if (around := checkpoint_around(place)) is not None:
+            if _holds(source, path):
+                raise OutputError(f"{key}: {str(path)!r} lies within what is read: {str(source)!r}")
+    if (around := checkpoint_around(path)) is not None:
         raise OutputError(
-            f"{key}: {str(place)!r} lies within a checkpoint, {str(around)!r}; give a place outside"
+            f"{key}: {str(path)!r} lies within a checkpoint, {str(around)!r}; give a place outside"
         )
     for name, where in (("the current folder", Path.cwd), ("your home folder", Path.home)):
         try:
-            own = where()
+            library = where()
         except (OSError, RuntimeError):
             continue  # there is none
-        if _holds(place, own):
+        if _holds(path, library):
             raise OutputError(
-                f"{key}: {str(place)!r} is, or contains, {name}; name a new folder within it"
+                f"{key}: {str(path)!r} is, or contains, {name}; name a new folder within it"
             )
 
 
-def checkpoint_around(place: Path) -> Path | None:
+def checkpoint_around(path: Path) -> Path | None:
     """The checkpoint that a place lies in: the nearest folder above it with a config and safetensors."""
     with contextlib.suppress(OSError):
-        for folder in place.parents:
+        for folder in path.parents:
             if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
                 return folder
     return None
@@ -109,43 +107,43 @@ def _holds(folder: str | Path, inside: str | Path) -> bool:
     """Whether `inside` is `folder`, or lies in it, by whatever path either is reached."""
     if not Path(folder).exists():
         return False
-    place = Path(inside).resolve()
-    return any(p.exists() and p.samefile(folder) for p in (place, *place.parents))
+    path = Path(inside).resolve()
+    return any(p.exists() and p.samefile(folder) for p in (path, *path.parents))
 
 
-def _check_kind(place: Path, key: str) -> None:
-    mode = place.lstat().st_mode
+def _check_kind(path: Path, key: str) -> None:
+    mode = path.lstat().st_mode
     if stat.S_ISLNK(mode):
         raise OutputError(
-            f"{key}: {str(place)!r} is a link to {str(place.readlink())!r}; name a folder itself"
+            f"{key}: {str(path)!r} is a link to {str(path.readlink())!r}; name a folder itself"
         )
     if not stat.S_ISDIR(mode):
-        raise OutputError(f"{key}: {str(place)!r} is a file; name a folder")
-    if place.is_mount():
+        raise OutputError(f"{key}: {str(path)!r} is a file; name a folder")
+    if path.is_mount():
         raise OutputError(
-            f"{key}: {str(place)!r} is a mount of its own; name a new folder within it"
+            f"{key}: {str(path)!r} is a mount of its own; name a new folder within it"
         )
 
 
-def _check_content(place: Path, overwrite: bool, key: str) -> None:
-    if not place.is_dir() or not any(place.iterdir()):
+def _check_content(path: Path, overwrite: bool, key: str) -> None:
+    if not path.is_dir() or not any(path.iterdir()):
         return
-    if (other := foreign(place)) is not None:
+    if (other := foreign(path)) is not None:
         raise OutputError(
-            f"{key}: {str(place)!r} is not empty, and Headfold did not write its {other!r}; nothing in it is replaced: "
+            f"{key}: {str(path)!r} is not empty, and Headfold did not write its {other!r}; nothing in it is replaced: "
             "give another folder"
         )
     if not overwrite:
         raise OutputError(
-            f"{key}: {str(place)!r} holds what Headfold wrote earlier; to replace it add --overwrite (in Python: "
+            f"{key}: {str(path)!r} holds what Headfold wrote earlier; to replace it add --overwrite (in Python: "
             "overwrite=True), or give another folder"
         )
-    if (other := changed(place)) is not None:
+    if (other := changed(path)) is not None:
         raise OutputError(
-            f"{key}: {str(place / other)!r} was changed after Headfold wrote it, and is not replaced: give another "
+            f"{key}: {str(path / other)!r} was changed after Headfold wrote it, and is not replaced: give another "
             "folder"
         )
-    spare = spare_of(place)
+    spare = spare_of(path)
     if os.path.lexists(spare) and not _left_by_us(spare):
         raise OutputError(f"{key}: {str(spare)!r} is in the way; move it, or give another folder")
 
@@ -153,13 +151,13 @@ def _check_content(place: Path, overwrite: bool, key: str) -> None:
 def digests(folder: Path) -> dict[str, str]:
     """What `digests.json` of a folder names, file by SHA-256; empty if there is none that can be read."""
     try:
-        kept = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+        recorded = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    sound = isinstance(kept, dict) and all(
-        re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in kept.values()
+    sound = isinstance(recorded, dict) and all(
+        re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in recorded.values()
     )
-    return kept if sound else {}
+    return recorded if sound else {}
 
 
 def stranger(folder: Path) -> str | None:
@@ -167,9 +165,9 @@ def stranger(folder: Path) -> str | None:
     if folder.is_symlink() or not folder.is_dir():
         return folder.name
     ours = digests(folder)
-    known = ours.keys() | {DIGESTS} if ours else ours.keys()
+    expected = ours.keys() | {DIGESTS} if ours else ours.keys()
     for name, mode in entries(folder):
-        if stat.S_ISDIR(mode) or not stat.S_ISREG(mode) or name not in known:
+        if stat.S_ISDIR(mode) or not stat.S_ISREG(mode) or name not in expected:
             return name
     return None
 

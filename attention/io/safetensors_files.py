@@ -49,7 +49,7 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
     """A safetensors file. Raises WeightsError that says what is wrong with it."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -73,8 +73,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         return tensors_of_file(folder, SINGLE)
     if not (folder / INDEX).is_file():
         raise WeightsError(_nothing_in(folder))
-    places = _index(folder / INDEX)
-    files = sorted(set(places.values()))
+    weight_map = _index(folder / INDEX)
+    files = sorted(set(weight_map.values()))
     absent = [file for file in files if not (folder / file).is_file()]
     if absent:
         raise WeightsError(
@@ -89,7 +89,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                     f"{folder}: {name} lies in both {stored[name].file} and {file}; save the model anew"
                 )
             stored[name] = tensor
-    for name, file in places.items():
+    for name, file in weight_map.items():
         if name not in stored or stored[name].file != file:
             raise WeightsError(
                 f"{folder / file} has no tensor {name!r}, which {INDEX} says it has; file and index are not of one "
@@ -101,7 +101,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 def tensors_of_file(folder: Path, file: str) -> dict[str, Stored]:
     """The tensors of one file by name. Raises WeightsError if it cannot be read."""
     tensors = {}
-    with opened(folder / file) as weights:
+    with open_safetensors(folder / file) as weights:
         for name in weights.keys():  # noqa: SIM118 (not a dict)
             part = weights.get_slice(name)
             tensors[name] = Stored(file, name, tuple(part.get_shape()), part.get_dtype())
@@ -110,9 +110,9 @@ def tensors_of_file(folder: Path, file: str) -> dict[str, Stored]:
 
 def _index(path: Path) -> dict[str, str]:
     try:
-        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        if places and all(isinstance(file, str) for file in places.values()):
-            return places
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if weight_map and all(isinstance(file, str) for file in weight_map.values()):
+            return weight_map
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     raise WeightsError(
@@ -131,8 +131,8 @@ def _nothing_in(folder: Path) -> str:
             "are read. If you trust their source, save the weights as safetensors in transformers: "
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, use_safetensors=False).save_pretrained(NEW_FOLDER)"
         )
-    others = listed(path.name for path in folder.glob("*.safetensors"))
-    beside = f" (it has {others}, which transformers does not look for)" if others else ""
+    names = listed(path.name for path in folder.glob("*.safetensors"))
+    beside = f" (it has {names}, which transformers does not look for)" if names else ""
     return (
         f"{folder} has no safetensors weights: neither {SINGLE} nor {INDEX}{beside}; copy them there, or save the "
         "weights as safetensors with save_pretrained"
@@ -160,9 +160,9 @@ def _diagnosis(path: Path, error: Exception) -> str:
         return "it is a pickle under the name of safetensors; save the weights with save_pretrained"
     if start[8:9] != b"{":
         return f"it is not safetensors ({error}); {_AGAIN}"
-    wanted = 8 + length + _data_bytes(header)
-    if size < wanted:
-        return f"it is truncated: {size:,} bytes of at least {wanted:,}; {_AGAIN}"
+    expected = 8 + length + _data_bytes(header)
+    if size < expected:
+        return f"it is truncated: {size:,} bytes of at least {expected:,}; {_AGAIN}"
     return f"it is damaged ({error}); {_AGAIN}"
 
 

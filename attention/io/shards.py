@@ -42,23 +42,23 @@ def shard_path(folder: Path, piece: int, layers: int) -> Path:
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one piece atomically."""
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with written_whole(path) as fresh:
-        save_file(own, fresh, {"format": "pt"})
+        save_file(copies, fresh, {"format": "pt"})
 
 
 def write_index(folder: Path) -> dict[str, int]:
     """Write the index over all pieces in `folder`. Returns `parameters` (floating-point numbers) and `bytes`."""
-    places: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     parameters = size = 0
     for path in sorted(folder.glob(_PARTS)):
         for name, tensor in tensors_of_file(folder, path.name).items():
-            places[name] = path.name
+            weight_map[name] = path.name
             parameters += tensor.numbers if tensor.dtype in STORED else 0
             size += tensor.numbers * _BYTES[tensor.dtype]
     record = {
         "metadata": {"total_size": size, "total_parameters": parameters},
-        "weight_map": places,
+        "weight_map": weight_map,
     }
     (folder / INDEX).write_text(
         json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8"
@@ -66,7 +66,7 @@ def write_index(folder: Path) -> dict[str, int]:
     return {"parameters": parameters, "bytes": size}
 
 
-def complete(
+def complete_checkpoint(
     folder: Path,
     weights: LazyWeights,
     config: PretrainedConfig,
@@ -84,22 +84,22 @@ def complete(
     """
     for half in folder.glob(".*.new"):  # of a killed conversion
         half.unlink()
-    made = headfold_config(config, plan)
+    new_config = headfold_config(config, plan)
     if plain:
-        lowered = checkpoint.plain_form(made, plan)
+        lowered = checkpoint.plain_form(new_config, plan)
         if lowered is None:
             raise ValueError(
                 "only a uniform GQA plan of a family with grouped heads has a plain form; use plain=False"
             )
-        made = lowered
-    table, *others = stored_outer_names(config)
+        new_config = lowered
+    table, *other_names = stored_outer_names(config)
     write_shard(shard_path(folder, 0, plan.num_layers), {table: weights.one(table, dtype)})
-    rest = {name: weights.one(name, dtype) for name in others}
+    rest = {name: weights.one(name, dtype) for name in other_names}
     write_shard(shard_path(folder, plan.num_layers + 1, plan.num_layers), rest)
     sizes = write_index(folder)
-    _check_names(folder, made)
-    made.dtype = dtype
-    made.save_pretrained(folder)
+    _check_names(folder, new_config)
+    new_config.dtype = dtype
+    new_config.save_pretrained(folder)
     write_both_forms(folder)
     copy_files(weights.folder, folder)
     checkpoint.write_note(folder, plan, record)
@@ -112,13 +112,13 @@ def _check_names(folder: Path, config: PretrainedConfig) -> None:
         model = AutoModelForCausalLM.from_config(config)
     listed = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
     tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
-    wanted = set(
+    expected = set(
         published(model, {name: t for name, t in model.state_dict().items() if name not in tied})
     )
-    if listed != wanted:
+    if listed != expected:
         raise ValueError(
-            f"{folder} must hold the {len(wanted)} tensors of {type(model).__name__}; missing are "
-            f"{sorted(wanted - listed)[:3]}, too many {sorted(listed - wanted)[:3]}; "
+            f"{folder} must hold the {len(expected)} tensors of {type(model).__name__}; missing are "
+            f"{sorted(expected - listed)[:3]}, too many {sorted(listed - expected)[:3]}; "
             "remove the folder and convert again"
         )
     config.architectures = [type(model).__name__]

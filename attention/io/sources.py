@@ -36,15 +36,15 @@ def is_folder(source: str | Path) -> bool:
                 "the safetensors files lie"
             )
         return True
-    wanted = "expected a folder with config.json and safetensors, or a hub name"
+    expected = "expected a folder with config.json and safetensors, or a hub name"
     if name and path.exists():
         open_by = "; a GGUF file is opened by convert, inspect, evaluate, export and finetune, but not here"
         gguf = open_by if path.suffix == ".gguf" else ""
-        raise CheckpointError(f"no checkpoint at {name!r}: it is a file; {wanted}{gguf}")
+        raise CheckpointError(f"no checkpoint at {name!r}: it is a file; {expected}{gguf}")
     first = name.split("/")[0]
     if not HUB_NAME.fullmatch(name):
         raise CheckpointError(
-            f"no checkpoint at {name!r}: there is no folder of that name; {wanted}"
+            f"no checkpoint at {name!r}: there is no folder of that name; {expected}"
         )
     if first != name and Path(first).is_dir():
         raise CheckpointError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from attention.families import family_of
 from attention.io.checkpoint import load_config
-from attention.io.targets import Held, TargetError, kv_bytes_in, targets
+from attention.io.targets import EngineSupport, TargetError, kv_bytes_in, targets
 from attention.io.targets._gguf.architectures import OF_FAMILY
 from attention.io.targets._pairs import widths_of
 from attention.modeling.model_classes import PREFIX, plan_of_config
@@ -23,18 +23,18 @@ def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
     """What a checkpoint is, its KV cache being held in `dtype`: `format` ("stock" or "headfold"), `loads_in` (software
     that loads it), and both in one line for people, with the command to go on with (`format_note`); of Headfold's own
     format also `padding`: of each target that holds the plan in its own bytes, the query heads of zeros
-    (`Held.zero_query_heads`) that it adds, if it adds any, and their share of the work of attention."""
+    (`EngineSupport.zero_query_heads`) that it adds, if it adds any, and their share of the work of attention."""
     config = load_config(folder)
     plan = plan_of_config(config)
     if config.model_type.startswith(PREFIX):
         note = f"Headfold's own format ({_reason(plan)}), which stock software does not load"
-        held = held_by(config, plan)
+        support = held_by(config, plan)
         padding = {}
         for name in exact_targets(config, plan, dtype):
-            if zeros := held[name].zero_query_heads(plan):
+            if zeros := support[name].zero_query_heads(plan):
                 padding[name] = {
                     "zero_query_heads": zeros,
-                    "extra_attention": held[name].extra_attention(plan),
+                    "extra_attention": support[name].extra_attention(plan),
                 }
         way_out = _way_out(folder, config, plan, dtype, padding)
         facts = {
@@ -80,18 +80,20 @@ def exact_targets(config: Any, plan: AttentionPlan, dtype: Any) -> dict[str, int
     """The targets that hold a plan in its own bytes, and how many those are per token; an engine's own formats first,
     those that need code in the folder last."""
     before = plan.kv_bytes_per_token(dtype)
-    takes = {name: held.bytes_per_token(dtype) for name, held in held_by(config, plan).items()}
+    takes = {
+        name: support.bytes_per_token(dtype) for name, support in held_by(config, plan).items()
+    }
     order = sorted(takes, key=lambda name: (name == "transformers", name == "gguf", name))
     return {name: takes[name] for name in order if takes[name] <= before}
 
 
-def held_by(config: Any, plan: AttentionPlan) -> dict[str, Held]:
+def held_by(config: Any, plan: AttentionPlan) -> dict[str, EngineSupport]:
     """What the engines of each target keep of a plan, for targets that hold it at all."""
-    held = {}
+    support = {}
     for name, one in targets().items():
         with suppress(TargetError):
-            held[name] = one.held(config, plan)
-    return held
+            support[name] = one.held(config, plan)
+    return support
 
 
 def _readers(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
@@ -99,12 +101,12 @@ def _readers(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
     gguf), and other families than those of that target were not tried in it."""
     name = family_of(config).name
     grouped_phi = name == "phi" and max(widths_of(plan)) > 1
-    known = ALL if name in OF_FAMILY and not grouped_phi else ALL[:2]
+    readers = ALL if name in OF_FAMILY and not grouped_phi else ALL[:2]
     try:
         kv_bytes_in("vllm", config, plan, "float32")
     except TargetError:
         return ALL[:1]
-    return known
+    return readers
 
 
 def _reason(plan: AttentionPlan) -> str:
@@ -133,19 +135,19 @@ def _way_out(
     """The command that writes what engines load: in the plan's own bytes, else the stock form that takes more."""
     before = plan.kv_bytes_per_token(dtype)
     if exact := exact_targets(config, plan, dtype):
-        first, *others = exact
+        first, *rest = exact
         engines = {
             name: " and ".join(targets()[name].engines) + _more_work(padding.get(name))
             for name in exact
         }
-        also = ", ".join(f"--target {name} for {engines[name]}" for name in others)
+        also = ", ".join(f"--target {name} for {engines[name]}" for name in rest)
         command = f"`{export_command(folder, first)}` writes it for {engines[first]} at the same {before} KV bytes"
         return f"{command} per token" + f" ({also})" * bool(also)
-    held = held_by(config, plan)
+    support = held_by(config, plan)
     for name in ("gqa", "phi"):
-        if name in held:
+        if name in support:
             command = export_command(folder, name, "--allow-larger-cache")
-            takes = held[name].bytes_per_token(dtype)
+            takes = support[name].bytes_per_token(dtype)
             return f"`{command}` lowers it to a stock one, at {takes} KV bytes per token instead of {before}"
     return "no stock format holds this plan: load it with attention.io.checkpoint.load of Headfold"
 

@@ -1,7 +1,7 @@
 """Whether the weights of a checkpoint are those that its config describes: every parameter by name and shape.
 
 transformers fills what a checkpoint lacks at random and goes on. Here that is an error, told from the headers of the
-safetensors files before any weight is read (`check`), and for hub names from what was loaded (`check_loaded`).
+safetensors files before any weight is read (`check_weights`), and for hub names from what was loaded (`check_loaded`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.initialization import no_init_weights
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from attention.io.experts import Place, parts_of, stacked, stacks
+from attention.io.experts import TensorSource, parts_of, stacked, stacks
 from attention.io.precision import STORED
-from attention.io.safetensors_files import Stored, WeightsError, listed, opened, stored_tensors
+from attention.io.safetensors_files import (
+    Stored,
+    WeightsError,
+    listed,
+    open_safetensors,
+    stored_tensors,
+)
 from attention.io.sources import source_note
 
-__all__ = ["WeightsError", "check", "check_finite", "check_loaded", "without_report"]
+__all__ = ["WeightsError", "check_finite", "check_loaded", "check_weights", "without_report"]
 
 logger = logging.getLogger(__name__)
 TIED_APART = (
@@ -53,7 +59,7 @@ class Differences:
     surplus: frozenset[str]
 
 
-def check(source: str | Path, config: PretrainedConfig) -> dict[str, Place]:
+def check_weights(source: str | Path, config: PretrainedConfig) -> dict[str, TensorSource]:
     """Where each tensor of the config's model lies, by the model's names; empty for a hub name.
 
     Headers alone are read, unless both of two tied matrices are stored: those are compared. Surplus tensors are told in
@@ -73,21 +79,21 @@ def check(source: str | Path, config: PretrainedConfig) -> dict[str, Place]:
         )
     model = _outline(folder, config)
     try:
-        places = _by_present_name(model, stored)
+        sources = _by_present_name(model, stored)
     except WeightsError as error:
         raise WeightsError(f"{folder}: {error}") from None
-    if places is None:
+    if sources is None:
         return {}  # tensors that transformers changes on loading: `check_loaded` sees what becomes of them
-    _check_dtypes(folder, places, model.state_dict())
+    _check_dtypes(folder, sources, model.state_dict())
     for tied, root in model.all_tied_weights_keys.items():
-        if tied in places and root in places:
+        if tied in sources and root in sources:
             # No expert is tied.
-            first, second = (parts_of(places[name])[0][0] for name in (tied, root))
+            first, second = (parts_of(sources[name])[0][0] for name in (tied, root))
             _check_tie(folder, first, second)
-        elif present := places.get(root) or places.get(tied):
-            places |= {tied: present, root: present}
-    _refuse(folder, model, _differences(model, places))
-    return places
+        elif present := sources.get(root) or sources.get(tied):
+            sources |= {tied: present, root: present}
+    _refuse(folder, model, _differences(model, sources))
+    return sources
 
 
 def check_plain(source: str | Path, config: PretrainedConfig) -> None:
@@ -98,11 +104,13 @@ def check_plain(source: str | Path, config: PretrainedConfig) -> None:
         raise WeightsError(_quantised(source, what, method))
 
 
-def _differences(model: PreTrainedModel, places: Mapping[str, Place]) -> Differences:
+def _differences(model: PreTrainedModel, sources: Mapping[str, TensorSource]) -> Differences:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    stored = {name: place.shape for name, place in places.items()}
+    stored = {name: source.shape for name, source in sources.items()}
     wrong = {
-        name: (stored[name], own) for name, own in shapes.items() if stored.get(name, own) != own
+        name: (stored[name], shape)
+        for name, shape in shapes.items()
+        if stored.get(name, shape) != shape
     }
     names = LoadStateDictInfo(set(), stored.keys() - shapes.keys(), set(), [], {}, set())
     # Takes away what its class knows not to need, masks for instance.
@@ -112,11 +120,11 @@ def _differences(model: PreTrainedModel, places: Mapping[str, Place]) -> Differe
     )
 
 
-def check_loaded(source: str | Path, model: PreTrainedModel, told: Mapping[str, Any]) -> None:
-    """Raise WeightsError unless all of a model came from its checkpoint. `told`: transformers' loading info."""
-    wrong = {name: (tuple(file), tuple(own)) for name, file, own in told["mismatched_keys"]}
-    missing = frozenset(told["missing_keys"])
-    surplus = frozenset(told["unexpected_keys"])
+def check_loaded(source: str | Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+    """Raise WeightsError unless all of a model came from its checkpoint. `info`: transformers' loading info."""
+    wrong = {name: (tuple(file), tuple(shape)) for name, file, shape in info["mismatched_keys"]}
+    missing = frozenset(info["missing_keys"])
+    surplus = frozenset(info["unexpected_keys"])
     _refuse(source, model, Differences(missing - set(wrong), wrong, surplus))
     table = model.get_input_embeddings()
     output = model.get_output_embeddings()
@@ -170,15 +178,15 @@ def _outline(source: Path, config: PretrainedConfig) -> PreTrainedModel:
     except (
         Exception
     ) as error:  # a config may hold anything, and the model's class may stumble over it in any way
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+        message = (str(error).splitlines() or [type(error).__name__])[0]
         raise WeightsError(
-            f"{source}: config.json describes no {config.model_type} model that can be built: {said}"
+            f"{source}: config.json describes no {config.model_type} model that can be built: {message}"
         ) from None
 
 
 def _by_present_name(
     model: PreTrainedModel, stored: Mapping[str, Stored]
-) -> dict[str, Place] | None:
+) -> dict[str, TensorSource] | None:
     """Tensors under the names that transformers gives them on loading, experts put together; None if it would do more
     to some. Raises WeightsError for experts that do not belong together."""
     state = model.state_dict()
@@ -186,20 +194,20 @@ def _by_present_name(
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    by_name: dict[str, Place] = {}
+    by_name: dict[str, TensorSource] = {}
     experts: dict[str, dict[str, list[Stored]]] = {}
-    for name, place in stored.items():
+    for name, source in stored.items():
         present, pattern = rename_source_key(
             name, renamings, converters, model.base_model_prefix, state
         )
         if pattern is not None:
             if not stacks(of_pattern[pattern]):
                 return None
-            experts.setdefault(present, {}).setdefault(pattern, []).append(place)
+            experts.setdefault(present, {}).setdefault(pattern, []).append(source)
             continue
         if present not in state and name in state:
             present = name
-        by_name[present] = place
+        by_name[present] = source
     for present, matrices in experts.items():
         by_name[present] = stacked(
             present, matrices, of_pattern[next(iter(matrices))].source_patterns
@@ -208,19 +216,19 @@ def _by_present_name(
 
 
 def _check_dtypes(
-    folder: Path, places: Mapping[str, Place], state: Mapping[str, torch.Tensor]
+    folder: Path, sources: Mapping[str, TensorSource], state: Mapping[str, torch.Tensor]
 ) -> None:
     odd = {
         name
-        for name, place in places.items()
+        for name, source in sources.items()
         if (
-            place.dtype not in STORED
+            source.dtype not in STORED
             if name in state and state[name].is_floating_point()
             else QUANTISED.search(name)
         )
     }
     if odd:
-        kinds = sorted({places[name].dtype for name in odd})
+        kinds = sorted({sources[name].dtype for name in odd})
         raise WeightsError(
             _quantised(folder, f"{len(odd)} tensors of {', '.join(kinds)}: {listed(odd)}")
         )
@@ -228,7 +236,10 @@ def _check_dtypes(
 
 def _check_tie(folder: Path, first: Stored, second: Stored, rows: int = 4096) -> None:
     """The one case in which numbers are compared: both of two tied matrices are stored."""
-    with opened(folder / first.file) as one, opened(folder / second.file) as other:
+    with (
+        open_safetensors(folder / first.file) as one,
+        open_safetensors(folder / second.file) as other,
+    ):
         a = one.get_slice(first.name)
         b = other.get_slice(second.name)
         starts = range(0, first.shape[0], rows)
@@ -239,14 +250,14 @@ def _check_tie(folder: Path, first: Stored, second: Stored, rows: int = 4096) ->
 
 
 def _quantised(source: str | Path, what: str, method: str | None = None) -> str:
-    said = f"{source} is quantised: {what}. Heads are fused in plain floats: "
+    message = f"{source} is quantised: {what}. Heads are fused in plain floats: "
     if method in METHODS:
         return (
-            f"{said}add --dequantize (in a search model.dequantize=true), which reads its weights as plain numbers, "
+            f"{message}add --dequantize (in a search model.dequantize=true), which reads its weights as plain numbers, "
             "or take the model that it was made of"
         )
     return (
-        f"{said}take the model that it was made of, or load it in transformers, call model.dequantize() and "
+        f"{message}take the model that it was made of, or load it in transformers, call model.dequantize() and "
         "save_pretrained into a new folder"
     )
 
@@ -265,18 +276,18 @@ def _refuse(source: str | Path, model: PreTrainedModel, diff: Differences) -> No
     stems = {form for stem, _ in _layers(state) for form in (stem, stem.removeprefix(prefix))}
     beyond = {(stem, n) for stem, n in _layers(diff.surplus) if stem in stems and n >= have}
     if beyond:
-        held = max(n for _, n in beyond) + 1
+        count = max(n for _, n in beyond) + 1
         names = [name for name in diff.surplus if _layers({name}) & beyond]
         raise WeightsError(
-            f"{source}: config.json says num_hidden_layers {have}, but the weights are of {held} layers; unused would "
-            f"be {len(names)} tensors: {listed(names)}. Set num_hidden_layers to {held}"
+            f"{source}: config.json says num_hidden_layers {have}, but the weights are of {count} layers; unused would "
+            f"be {len(names)} tensors: {listed(names)}. Set num_hidden_layers to {count}"
         )
     if diff.missing:
         raise WeightsError(_lacking(source, kind, have, state, diff))
     if diff.wrong:
         shapes = {
-            name: f"{name} {list(file)} instead of {list(own)}"
-            for name, (file, own) in diff.wrong.items()
+            name: f"{name} {list(file)} instead of {list(shape)}"
+            for name, (file, shape) in diff.wrong.items()
         }
         raise WeightsError(
             f"{source}: {len(shapes)} tensors have other shapes than config.json says: {listed(shapes.values())}. "
@@ -289,25 +300,25 @@ def _refuse(source: str | Path, model: PreTrainedModel, diff: Differences) -> No
 
 
 def _lacking(source: str | Path, kind: str, layers: int, state: set[str], diff: Differences) -> str:
-    said = f"{source} lacks {len(diff.missing)} of the {len(state)} tensors of {kind}: {listed(diff.missing)}"
-    held = _layers(state - diff.missing)
-    whole = max((n for _, n in held), default=-1) + 1
+    message = f"{source} lacks {len(diff.missing)} of the {len(state)} tensors of {kind}: {listed(diff.missing)}"
+    count = _layers(state - diff.missing)
+    whole = max((n for _, n in count), default=-1) + 1
     if diff.surplus:
         return (
-            f"{said}; it has {len(diff.surplus)} of other names: {listed(diff.surplus)}. Rename them to what "
+            f"{message}; it has {len(diff.surplus)} of other names: {listed(diff.surplus)}. Rename them to what "
             f"{kind} calls them, or copy config.json and weights from one model"
         )
     if 0 < whole < layers:
         return (
-            f"{said}; config.json says num_hidden_layers {layers}, the weights end after layer "
+            f"{message}; config.json says num_hidden_layers {layers}, the weights end after layer "
             f"{whole - 1}: mend one of them"
         )
     if diff.missing == {"lm_head.weight"}:
         return (
-            f"{said}, the output matrix. Copy or save the weights of the original model again, or set "
+            f"{message}, the output matrix. Copy or save the weights of the original model again, or set "
             "tie_word_embeddings to true in config.json if its output matrix is the embedding"
         )
-    return f"{said}. Copy or save the weights of the original model again"
+    return f"{message}. Copy or save the weights of the original model again"
 
 
 @cache

@@ -15,7 +15,7 @@ from attention.modeling.grouped import attach
 from attention.modeling.model_classes import plan_of
 
 
-def beside(model: PreTrainedModel, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+def beside_original(model: PreTrainedModel, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """The model that `make` builds, on `model`'s device. Outside of attention each parameter that `model` has under the
     same name and in the same shape is that one's memory; all others have memory of their own, which is not filled.
 
@@ -27,13 +27,13 @@ def beside(model: PreTrainedModel, make: Callable[[], PreTrainedModel]) -> PreTr
     inside = {id(parameter) for module in modules for parameter in module.parameters()}
     theirs = dict(model.named_parameters(remove_duplicate=False))
     for name, outline in list(new.named_parameters(remove_duplicate=False)):
-        own = theirs.get(name)
-        if own is None or id(outline) in inside or own.shape != outline.shape:
+        original = theirs.get(name)
+        if original is None or id(outline) in inside or original.shape != outline.shape:
             data = torch.empty_like(outline, device=model.device)
         else:
-            data = own.detach()
-        place, _, last = name.rpartition(".")
-        setattr(new.get_submodule(place), last, nn.Parameter(data))
+            data = original.detach()
+        path, _, last = name.rpartition(".")
+        setattr(new.get_submodule(path), last, nn.Parameter(data))
     new.tie_weights()  # each of two tied matrices is one of its own until then
     for module, layer in zip(modules, plan_of(new).layers, strict=True):
         if hasattr(module, "head_maps"):

@@ -27,7 +27,7 @@ LARGE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Slots:
+class HeadSlots:
     """Where the query heads of each kept head lie when gathered by group and padded to the widest group.
 
     `heads [G·m]`: the query head in each slot; a group narrower than m repeats its first member. `place [H]`: the slot
@@ -40,7 +40,7 @@ class Slots:
     place: Tensor
 
     @classmethod
-    def of(cls, head_map: Sequence[int]) -> Slots:
+    def of(cls, head_map: Sequence[int]) -> HeadSlots:
         groups = groups_of(head_map)
         width = max(len(g) for g in groups)
         heads = [member for g in groups for member in (*g, *[g[0]] * (width - len(g)))]
@@ -66,8 +66,8 @@ class HeadMaps:
     """
 
     plan: LayerPlan
-    key_slots: Slots
-    value_slots: Slots
+    key_slots: HeadSlots
+    value_slots: HeadSlots
     by_key: Tensor
     by_value: Tensor | None
     back: Tensor
@@ -82,8 +82,8 @@ class HeadMaps:
         )
         return cls(
             plan,
-            Slots.of(plan.key_map),
-            Slots.of(plan.value_map),
+            HeadSlots.of(plan.key_map),
+            HeadSlots.of(plan.value_map),
             _index(keys),
             None if keys == values else _index([keys.index(h) for h in values]),
             _index([values.index(h) for h in range(plan.num_heads)]),
@@ -117,7 +117,7 @@ def decode(
     if softcap is not None or sinks is not None:  # the other ways know neither
         return decode_padded(query, key, value, maps, mask, scaling, softcap, sinks)
     if kernels.takes(query, key, value, mask):
-        return kernels.decode(query, key, value, maps.kernel, mask, scaling)
+        return kernels.fused_decode(query, key, value, maps.kernel, mask, scaling)
     # Of several sequences the threads of a batched product each take some; one thread has nothing of that.
     single = len(query) == 1 or torch.get_num_threads() == 1
     if query.device.type == "cpu" and single and key.shape[2] * key.shape[3] >= LARGE:
@@ -157,13 +157,13 @@ def decode_by_group(
     return _products(weights, value, maps.value_sizes).index_select(1, maps.back).unsqueeze(2)
 
 
-def _products(rows: Tensor, kept: Tensor, sizes: Sequence[int]) -> Tensor:
+def _products(rows: Tensor, head_rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """Rows `[B, H, n]`, sorted into groups of these sizes, times each group's own `[n, p]` of `[B, G, n, p]`."""
-    result = rows.new_empty((*rows.shape[:2], kept.shape[-1]))
-    for b, sequence in enumerate(kept):
+    result = rows.new_empty((*rows.shape[:2], head_rows.shape[-1]))
+    for b, sequence in enumerate(head_rows):
         grouped = zip(rows[b].split(sizes), sequence, result[b].split(sizes), strict=True)
-        for members, own, out in grouped:
-            torch.mm(members, own, out=out)
+        for members, rows_of_group, out in grouped:
+            torch.mm(members, rows_of_group, out=out)
     return result
 
 

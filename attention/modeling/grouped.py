@@ -24,10 +24,10 @@ from attention.modeling.growing_cache import grow_cache
 from attention.modeling.scores import capped, explicit_attention
 from attention.plan import LayerPlan
 
-NAME = "headfold"
+ATTENTION_NAME = "headfold"
 
 
-def expand(states: Tensor, head_map: Tensor) -> Tensor:
+def expand_heads(states: Tensor, head_map: Tensor) -> Tensor:
     """`[B, G, S, d]` -> `[B, H, S, d]`: each query head's own copy."""
     return states.index_select(1, head_map)
 
@@ -86,8 +86,8 @@ def grouped_attention(
     key_map = module.key_map
     value_map = module.value_map
     if not maps.plan.is_identity:
-        key = expand(key, key_map)  # type: ignore[arg-type]
-        value = expand(value, value_map)  # type: ignore[arg-type]
+        key = expand_heads(key, key_map)  # type: ignore[arg-type]
+        value = expand_heads(value, value_map)  # type: ignore[arg-type]
     if not plain:
         settings: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "dropout": dropout}
         output = explicit_attention(query, key, value, attention_mask, scaling, **settings)
@@ -125,13 +125,13 @@ def composed_attention(
         scores = capped(decode_scores(query, key, maps, scaling), softcap)
         return decode_mix(composition(scores, x, key_weights, mask, dropout, sinks), value, maps)
     factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
-    scores = (query * factor) @ expand(key, module.key_map).transpose(-1, -2)  # type: ignore[arg-type]
+    scores = (query * factor) @ expand_heads(key, module.key_map).transpose(-1, -2)  # type: ignore[arg-type]
     weights = composition(capped(scores, softcap), x, key_weights, mask, dropout, sinks)
-    return weights @ expand(value, module.value_map)  # type: ignore[arg-type]
+    return weights @ expand_heads(value, module.value_map)  # type: ignore[arg-type]
 
 
-AttentionInterface.register(NAME, grouped_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(ATTENTION_NAME, grouped_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 def attach(module: nn.Module, plan: LayerPlan) -> None:
@@ -181,12 +181,14 @@ def cache_bytes(cache: Cache) -> int:
 
     The room that a growing layer keeps beyond its tokens (`attention.modeling.growing_cache.ROOM`) is not counted.
     """
-    held = [
+    tensors = [
         layer
         for layer in cache.layers
         if isinstance(layer, CacheLayerMixin) and layer.is_initialized
     ]
-    kept = (
-        t for layer in held for t in (layer.keys, layer.values, getattr(layer, "key_weights", None))
+    weights = (
+        t
+        for layer in tensors
+        for t in (layer.keys, layer.values, getattr(layer, "key_weights", None))
     )
-    return sum(t.numel() * t.element_size() for t in kept if t is not None)
+    return sum(t.numel() * t.element_size() for t in weights if t is not None)

@@ -41,10 +41,10 @@ class GrowingLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append `[B, G^K, T, d]` and `[B, G^V, T, d]`; returns those of all tokens."""
-        held = self.get_seq_length()
-        if held == 0 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        length = self.get_seq_length()
+        if length == 0 or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().update(key_states, value_states, *args, **kwargs)
-        total = held + key_states.shape[2]
+        total = length + key_states.shape[2]
         keys = cast(Tensor, self.keys)
         values = cast(Tensor, self.values)
         room = self._room
@@ -53,17 +53,17 @@ class GrowingLayer(DynamicLayer):
         if room is None or lent or room[0].shape[2] < total:
             room = _longer(keys, total + ROOM), _longer(values, total + ROOM)
         for tensor, new in zip(room, (key_states, value_states), strict=True):
-            tensor.narrow(2, held, total - held).copy_(new)
+            tensor.narrow(2, length, total - length).copy_(new)
         self.keys, self.values = (tensor.narrow(2, 0, total) for tensor in room)
         self._room = room
         return self.keys, self.values
 
 
-def _longer(held: Tensor, tokens: int) -> Tensor:
+def _longer(tensor: Tensor, tokens: int) -> Tensor:
     """A copy of `[B, G, S, d]` with room for `tokens` tokens."""
-    batch, heads, length, width = held.shape
-    result = held.new_empty((batch, heads, tokens, width))
-    result[:, :, :length] = held
+    batch, heads, length, width = tensor.shape
+    result = tensor.new_empty((batch, heads, tokens, width))
+    result[:, :, :length] = tensor
     return result
 
 
@@ -88,8 +88,8 @@ def cache_of(output: Any) -> Any:
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     """Return the keyword argument by which the forward pass of `model` takes a cache."""
-    known = inspect.signature(model.forward).parameters
-    return {next(name for name in CACHE_NAMES if name in known): cache}
+    parameters = inspect.signature(model.forward).parameters
+    return {next(name for name in CACHE_NAMES if name in parameters): cache}
 
 
 def next_output(model: Any, tokens: Tensor, output: Any) -> Any:
@@ -97,7 +97,7 @@ def next_output(model: Any, tokens: Tensor, output: Any) -> Any:
     return model(tokens, **cache_argument(model, cache_of(output)), use_cache=True)
 
 
-def own_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:
+def cache_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:
     """The layer of a cache, swapped for one of `kind` if it is a fresh dynamic one; None if there is no such layer."""
     while cache.layer_class_to_replicate is DynamicLayer and len(cache.layers) <= index:
         cache.layers.append(kind())
@@ -115,4 +115,4 @@ def grow_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     """A forward pre-hook of attention modules: their layer of a fresh dynamic cache grows in place."""
     cache = cache_in(kwargs)
     if isinstance(cache, Cache):
-        own_layer(cache, module.layer_idx, GrowingLayer)
+        cache_layer(cache, module.layer_idx, GrowingLayer)

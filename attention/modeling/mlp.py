@@ -69,7 +69,7 @@ def mlp_sites(model: PreTrainedModel) -> list[MlpSite]:
     return sites
 
 
-def read(site: MlpSite) -> MlpWeights:
+def read_mlp(site: MlpSite) -> MlpWeights:
     """The weights of one MLP, shared blocks included."""
     projections = [site.projection(name) for name in site.names]
     weights = [p.weight.detach() for p in projections]
@@ -78,7 +78,7 @@ def read(site: MlpSite) -> MlpWeights:
 
 
 @torch.no_grad()
-def write(site: MlpSite, weights: MlpWeights) -> None:
+def write_mlp(site: MlpSite, weights: MlpWeights) -> None:
     """Copy weights into an MLP; blocks that it borrows are left to their lender."""
     for name, weight, bias in zip(
         site.names, (*weights.inputs, weights.output), weights.biases, strict=True
@@ -95,7 +95,7 @@ def write(site: MlpSite, weights: MlpWeights) -> None:
 def copy(old: PreTrainedModel, new: PreTrainedModel) -> None:
     """Every MLP of `old` into `new`, whichever of their blocks are shared."""
     for source, target in zip(mlp_sites(old), mlp_sites(new), strict=True):
-        write(target, read(source))
+        write_mlp(target, read_mlp(source))
 
 
 def block_size(neurons: int, blocks: int) -> int:

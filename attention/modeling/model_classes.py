@@ -17,7 +17,7 @@ from attention.families import Family, families, family_of, geometry_of, window_
 from attention.geometry import HeadGeometry
 from attention.modeling.composition import attach_composition, reset_missing
 from attention.modeling.composition.composing import HeadComposition
-from attention.modeling.grouped import NAME, attach, make_uneven
+from attention.modeling.grouped import ATTENTION_NAME, attach, make_uneven
 from attention.modeling.shared_heads import share, sharing_layers
 from attention.modeling.shared_weights import SharedProjection
 from attention.plan import AttentionPlan, LayerPlan, PlanError
@@ -27,14 +27,14 @@ PREFIX = "headfold_"
 
 def check_fits(plan: AttentionPlan, geometry: HeadGeometry) -> None:
     """Raise PlanError unless the plan has the geometry's layers, query heads and head dim."""
-    for name, got, wanted in (
+    for name, got, expected in (
         ("layers", plan.num_layers, geometry.num_layers),
         ("query heads a layer", plan.num_heads, geometry.num_heads),
         ("head_dim", plan.head_dim, geometry.head_dim),
     ):
-        if got != wanted:
+        if got != expected:
             raise PlanError(
-                f"the plan has {got} {name}, the checkpoint ({geometry.family}) has {wanted}"
+                f"the plan has {got} {name}, the checkpoint ({geometry.family}) has {expected}"
             )
 
 
@@ -54,17 +54,17 @@ class HeadfoldMixin:
             (separate or self.family.reshape)(module, geometry, layer)
             attach(module, layer)
             if plan.composition is not None:
-                made = HeadComposition(
+                composition = HeadComposition(
                     plan.num_heads,
                     geometry.hidden_size,
                     plan.composition,
                     plan.composition.window_of(index),
                 )
-                attach_composition(module, made)
+                attach_composition(module, composition)
         share(self, plan)  # type: ignore[arg-type]
         self.plan = plan
         # Any other implementation would ignore the maps.
-        self.config._attn_implementation = NAME  # type: ignore[attr-defined]
+        self.config._attn_implementation = ATTENTION_NAME  # type: ignore[attr-defined]
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # type: ignore[misc]
@@ -88,11 +88,11 @@ def headfold_classes(family_name: str) -> tuple[type[PretrainedConfig], type[Pre
     """The Headfold config and model class of a family."""
     family = families()[family_name]
     stem = family.model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-    place = {"__module__": __name__}
+    module_name = {"__module__": __name__}
     config_class = type(
         f"Headfold{stem}Config",
         (family.config_class,),
-        {"model_type": PREFIX + family_name, **place},
+        {"model_type": PREFIX + family_name, **module_name},
     )
     model_class = type(
         f"Headfold{stem}ForCausalLM",
@@ -101,7 +101,7 @@ def headfold_classes(family_name: str) -> tuple[type[PretrainedConfig], type[Pre
             "config_class": config_class,
             "family": family,
             "_supports_attention_backend": True,
-            **place,
+            **module_name,
         },
     )
     globals()[config_class.__name__] = (
@@ -161,11 +161,11 @@ def check_maps(model: PreTrainedModel) -> None:
     modules: list[nn.Module] = list(family_of(model.config).attention_modules(model))
     for index, (module, layer) in enumerate(zip(modules, plan_of(model).layers, strict=True)):
         for name in ("key_map", "value_map"):
-            held = tuple(getattr(module, name).tolist())
-            wanted = getattr(layer, name)
-            if held != wanted:
+            stored = tuple(getattr(module, name).tolist())
+            expected = getattr(layer, name)
+            if stored != expected:
                 raise PlanError(
-                    f"layer {index}: {name} in the weights is {held}, in the config {wanted}"
+                    f"layer {index}: {name} in the weights is {stored}, in the config {expected}"
                 )
 
 

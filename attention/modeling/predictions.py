@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 64 * 2**20  # of float32 logits of one model
-CHUNKS_HELD = (
+CHUNKS_AT_ONCE = (
     8  # as many bytes at once, at most: logits of two models, logarithms, and what KL makes of them
 )
 _FLOAT = 4
@@ -45,7 +45,7 @@ def positions_at_once(vocabulary: int) -> int:
 
 def most_logit_bytes(vocabulary: int, positions: int) -> int:
     """Most that all logits, and what is made of them, take at once in a batch of so many positions."""
-    return CHUNKS_HELD * _FLOAT * vocabulary * min(positions, positions_at_once(vocabulary))
+    return CHUNKS_AT_ONCE * _FLOAT * vocabulary * min(positions, positions_at_once(vocabulary))
 
 
 def final(model: Any, ids: Tensor, **more: Any) -> Final:

@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 from attention.conversion.convert import assemble, lift
 from attention.io import checkpoint
-from attention.io.targets import Held, Lowered, Target, _stock
+from attention.io.targets import EngineSupport, Lowered, Target, _stock
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 
 
-def held(config: Any, plan: AttentionPlan) -> Held:
+def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """As many KV heads as query heads, in every layer."""
-    return Held.of([plan.num_heads] * plan.num_layers, plan.head_dim)
+    return EngineSupport.of([plan.num_heads] * plan.num_layers, plan.head_dim)
 
 
 def lower(model: PreTrainedModel) -> Lowered:

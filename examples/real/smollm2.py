@@ -109,7 +109,7 @@ def table(points: dict[str, dict[str, Any]], exports: dict[str, dict[str, Any]])
         lines.append(
             f"| {float(ratio):.0%} | {point['kv_ratio']:.1%} | {point['kv_bytes_per_token']:,} of "
             f"{point['kv_bytes_per_token_original']:,} | {point['original_loss']:.3f} | {point['loss']:.3f} | "
-            f"{increase} | {point['kl']:.3f} | {point['wall_seconds'] / 60:.0f} | "
+            f"{increase} | {point['kl']:.3f} | {point['wall_seconds'] / 60:.1f} | "
             f"{point['peak_memory'] / 2**30:.1f} GiB |"
         )
     lines += [

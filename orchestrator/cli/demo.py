@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from orchestrator.cli import options
+from orchestrator.cli.usage import SEARCH_PACKAGES, check_packages
 
 CONFIG, MODEL, READER = "configs/demo.yaml", "examples/stdlib-llama/config.json", "examples/load_exported.py"
 
@@ -30,6 +31,7 @@ def demo(
     if path:
         print(model)
         return
+    check_packages("demo", *SEARCH_PACKAGES)
     settings = load_config(config, [f"model.path={model}", f"storage={storage}", *(overrides or [])])
     from orchestrator.pipeline import search as run_search
     from orchestrator.reporting.promoted_models import promoted_models

@@ -31,7 +31,7 @@ def recipes(
     from orchestrator.storage.outputs import check_results
     from search_spaces.recipes import choice
     from search_spaces.recipes.bibliography import PAPERS
-    from search_spaces.recipes.catalogue import NAMED
+    from search_spaces.recipes.catalogue import NAMED_RECIPES
 
     check_results(json)
     if model is None:
@@ -43,7 +43,7 @@ def recipes(
         config = loading.checkpoint.load_config(model)
     chosen = choice.choose_recipe(config, geometry, engine and choice.engine_name(engine))
     rows: list[dict[str, Any]] = []
-    for named in NAMED:
+    for named in NAMED_RECIPES:
         engines = choice.engines_of(named.recipe, chosen.forms)
         rows.append(
             {
@@ -78,10 +78,10 @@ def chosen_recipe(model: str, recipe: str, engine: str | None, overrides: dict[s
     from search_spaces.recipes import choice
     from search_spaces.recipes.catalogue import recipe as named_recipe
 
-    if recipe != choice.AUTO and engine is None:
+    if recipe != choice.AUTO_RECIPE and engine is None:
         return recipe
     engine = engine and choice.engine_name(engine)
-    named = None if recipe == choice.AUTO else named_recipe(recipe, **overrides)
+    named = None if recipe == choice.AUTO_RECIPE else named_recipe(recipe, **overrides)
     geometry = loading.geometry_of(model, key="model", weights=False)
     config = loading.checkpoint.load_config(model)
     best = choice.choose_recipe(config, geometry, engine)

@@ -10,6 +10,7 @@ import typer
 
 from orchestrator.cli import options
 from orchestrator.cli.estimates import tell_search
+from orchestrator.cli.usage import SEARCH_PACKAGES, check_packages
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import SearchConfig
@@ -33,6 +34,7 @@ def search(
 
     changes, named = _split(overrides or [], resume)
     settings = load_config(config, changes)  # before the imports below: a mistake is told in a second
+    check_packages("search", *SEARCH_PACKAGES)
     from orchestrator.storage.outputs import check_results
 
     check_results(json)
@@ -86,10 +88,14 @@ def promote(
     json: options.JsonFile = None,
 ) -> None:
     """Train chosen trials fully, pass the gate, register. Finished steps are not repeated."""
-    from orchestrator.promotion.promote import promote_search
     from orchestrator.storage.outputs import check_results
+    from orchestrator.storage.paths import SearchFolder
 
     check_results(json)
+    SearchFolder.existing(search)  # before the imports below: a mistake is told in a second
+    check_packages("promote", *SEARCH_PACKAGES)
+    from orchestrator.promotion.promote import promote_search
+
     if dry_run:
         from orchestrator.promotion.rehearsal import rehearse_promotion
 
@@ -130,11 +136,14 @@ def report(
     json: options.JsonFile = None,
 ) -> None:
     """Write one page of a search: promoted models, front, trials. It needs no other file, and no network."""
-    from orchestrator.reporting.console import print_comparison
-    from orchestrator.reporting.pages.report_page import write_report
     from orchestrator.storage.outputs import check_results
+    from orchestrator.storage.paths import SearchFolder
 
     check_results(json, page=out)
+    SearchFolder.existing(search)  # before the imports below: a mistake is told in a second
+    from orchestrator.reporting.console import print_comparison
+    from orchestrator.reporting.pages.report_page import write_report
+
     written = write_report(search, out)
     print_comparison(written["comparison"])
     print(f"report: {written['report']}")
@@ -149,4 +158,5 @@ def ui(
     from orchestrator.storage.paths import SearchFolder
     from orchestrator.tracking.page import serve_page
 
+    check_packages("ui", "mlflow")
     serve_page(SearchFolder.existing(search), port)

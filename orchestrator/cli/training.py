@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from orchestrator.cli import options
+from orchestrator.cli.usage import TRAINING_PACKAGES, check_packages
 
 Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps.")]
 LearningRate = Annotated[float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")]
@@ -55,11 +56,16 @@ def train(
     device: options.Device = "auto",
 ) -> None:
     """Train a model from random weights. With Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
-    from orchestrator.conversion.loading import resolve_model
+    from orchestrator.config.schema import TrainSection, check_train_options
     from orchestrator.storage.outputs import check_results
+
+    # before the imports below: a mistake is told in a second
+    check_train_options(TrainSection, {"recipe": recipe}, overrides or [], learning_rate, seed)
+    check_results(json, folder=out)
+    check_packages("train", *TRAINING_PACKAGES)
+    from orchestrator.conversion.loading import resolve_model
     from orchestrator.training.scratch import check, train_from_scratch
 
-    check_results(json, folder=out)
     architecture = resolve_model(architecture, weights=False, key="architecture")
     settings: dict[str, Any] = {
         "recipe": recipe,
@@ -123,11 +129,16 @@ def finetune(
     dequantize: options.Dequantize = False,
 ) -> None:
     """Continue training a checkpoint on your text. With Ray Train and DeepSpeed; run again, it goes on."""
-    from orchestrator.conversion.loading import resolve_model
+    from orchestrator.config.schema import FineTuneSection, check_train_options
     from orchestrator.storage.outputs import check_results
+
+    # before the imports below: a mistake is told in a second
+    check_train_options(FineTuneSection, {}, overrides or [], learning_rate, seed)
+    check_results(json, folder=out)
+    check_packages("finetune", *TRAINING_PACKAGES)
+    from orchestrator.conversion.loading import resolve_model
     from orchestrator.training.finetune import check, finetune_checkpoint
 
-    check_results(json, folder=out)
     opening: dict[str, Any] = {"dequantize": dequantize, "weights": not dry_run}
     model = resolve_model(model, **opening)
     original = original and resolve_model(original, key="original", **opening)

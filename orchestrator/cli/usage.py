@@ -1,4 +1,5 @@
-"""What is wrong with a command line itself, in one message: an unknown verb or option, a missing or impossible value.
+"""What is wrong with a command line itself, in one message: an unknown verb or option, a missing or impossible value,
+a package that the verb needs and this Python does not have.
 
 Typer tells it in three blocks, without the value that it refuses.
 """
@@ -6,19 +7,19 @@ Typer tells it in three blocks, without the value that it refuses.
 from __future__ import annotations
 
 import re
+import shlex
+import tomllib
 from collections.abc import Sequence
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 from attention.base.messages import near
+from orchestrator.storage.shipped import shipped
 
-RENAMED = {
-    "--stream": "--layerwise",
-    "--no-stream": "--no-layerwise",
-    "--like": "--architecture",
-    "--base": "--original",
-}
-"""Options of earlier versions, and what they are called now."""
 NUMBERS = re.compile("[0-9.%, ]+")
+TRAINING_PACKAGES = ("ray", "deepspeed")
+SEARCH_PACKAGES = (*TRAINING_PACKAGES, "mlflow")
 BY_COMMA = "several values of one option are separated by a comma, e.g. --kv-ratio 0.5,0.25"
 
 
@@ -36,8 +37,6 @@ def explained(error: Any, arguments: Sequence[str]) -> str | None:
     elif context is not None and option and message.startswith("No such"):
         known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         message = f"no such option {option!r}{near(option, known)}"
-        if RENAMED.get(option) in [*known, *(name.replace("--", "--no-", 1) for name in known)]:
-            message = f"the option {option} is called {RENAMED[option]} now"
     elif context is not None and (verb := re.match("No such command '(.*?)'", message)):
         known = sorted(context.command.commands)
         message = f"no such verb {verb[1]!r}{near(verb[1], known)}; there are {', '.join(known)}"
@@ -47,6 +46,53 @@ def explained(error: Any, arguments: Sequence[str]) -> str | None:
         message += f"; {BY_COMMA}"
     where = command.removeprefix("headfold").strip()
     return f"{where}{': ' if where else ''}{message[:1].lower()}{message[1:]}; see `{command} --help`"
+
+
+class MissingPackageError(ValueError):
+    """A package that a verb needs is not installed. The message names both, and how to install it."""
+
+
+def check_packages(verb: str, *packages: str) -> None:
+    """Raise MissingPackageError unless the packages are installed that only processes started by the verb import."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingPackageError(_missing(verb, package))
+
+
+def missing_package(error: BaseException, arguments: Sequence[str]) -> str | None:
+    """The message for an import of a package that Headfold requires and that is not installed; None for any other
+    error. `arguments`: those of the command line."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package not in _requirements() or find_spec(package) is not None:
+        return None
+    return _missing(_command(error, arguments).removeprefix("headfold").strip() or "headfold", package)
+
+
+def _missing(verb: str, package: str) -> str:
+    known = _requirements()
+    missing = [text for name, text in known.items() if not _is_installed(name)] or [known.get(package, package)]
+    return (
+        f"{verb} needs the package {package}, which is not installed; install all that is missing here: "
+        f"pip install {shlex.join(missing)}"
+    )
+
+
+def _requirements() -> dict[str, str]:
+    """What Headfold requires, extras apart: the requirement of each package."""
+    try:
+        lines = metadata.requires("headfold") or []
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        lines = tomllib.loads(shipped("pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    texts = [line for line in lines if "extra ==" not in line]
+    return {re.split(r"[^\w.-]", text, maxsplit=1)[0].lower(): text for text in texts}
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _command(error: Any, arguments: Sequence[str]) -> str:

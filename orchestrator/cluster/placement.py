@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from orchestrator.config.schema import SearchConfig
-from trainers.settings import AUTO, Shape, Strategy
+from trainers.settings import AUTO_STRATEGY, Shape, Strategy
 
 OF_TYPE = "accelerator_type:"
 """Ray's resource of nodes with such accelerators, of which each has 1 and whatever must run there takes LITTLE."""
@@ -44,7 +44,7 @@ class Demand:
     gpus_per_worker: float
     accelerator_type: str | None = None
     task_type: str | None = None
-    strategy: Strategy = AUTO
+    strategy: Strategy = AUTO_STRATEGY
     device: str = "cpu"
 
     @classmethod

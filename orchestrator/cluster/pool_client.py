@@ -27,7 +27,7 @@ from orchestrator.cluster.room import capacity, settled
 from orchestrator.cluster.worker_pool import CLOSE_SECONDS, Pool
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.paths import SearchFolder
-from trainers.jobs.worker import TrainJob, metrics_of, run_training
+from trainers.jobs.worker import TrainJob, job_metrics, run_training
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def train_on_pool(pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]]
                     on_report(event["report"])
                     ray.get(handle.go_on.remote(number))
                 elif "ended" in event:
-                    return metrics_of(job, event["ended"])
+                    return job_metrics(job, event["ended"])
                 else:
                     raise GroupError(event["failed"])
     except (RayActorError, ValueError) as error:

@@ -8,7 +8,7 @@ from functools import partial
 
 import ray
 
-from attention.base.progress import shown
+from attention.base.progress import show_progress
 from orchestrator.cluster.ray_private import store_line, stored_line
 
 EVERY_SECONDS = 2.0
@@ -21,7 +21,7 @@ def relayed(key: str, label: str) -> Iterator[None]:
         yield
         return
     try:
-        with shown(label, partial(store_line, key), EVERY_SECONDS):
+        with show_progress(label, partial(store_line, key), EVERY_SECONDS):
             yield
     finally:
         store_line(key, "")

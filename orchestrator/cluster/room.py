@@ -15,7 +15,7 @@ import ray
 from orchestrator.cluster.placement import OF_TYPE, Demand, bundle, in_words
 from orchestrator.cluster.ray_private import ended_autoscaler, free_on_nodes, node_types
 from orchestrator.config.schema import ConfigError, SearchConfig
-from trainers.settings import AUTO, Shape, Strategy
+from trainers.settings import AUTO_STRATEGY, Shape, Strategy
 
 LOOK_SECONDS = 5.0
 AUTOSCALER_ENDED = (
@@ -72,7 +72,7 @@ def total(nodes: Sequence[Nodes], kind: str) -> float:
 def settled(shape: Shape, nodes: Sequence[Nodes]) -> Shape:
     """The shape with a strategy that Ray knows: where it is left to the nodes, all workers on one if one can hold
     them."""
-    if shape.strategy != AUTO:
+    if shape.strategy != AUTO_STRATEGY:
         return shape
     strategy: Strategy = "STRICT_PACK" if any(some.times(_together(shape)) for some in nodes) else "PACK"
     return shape._replace(strategy=strategy)

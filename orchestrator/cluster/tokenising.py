@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.storage.paths import in_ray_job
-from trainers.text.data import SMALL
-from trainers.text.tokenising import Block, Tokenise, tokenise, tokenise_here
+from trainers.text.data import SMALL_TEXT
+from trainers.text.tokenising import TokenBlock, Tokenise, tokenise, tokenise_here
 from trainers.text.tokenizers import read_tokenizer
 
 AHEAD = 2
@@ -21,7 +21,7 @@ AHEAD = 2
 def tokeniser(model: str, tokens: int) -> Tokenise:
     """For so many tokens: this process, where others would take as long to start, or the cluster that it is connected
     to."""
-    return tokenise_here if tokens <= SMALL else tokenise_on_cluster(model)
+    return tokenise_here if tokens <= SMALL_TEXT else tokenise_on_cluster(model)
 
 
 def tokenise_on_cluster(model: str) -> Tokenise:
@@ -34,7 +34,7 @@ def tokenise_on_cluster(model: str) -> Tokenise:
     if Path(model).is_dir() and not in_ray_job():  # a job's working folder is that of its tasks too
         model = str(Path(model).absolute())
 
-    def on_cluster(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[Block]:
+    def on_cluster(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[TokenBlock]:
         task = ray.remote(num_cpus=1)(_tokenise)
         running: deque[Any] = deque()
         for block in texts:
@@ -47,7 +47,7 @@ def tokenise_on_cluster(model: str) -> Tokenise:
     return on_cluster
 
 
-def _tokenise(texts: list[str], model: str) -> Block:
+def _tokenise(texts: list[str], model: str) -> TokenBlock:
     return tokenise(texts, _tokenizer(model))
 
 

@@ -24,22 +24,6 @@ IN_WORDS = {
 }
 
 
-RENAMED = {
-    "budgets": "kv_ratios",
-    "samples": "num_samples",
-    "choices": "search_space",
-    "settings": "params",
-    "driver_cpus": "trial_cpus",
-    "driver_gpus": "trial_gpus",
-    "warm": "reuse_workers",
-    "micro_batch": "micro_batch_size",
-    "gradient_clipping": "max_grad_norm",
-    "final_lr_fraction": "min_lr_ratio",
-}
-"""Keys of earlier versions, and what they are called now."""
-RENAMED_SCHEDULERS = {"budget": "asha"}
-
-
 class ConfigError(ValueError):
     """A configuration that cannot be run. The message names key, value and remedy."""
 
@@ -131,8 +115,6 @@ def _explain(item: Any, root: type[BaseModel]) -> str:
     path = ".".join(shown(part) if part == "" or not isinstance(part, (str, int)) else str(part) for part in place)
     if item["type"] == "extra_forbidden":
         allowed = sorted(_fields_at(place[:-1], root))
-        if (new := RENAMED.get(str(place[-1]))) in allowed:
-            return f"{path}: this key is called {new} now; write {'.'.join([*path.split('.')[:-1], str(new)])}"
         return f"{path}: unknown key{near(str(place[-1]), allowed)}; allowed here: {', '.join(allowed)}"
     if item["type"] == "missing":
         return f"{path}: required, but not given"

@@ -24,7 +24,7 @@ from orchestrator.config.sections import (
     TextSection,
     distinct,
 )
-from trainers.settings import AUTO, Shape, Strategy, TrainSettings
+from trainers.settings import AUTO_STRATEGY, Shape, Strategy, TrainSettings
 
 OBJECTIVES = ("loss", "kv_bytes_per_token")
 """What a search makes small, under the names of its reports; one that measures decode time has DECODE too."""
@@ -125,7 +125,7 @@ class ResourcesSection(Section):
     """Workers run on nodes with these GPUs alone, by Ray's name of them (A100, A10G, H100); none: on any node."""
     trial_accelerator_type: str | None = Field(default=None, min_length=1)
     """The same for planning and measuring; none: that of the workers."""
-    placement_strategy: Strategy = AUTO
+    placement_strategy: Strategy = AUTO_STRATEGY
     """How the workers of a training lie on nodes, in Ray's words: STRICT_PACK all on one node, PACK on few, SPREAD on
     many; auto: on one where a node of the cluster can hold them, else on few."""
     reuse_workers: Literal["auto"] | bool = "auto"
@@ -247,7 +247,16 @@ def parse_config(record: Mapping[str, Any], where: str = "the configuration") ->
 
 
 def check_training(train: TrainSettings) -> None:
-    """Raises ConfigError for what DeepSpeed refuses of `train.deepspeed`; it is loaded only where there is any."""
+    """Check that DeepSpeed takes `train.deepspeed`, and that the workers miss no package.
+
+    Raises:
+        ConfigError: For what DeepSpeed refuses; it is loaded only where there is any.
+        ModuleNotFoundError: Without PEFT, for `train.tuning: lora`.
+    """
+    if train.tuning == "lora":
+        from trainers.adapters import check_peft
+
+        check_peft()
     if train.deepspeed:
         from trainers.zero import check_deepspeed
 
@@ -255,3 +264,49 @@ def check_training(train: TrainSettings) -> None:
             check_deepspeed(train)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+
+# ---- the verbs train and finetune --------------------------------------------------------------------------------
+
+
+ScratchRecipe = Literal["transformer", "dcformer"]
+
+
+class TrainSection(Section):
+    """What `train --set` reaches: `composition.KEY`, settings of `Composition`, and `train.KEY`, those of
+    `TrainSettings`."""
+
+    recipe: ScratchRecipe
+    composition: dict[str, Any] = Field(default_factory=dict)
+    train: TrainSettings = TrainSettings()
+
+
+class FineTuneSection(Section):
+    """What `finetune --set` reaches: `train.KEY`, settings of `TrainSettings`."""
+
+    train: TrainSettings = TrainSettings()
+
+
+def apply_train_options(
+    record: dict[str, Any], overrides: Iterable[str], learning_rate: float, seed: int
+) -> dict[str, Any]:
+    """Return `record` with the overrides (`train.KEY=VALUE`, ...) and the options that have a flag.
+
+    Raises ConfigError for one that is given both ways.
+    """
+    for override in overrides:
+        apply_override(record, override)
+    train = record.setdefault("train", {})
+    if isinstance(train, dict):
+        for name in ("learning_rate", "seed"):
+            if name in train:
+                raise ConfigError(f"train.{name}: it has an option of its own; give it as --{name.replace('_', '-')}")
+        record["train"] = train | {"learning_rate": learning_rate, "seed": seed}
+    return record
+
+
+def check_train_options(
+    section: type[Section], record: dict[str, Any], overrides: Iterable[str], learning_rate: float, seed: int
+) -> None:
+    """Raise ConfigError for unknown keys and wrong values of `--set`; needs no library that takes long to import."""
+    parse_section(section, apply_train_options(record, overrides, learning_rate, seed), "this training")

@@ -24,10 +24,10 @@ from pydantic import (
 )
 
 from attention.io.dtype_names import SHORT, full_name
-from trainers.settings import Seed, Strict
+from trainers.settings import Seed, StrictModel
 
 
-class Section(Strict, BaseModel):
+class Section(StrictModel, BaseModel):
     """One section of the file."""
 
 

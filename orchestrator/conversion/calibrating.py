@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from attention.base.progress import Stage, stage
+from attention.base.progress import ProgressStage, stage
 from attention.calibration.calibrate import calibration_digest, check_sequences, collect, layer_by_layer
 from attention.calibration.moments import STATISTICS, LayerStatistics, merged
 from attention.calibration.sizes import FREE_SHARE, MIXED, SAMPLE_TOKENS, Mixed, layer_bytes, mixed_dtype, most_exact
-from attention.calibration.store import Calibration, folder_of, kept, write
+from attention.calibration.store import Calibration, folder_of, stored_calibration, write_calibration
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
@@ -107,7 +107,7 @@ def checkpoint_calibration(
 
     # What was chosen when more was free, or less, is as good
     for way in MIXED if mixed is None else (mixed,):
-        if (found := kept(*folder(way))) is not None:
+        if (found := stored_calibration(*folder(way))) is not None:
             return found
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
     mixed = mixed or chosen(geometry, sequences.numel(), shutil.disk_usage(cache_dir).free)
@@ -122,10 +122,10 @@ def checkpoint_calibration(
         layers = task.layers_in_memory(sequences, sampled)
     place, digest = folder(mixed)
     with stage("calibrating", geometry.num_layers, "layers") as told:
-        return write(place, counted(layers, told), sequences.numel(), digest, weights, mixed)
+        return write_calibration(place, counted(layers, told), sequences.numel(), digest, weights, mixed)
 
 
-def counted(layers: Iterator[LayerStatistics], told: Stage) -> Iterator[LayerStatistics]:
+def counted(layers: Iterator[LayerStatistics], told: ProgressStage) -> Iterator[LayerStatistics]:
     """The same layers; each is told as done when the next one is asked for."""
     for layer in layers:
         yield layer

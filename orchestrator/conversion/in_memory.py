@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.base.memory import settle
+from attention.base.memory import freeze_garbage
 from attention.base.timing import Phases
 from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import SAMPLE_TOKENS
@@ -103,8 +103,10 @@ class Source:
         what a user can mend.
         """
         request = ConversionRequest.check(model, recipe, kv_ratios, **settings)
-        settle()
+        freeze_garbage()
         needs, phases = request.recipe.needs, request.phases
+        if NEED in needs:
+            import trainers.fusion_search  # noqa: F401  # a package that it lacks is missed before all else
         texts = request.texts()
         sequences = texts.calibration
         original = request.load_model()

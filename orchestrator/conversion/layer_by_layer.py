@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.base.memory import settle
+from attention.base.memory import freeze_garbage
 from attention.base.timing import clock
-from attention.conversion.refinement.refine import Work
+from attention.conversion.refinement.refine import FitWork
 from attention.io import checkpoint
-from attention.io.layers.windows import Head, LazyWeights, embed, stored_outer_names
+from attention.io.layers.windows import LazyWeights, OutputHead, embed, stored_outer_names
 from attention.io.replacing import check_folder, parents_made
-from attention.io.shards import complete
+from attention.io.shards import complete_checkpoint
 from attention.modeling.model_classes import headfold_config
 from attention.modeling.running import layer_batch
 from attention.plan import AttentionPlan, LayerPlan
@@ -110,7 +110,7 @@ class LayerwiseJob:
 
     def run(self, texts: LoadedTexts) -> dict[str, Any]:
         """Convert, measure, write."""
-        settle()
+        freeze_garbage()
         source = local_folder(self.request.model)
         needed = self.request.recipe.needs & {"statistics", "sequences", "model"}
         used = texts.calibration if needed else texts.calibration[:0]
@@ -127,7 +127,7 @@ class LayerwiseJob:
                 raise
         plan = stage.plan(self.request.geometry.head_dim)
         fits = [fit for layer in stage.layers for fit in layer["fits"]]
-        spent = cost([*stage.planned, *(Work(**fit["work"]) for fit in fits)], self.request.phases)
+        spent = cost([*stage.planned, *(FitWork(**fit["work"]) for fit in fits)], self.request.phases)
         more = {"fits": fits, "layerwise": True, "cost": spent}
         record = self.request.record(plan, self.kv_ratio, texts, measured, self.out)
         return record | more | {"seconds": dict(self.request.phases)}
@@ -139,16 +139,16 @@ class LayerwiseJob:
         original, converted = self._layers(stage, work, tokens)
         with phases("evaluate"):
             kinds = request.config, request.working, work.device
-            head, after = Head(weights, *kinds), None
+            head, after = OutputHead(weights, *kinds), None
             if self._rounds(weights):
-                after = Head(weights.rounded(request.written), *kinds)
+                after = OutputHead(weights.rounded(request.written), *kinds)
             scores = score(head, original[work.calibration :], converted[work.calibration :], held_out, after)
         del original, converted, head, after
         with phases("save"):
             stage.finish()
             form: dict[str, Any] = {"plain": work.plain, "dtype": request.written, "record": request.note()}
             plan = stage.plan(request.geometry.head_dim)
-            sizes = complete(stage.result, weights, request.config, plan, **form)
+            sizes = complete_checkpoint(stage.result, weights, request.config, plan, **form)
             checkpoint.put_in_place(stage.result, self.out, overwrite=self.overwrite)
             shutil.rmtree(stage.folder, ignore_errors=True)
         return {

@@ -18,7 +18,7 @@ from attention.io.dtype_names import SHORT, full_name
 from attention.io.precision import DTYPES, DtypeError, own_dtype
 from attention.io.quantised.plain_copy import plain_checkpoint
 from attention.io.stock_files import GENERATION, TOKENIZER_FILES
-from attention.io.weights import check, check_finite, check_plain
+from attention.io.weights import check_finite, check_plain, check_weights
 from attention.modeling.model_classes import check_fits, plan_of, plan_of_config
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
@@ -108,7 +108,7 @@ def geometry_of(
         check_fits(plan_of_config(config), geometry)
         check_plain(path, config)
         if weights:
-            check(path, config)
+            check_weights(path, config)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None
     if sequence_length is not None and sequence_length > geometry.max_positions:

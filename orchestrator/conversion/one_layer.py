@@ -27,8 +27,8 @@ from attention.families import geometry_of
 from attention.io.checkpoint import to_plain
 from attention.io.experts import published
 from attention.io.layers.windows import (
-    Head,
     LazyWeights,
+    OutputHead,
     advance,
     check_windows,
     feed,
@@ -50,7 +50,7 @@ from search_spaces.allocation.problem import Counts
 from search_spaces.planning.budgets import LOOKS_AT_WEIGHTS
 from search_spaces.planning.by_layer import plan_layer
 from search_spaces.planning.context import PlanningContext, convert_with
-from search_spaces.planning.loss_increases import ESTIMATED
+from search_spaces.planning.loss_increases import ESTIMATED_INCREASE
 from search_spaces.recipes.recipe import Recipe
 from trainers.evaluation import PredictionCosts, comparison
 
@@ -61,8 +61,8 @@ def check_layerwise(recipe: Recipe, config: PretrainedConfig) -> None:
     check_windows(config)
     parts, wrong = recipe.parts(), []
     if "measure" in parts["allocation"].needs:
-        if recipe.knobs("allocation")["increases"] != ESTIMATED:
-            wrong.append(("allocation.increases", "runs the whole model", ESTIMATED))
+        if recipe.knobs("allocation")["increases"] != ESTIMATED_INCREASE:
+            wrong.append(("allocation.increases", "runs the whole model", ESTIMATED_INCREASE))
     elif parts["allocation"].needs & LOOKS_AT_WEIGHTS:
         wrong.append(("allocation", "looks at all layers before any gets its heads", "uniform"))
     if recipe.objective is not None and parts["objective"].needs & {"measure", "fusion_distances"}:
@@ -184,7 +184,7 @@ def _cache_bytes(model: PreTrainedModel, rows: Tensor) -> int:
 
 @torch.no_grad()
 def score(
-    head: Head, original: Tensor, converted: Tensor, tokens: Tensor, rounded: Head | None = None
+    head: OutputHead, original: Tensor, converted: Tensor, tokens: Tensor, rounded: OutputHead | None = None
 ) -> dict[str, Any]:
     """Held-out losses and KL in nats per token, from the streams `[N, T, D]` that leave the last layer, of `tokens`
     `[N, T]`. `rounded`: the head of the converted model, where it is another. Sums in float64, as in `evaluate`."""

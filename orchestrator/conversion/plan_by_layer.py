@@ -22,7 +22,7 @@ from attention.base.memory import release_memory
 from attention.base.timing import clock
 from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import lift
-from attention.conversion.refinement.refine import Work
+from attention.conversion.refinement.refine import FitWork
 from attention.families import geometry_of
 from attention.io.layers.metrics import read_metric, write_metrics
 from attention.io.layers.windows import LazyWeights, advance, embed, open_window, rows_of
@@ -31,7 +31,7 @@ from orchestrator.conversion import loading
 from orchestrator.conversion.progress import CURVES, Stage
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.json_files import read_json, write_json
-from search_spaces.planning.by_layer import asked_counts, curves_of_layer, plan_from_curves
+from search_spaces.planning.by_layer import curves_of_layer, plan_from_curves, requested_counts
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.curves import points_of
 from search_spaces.planning.planner import site_generators
@@ -56,7 +56,7 @@ class PlanByLayer:
         """
         request = self.request
         geometry, known = request.geometry, self._known()
-        asked = asked_counts(request.recipe, self.kv_ratio, geometry)
+        asked = requested_counts(request.recipe, self.kv_ratio, geometry)
         if missing := [layer for layer in range(geometry.num_layers) if str(layer) not in known]:
             self._metrics(calibration)
             self._curves(calibration, missing, asked, known)
@@ -67,9 +67,9 @@ class PlanByLayer:
         }
         return plan_from_curves(request.recipe, self.kv_ratio, geometry, points)
 
-    def work(self) -> list[Work]:
+    def work(self) -> list[FitWork]:
         """What it took so far, by layer."""
-        return [Work(**layer["work"]) for layer in self._known().values()]
+        return [FitWork(**layer["work"]) for layer in self._known().values()]
 
     def _known(self) -> dict[str, Any]:
         file = self.stage.folder / CURVES
@@ -114,7 +114,7 @@ class PlanByLayer:
                     )  # fmt: skip
                     points = curves_of_layer(request.recipe, mine, context, generators[2 * layer : 2 * layer + 2])
                 found = {key.partition("/")[2]: list(point) for key, point in points.items()}
-                known[str(layer)] = {"points": found, "work": asdict(sum(context.work, Work()))}
+                known[str(layer)] = {"points": found, "work": asdict(sum(context.work, FitWork()))}
                 write_json(self.stage.folder / CURVES, known)
                 self.stage.spent(request.phases)
                 done = missing.index(layer) + 1

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attention.base.timing import Phases
-from attention.conversion.refinement.refine import Work
+from attention.conversion.refinement.refine import FitWork
 from attention.io.replacing import OutputError, entries
 from attention.io.shards import shard_path, write_shard
 from attention.plan import AttentionPlan, LayerPlan
@@ -47,7 +47,7 @@ class Stage:
     layers: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     note: str = ""
-    planned: list[Work] = field(default_factory=list)
+    planned: list[FitWork] = field(default_factory=list)
     finishing: bool = False
 
     @classmethod

@@ -43,7 +43,7 @@ from search_spaces.planning.budgets import BelowLeast, check_budget, nearest_bud
 from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.rules import keeps_everything
-from trainers.text.data import TOKENS, LoadedTexts, Texts, default_length
+from trainers.text.data import CALIBRATION_TOKENS, LoadedTexts, Texts, default_length
 
 Number = TypeVar("Number", int, float)
 
@@ -277,7 +277,7 @@ class ConversionRequest:
     @property
     def text_sizes(self) -> tuple[int, int, int]:
         """Tokens to calibrate on, tokens to measure on, and tokens a sequence: at most, before a text is read."""
-        tokens = self.calibration_tokens or TOKENS, self.eval_tokens or TOKENS
+        tokens = self.calibration_tokens or CALIBRATION_TOKENS, self.eval_tokens or CALIBRATION_TOKENS
         return (*tokens, self.sequence_length or default_length(self.geometry.max_positions, *tokens))
 
     def load_model(self) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from attention.calibration.store import Calibration
 from attention.conversion.convert import LiftedHeads, assemble, through
 from attention.conversion.refinement.local import shared_steps
 from attention.conversion.refinement.original import Original
-from attention.conversion.refinement.refine import LayerFit, Work, refine
+from attention.conversion.refinement.refine import FitWork, LayerFit, refine
 from attention.families import geometry_of
 from attention.plan import AttentionPlan
 from search_spaces.planning.planner import PlanningContext
@@ -49,10 +49,10 @@ def steps_of_layers(recipe: Recipe, layers: int, increases: Sequence[float] | No
 CONVERTING = ("calibrate", "search phase", "plan", "convert", "refine")  # phases that make a converted model
 
 
-def cost(work: Iterable[Work], seconds: Mapping[str, float]) -> dict[str, float]:
-    """What a conversion cost, as plain values: `optimizer_steps`, `tokens` and `flops` of `Work`, and the `seconds` of
-    its phases. Loss increases that were found kept cost nothing again."""
-    return asdict(sum(work, Work())) | {"seconds": sum(seconds.get(phase, 0.0) for phase in CONVERTING)}
+def cost(work: Iterable[FitWork], seconds: Mapping[str, float]) -> dict[str, float]:
+    """What a conversion cost, as plain values: `optimizer_steps`, `tokens` and `flops` of `FitWork`, and the `seconds`
+    of its phases. Loss increases that were found kept cost nothing again."""
+    return asdict(sum(work, FitWork())) | {"seconds": sum(seconds.get(phase, 0.0) for phase in CONVERTING)}
 
 
 def relaxation_start(

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from attention.base.progress import Stage, stage
+from attention.base.progress import ProgressStage, stage
 from attention.io import checkpoint
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
@@ -80,7 +80,7 @@ class PromotionSteps:
                     self._tell(entry)
                 told.to(sum(one.reached() - one.start for one in trainings))
 
-        told = Stage("full trainings")
+        told = ProgressStage("full trainings")
         for training in (t for t in trainings if t.job is not None):
             going_on(training)  # the run is there before the training is
         try:

@@ -20,7 +20,7 @@ from orchestrator.search.trials.context import SearchSession
 from orchestrator.storage.json_files import read_json
 from orchestrator.storage.records import TrialRecord
 from trainers.deepspeed_config import layout_of
-from trainers.jobs.checkpoints import CheckpointStore, is_kept, reports_of
+from trainers.jobs.checkpoints import CheckpointStore, is_saved, reports_of
 from trainers.jobs.curve import read_curve
 from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
@@ -58,7 +58,7 @@ class Training:
         more |= {"settings": settings, "train_file": context.promotion_file or context.train_file}
         more |= {"checkpoint_steps": section.checkpoint_steps, "checkpoint_minutes": section.checkpoint_minutes}
         start, before, model = 0, 0, folder / "converted"
-        there = bool(trial.step and saved) and is_kept(saved, context.checkpoint_address)
+        there = bool(trial.step and saved) and is_saved(saved, context.checkpoint_address)
         if there and layout_of(settings) == layout_of(alike):
             # The steps of a relaxation count, but lie before the run that goes on
             spec = context.relaxation(candidate.recipe, folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from attention.base.memory import kernel_field
-from attention.conversion.refinement.parallel import beside
+from attention.conversion.refinement.parallel import layers_at_once
 from attention.modeling.predictions import most_logit_bytes
 from orchestrator.resources.size import CPU, FLOAT, Conversion, Size
 from search_spaces.recipes.recipe import AXES
@@ -43,7 +43,7 @@ def in_memory_stages(conversion: Conversion, size: Size) -> dict[str, int]:
     c = conversion
     everywhere = c.geometry.num_layers * c.heads() if c.recipe.sharing != "none" else 0
     metrics = c.geometry.num_layers * FLOAT * c.geometry.hidden_size**2 if c.planned_on else 0
-    at_once = beside(c.geometry.num_layers, size.attention, CPU)
+    at_once = layers_at_once(c.geometry.num_layers, size.attention, CPU)
     fitted = c.fitting(size, at_once) if c.planned_on else 0
     drawn = c.gradients(size) + most_logit_bytes(c.geometry.vocab_size, c.planned_on) if c.planned_on else 0
     return {

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.tune import Callback
 
-from attention.base.progress import Stage
+from attention.base.progress import ProgressStage
 from attention.base.text import compact
 from attention.ratios import percent
 from orchestrator.cluster.relay import progress_of
@@ -32,7 +32,7 @@ class SearchLog(Callback):
     def __init__(self, journal: Journal, mlflow: MlflowSync | None, expected: int, original_loss: float) -> None:
         self.journal, self.mlflow = journal, mlflow
         self.expected, self.original_loss = expected, original_loss
-        self.told = Stage("trials")
+        self.told = ProgressStage("trials")
         self._shown, self._named = 0.0, 0
 
     def __getstate__(self) -> dict[str, Any]:

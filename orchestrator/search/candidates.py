@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from attention.axes import AUTO
+from attention.axes import AUTO_KNOB
 from attention.base.messages import cut, near
 from attention.geometry import HeadGeometry
 from attention.io.checkpoint import load_config
@@ -137,7 +137,7 @@ def _allows(domain: Domain, value: Any) -> bool:
         return isinstance(value, bool) and value in (domain.choices or (False, True))
     if domain.kind == "choice":
         return value in domain.choices
-    if value is None or value == AUTO:  # a searcher draws numbers
+    if value is None or value == AUTO_KNOB:  # a searcher draws numbers
         return False
     return (domain.low is None or value >= domain.low) and (domain.high is None or value <= domain.high)
 

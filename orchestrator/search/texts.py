@@ -13,7 +13,7 @@ from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import loading
 from trainers.text.corpora import DataError
-from trainers.text.data import SMALL, SPLITS, Split, TextCut, token_set
+from trainers.text.data import SMALL_TEXT, SPLITS, Split, TextCut, token_set
 from trainers.text.token_sets import is_complete
 
 PROMOTION = "promotion"
@@ -54,7 +54,7 @@ class SearchTexts:
     def make_small(self) -> None:
         """Tokenise, in this process, what is not there and has SMALL tokens or fewer. Raises DataError."""
         for split, cut in self.cuts.items():
-            if cut.tokens <= SMALL:
+            if cut.tokens <= SMALL_TEXT:
                 with _named(split, cut.source):
                     token_set(cut, self.tokenizer, self.cache)
 

@@ -12,7 +12,6 @@ from attention.io import checkpoint
 from attention.io.precision import DTYPES
 from orchestrator.cluster.room import room_for
 from orchestrator.cluster.session import local_nodes, starts_ray
-from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig, check_training
 from orchestrator.conversion import loading
 from orchestrator.resources.accelerators import memory_of
@@ -137,8 +136,6 @@ def check_accelerators(config: SearchConfig, problem: SearchProblem) -> None:
 def check_scheduler(config: SearchConfig) -> None:
     """Raises ConfigError for a scheduler that does not exist, and for parameters that it does not have."""
     name = config.rungs.scheduler
-    if new := RENAMED_SCHEDULERS.get(name):
-        raise ConfigError(f"rungs.scheduler: {name} is called {new} now; write rungs.scheduler: {new}")
     try:
         SCHEDULERS.get(name).settings(config.rungs.params)
     except ValueError as error:

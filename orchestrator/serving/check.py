@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from attention.io.targets import Held
+from attention.io.targets import EngineSupport
 from orchestrator.serving.engine import Answer, Completion, Engine, Question, Run
 
 TEXTS = (
@@ -72,7 +72,7 @@ def check_export(
     folder: Path,
     source: PreTrainedModel,
     tokenizer: Any,
-    held: Held,
+    held: EngineSupport,
     dtype: str,
     *,
     memory: int = MEMORY,

@@ -17,7 +17,7 @@ import numpy as np
 from attention.conversion.convert import convert
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
-from attention.io.targets import Held, target
+from attention.io.targets import EngineSupport, target
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.conversion import loading
 from orchestrator.serving import speed
@@ -39,7 +39,7 @@ class DecodeTimes:
     heads: tuple[int, ...]
     seconds: tuple[float, ...]
 
-    def of(self, held: Held) -> float:
+    def of(self, held: EngineSupport) -> float:
         """Seconds a token of a plan, by what the engine holds of it."""
         counts = [(keys + values) / 2 for keys, values in zip(held.key_heads, held.value_heads, strict=True)]
         return float(np.mean(np.interp(counts, self.heads, self.seconds)))

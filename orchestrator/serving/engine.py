@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.base.messages import cut
-from attention.io.targets import Held
+from attention.io.targets import EngineSupport
 from orchestrator.child_processes import Child
 
 CHILDREN = Path(__file__).parent / "children"
@@ -38,7 +38,7 @@ class Question:
     prompts: Sequence[Sequence[int]]
     tokens: int
     dtype: str
-    held: Held
+    held: EngineSupport
     memory: int
     texts: Sequence[str] | None = None
     own_code: bool = False
@@ -91,7 +91,7 @@ class SpeedQuestion:
     tokens: int
     repetitions: int
     dtype: str
-    held: Held
+    held: EngineSupport
     memory: int
     own_code: bool = False
 

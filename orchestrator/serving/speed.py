@@ -15,7 +15,7 @@ from gguf import GGUFReader
 
 from attention.io import checkpoint
 from attention.io.export import REPORT_FILE, LargerCacheError
-from attention.io.targets import Held, TargetError, targets
+from attention.io.targets import EngineSupport, TargetError, targets
 from attention.modeling.model_classes import plan_of_config
 from attention.plan import BYTES
 from orchestrator.config.schema import ConfigError
@@ -38,7 +38,7 @@ class Exported:
     folder: Path
     target: str
     dtype: str
-    held: Held
+    held: EngineSupport
     vocabulary: int
     positions: int
     own_code: bool
@@ -123,7 +123,7 @@ def exported(
                           "--trust-remote-code, or give the checkpoint that it was exported from")  # fmt: skip
     vocabulary, positions = _limits(folder)
     pairs = 2 * sum(record["kv_heads"]) * BYTES[record["cache_dtype"]]
-    held = Held.of(record["kv_heads"], record["kv_bytes_per_token_after"] // pairs)
+    held = EngineSupport.of(record["kv_heads"], record["kv_bytes_per_token_after"] // pairs)
     return Exported(folder, record["target"], record["dtype"], held, vocabulary, positions, own_code)
 
 

@@ -26,7 +26,7 @@ from attention.base.messages import reason
 from attention.io.files import written_whole
 from orchestrator.config.schema import ConfigError
 from orchestrator.storage.databases import back_up
-from trainers.jobs.addresses import INDEX, NATIVE, open_place
+from trainers.jobs.addresses import CHECKPOINT_INDEX, NATIVE, open_location
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ PROBE = ".headfold-probe"
 BULK = ("trials", "train", "promoted", "data", "calibration", "cache", "mlartifacts", "tune")
 """Folders whose files the records of a search refer to: they go first, so that no record comes before what it names."""
 
-OF_WORKERS = re.compile(rf"(^|/)train/[^/]+/(checkpoint_\d+/|{re.escape(INDEX)}$)")
+OF_WORKERS = re.compile(rf"(^|/)train/[^/]+/(checkpoint_\d+/|{re.escape(CHECKPOINT_INDEX)}$)")
 """What workers write to an address, and read from there, themselves: training checkpoints."""
 
 
@@ -82,7 +82,7 @@ def open_address(storage: str) -> tuple[Any, str]:
     check_address(storage)
     scheme = urlparse(storage).scheme
     try:
-        return open_place(storage)
+        return open_location(storage)
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
         if scheme in NATIVE:
             raise ConfigError(f"storage: cannot use {without_query(storage)}: {reason(error)}") from None

@@ -1,7 +1,7 @@
 """What a running search tells Ray's metrics, which Prometheus collects and `deploy/grafana/headfold.json` draws.
 
 Ray exports a gauge as `ray_` and its name, for as long as the process that sets it runs. The gauges of a training are
-set where it runs (`trainers.jobs.ray_link.GAUGES`), those here by the driver.
+set where it runs (`trainers.jobs.ray_link.WORKER_GAUGES`), those here by the driver.
 """
 
 from __future__ import annotations

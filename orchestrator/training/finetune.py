@@ -15,11 +15,11 @@ from torch import Tensor
 
 from attention.io import checkpoint, piecewise
 from attention.io.precision import DTYPES
-from attention.io.safetensors_files import opened, stored_tensors
+from attention.io.safetensors_files import open_safetensors, stored_tensors
 from attention.io.sources import check_source
 from attention.modeling.model_classes import plan_of_config
 from orchestrator.cluster.tasks import on_cluster
-from orchestrator.config.schema import ConfigError, Section, check_training, parse_section
+from orchestrator.config.schema import ConfigError, FineTuneSection, check_training, parse_section
 from orchestrator.conversion import loading
 from orchestrator.training.task import (
     MEASURED,
@@ -37,12 +37,6 @@ from trainers.text.data import Texts, read_sequences
 
 TRAIN_TOKENS = 100_000_000  # of text at most, unless asked for
 DISTILLATION = "kl"
-
-
-class FineTuneSection(Section):
-    """What `--set` reaches: `train.KEY`, settings of `TrainSettings`."""
-
-    train: TrainSettings = TrainSettings()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +95,7 @@ def _measure(folder: str, eval_file: str, settings: TrainSettings) -> dict[str, 
 def _tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint that we have written, those of floating point rounded to `dtype`."""
     for name, stored in stored_tensors(folder).items():
-        with opened(folder / stored.file) as file:
+        with open_safetensors(folder / stored.file) as file:
             tensor = file.get_tensor(name)
         yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 

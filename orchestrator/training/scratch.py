@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import Field
 
 from attention.base.messages import near
 from attention.conversion.convert import build
@@ -20,7 +19,7 @@ from attention.io.sources import check_source
 from attention.modeling.composition import reset
 from attention.modeling.model_classes import headfold_config, plan_of_config
 from attention.plan import AttentionPlan, Composition
-from orchestrator.config.schema import ConfigError, Section, check_training, parse_section
+from orchestrator.config.schema import ConfigError, ScratchRecipe, TrainSection, check_training, parse_section
 from orchestrator.conversion import loading
 from orchestrator.training.task import (
     MEASURED,
@@ -33,7 +32,6 @@ from orchestrator.training.task import (
 )
 from search_spaces.composition.dcmha import composition_of
 from trainers.jobs.worker import TrainJob
-from trainers.settings import TrainSettings
 from trainers.text import synthetic_corpus
 from trainers.text.data import Texts
 from trainers.text.tokenising import beginning
@@ -41,16 +39,7 @@ from trainers.text.tokenising import beginning
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Recipe = Literal["transformer", "dcformer"]
 TRAIN_TOKENS = 4_000_000  # of text at most, unless asked for; what is shorter than the training is seen again
-
-
-class TrainSection(Section):
-    """What `--set` reaches: `composition.KEY`, settings of `Composition`, and `train.KEY`, those of `TrainSettings`."""
-
-    recipe: Recipe
-    composition: dict[str, Any] = Field(default_factory=dict)
-    train: TrainSettings = TrainSettings()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +49,7 @@ class Scratch(TrainingTask):
     RUN, MARK, VERB = "scratch", "scratch.json", "train"
 
     architecture: str
-    recipe: Recipe
+    recipe: ScratchRecipe
     plan: AttentionPlan
 
     @property
@@ -197,12 +186,12 @@ def train_from_scratch(
 
 def _answers(task: Scratch) -> dict[str, Any]:
     """How the trained model answers the held-out synthetic tasks, if that is what it was measured on."""
-    if not task.eval_data.startswith(synthetic_corpus.PREFIX):
+    if not task.eval_data.startswith(synthetic_corpus.SYNTHETIC_PREFIX):
         return {}
     model = checkpoint.load(task.out)
-    name = task.eval_data.removeprefix(synthetic_corpus.PREFIX)
+    name = task.eval_data.removeprefix(synthetic_corpus.SYNTHETIC_PREFIX)
     tokenizer = loading.load_tokenizer(task.architecture)
-    return {"answers": asdict(synthetic_corpus.score(model, tokenizer, name, first=beginning(tokenizer)))}
+    return {"answers": asdict(synthetic_corpus.score_held_out(model, tokenizer, name, first=beginning(tokenizer)))}
 
 
 def untrained(architecture: str | Path, plan: AttentionPlan, seed: int) -> PreTrainedModel:

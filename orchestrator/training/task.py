@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from attention.base.progress import Stage, stage
+from attention.base.progress import ProgressStage, stage
 from attention.base.text import compact
 from attention.base.timing import clock, duration
 from attention.io import checkpoint
@@ -24,7 +24,7 @@ from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.cluster.session import connected, local_nodes, prepare_process, starts_ray
 from orchestrator.cluster.tokenising import tokeniser
-from orchestrator.config.schema import ConfigError, apply_override
+from orchestrator.config.schema import ConfigError, apply_train_options
 from orchestrator.conversion import loading
 from orchestrator.resources.size import Size
 from orchestrator.resources.time import training_rate
@@ -38,10 +38,9 @@ from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.curve import read_curve
 from trainers.jobs.worker import TrainJob, run_training
 from trainers.settings import TrainSettings
-from trainers.text.data import SMALL, TextCut, Texts, token_set
+from trainers.text.data import SMALL_TEXT, TextCut, Texts, token_set
 from trainers.text.token_sets import is_complete
 
-OWN_OPTIONS = ("learning_rate", "seed")
 POLL_SECONDS = 0.5
 MEASURED = ("step", "loss", "train_loss", "tokens", "tokens_per_second", "seconds")
 """Of a milestone: losses in nats per token, speed of the training alone, seconds with all that lies between."""
@@ -126,7 +125,7 @@ class TrainingTask:
         tokenizer = loading.load_tokenizer(self.source)
         for cut in self.cuts:
             cut.check()
-            if cut.tokens <= SMALL and not is_complete(cut.folder(tokenizer, self.folder / "data")):
+            if cut.tokens <= SMALL_TEXT and not is_complete(cut.folder(tokenizer, self.folder / "data")):
                 cut.in_memory(tokenizer)
 
     @property
@@ -242,7 +241,7 @@ class TrainingTask:
         as well; MLflow too."""
         ended = threading.Event()
 
-        def watch(told: Stage) -> None:
+        def watch(told: ProgressStage) -> None:
             shown, started, last_look = 0, time.time(), False
             while not last_look:
                 last_look = ended.wait(POLL_SECONDS)
@@ -306,15 +305,10 @@ def train_record(
 ) -> dict[str, Any]:
     """`record` with the overrides (`train.KEY=VALUE`, ...) and the options that have a flag of their own. Raises
     ConfigError for one that is given both ways."""
-    for override in overrides:
-        apply_override(record, override)
-    train = record.setdefault("train", {})
-    if isinstance(train, dict):
-        for name in OWN_OPTIONS:
-            if name in train:
-                raise ConfigError(f"train.{name}: it has an option of its own; give it as --{name.replace('_', '-')}")
+    record = apply_train_options(record, overrides, learning_rate, seed)
+    if isinstance(record["train"], dict):
         gpus = float(loading.device_of(device).type == "cuda")
-        record["train"] = {"gpus_per_worker": gpus} | train | {"learning_rate": learning_rate, "seed": seed}
+        record["train"] = {"gpus_per_worker": gpus} | record["train"]
     return record
 
 

@@ -38,25 +38,25 @@ def dha_greedy(
             f"dha allocation gives {layers} layers at least {small} heads each (cap {limit}), more than the total "
             f"{total}; lower the small quantum"
         )
-    given = [small] * layers
+    counts_given = [small] * layers
     left = total - small * layers
     raised = min(large, limit)
     for layer in sorted(range(layers), key=lambda i: (-losses[i], i))[: min(first, left // large)]:
-        given[layer] = raised
+        counts_given[layer] = raised
         left = left - (raised - small)
     while left >= small:
-        open_layers = [i for i in range(layers) if given[i] + small <= limit]
+        open_layers = [i for i in range(layers) if counts_given[i] + small <= limit]
         if not open_layers:
             break
-        layer = max(open_layers, key=lambda i: (losses[i] / given[i], -i))
-        given[layer] += small
+        layer = max(open_layers, key=lambda i: (losses[i] / counts_given[i], -i))
+        counts_given[layer] += small
         left -= small
     if left:
         raise ValueError(
             f"dha allocation has {left} of {total} heads left that no layer can take in steps of {small} up to "
             f"{limit}; choose a total that fits {layers} layers"
         )
-    return tuple(given)
+    return tuple(counts_given)
 
 
 @ALLOCATION.part(

@@ -76,15 +76,15 @@ def towards_even(
     even = budget / len(curves)
     steps: list[tuple[int, ...]] = []
     for weight in (0.0, *(scale * 2.0**power for power in POWERS)):
-        held = [
+        fronts = [
             {count: error + weight * math.log(count / even) ** 2 for count, error in c.items()}
             for c in curves
         ]
-        plan = knapsack(held, budget, exact=True)
+        plan = knapsack(fronts, budget, exact=True)
         if plan not in steps:
             steps.append(plan)
-    kept = np.unique(np.linspace(0, len(steps) - 1, min(at_most, len(steps))).round().astype(int))
-    return [steps[index] for index in kept]
+    chosen = np.unique(np.linspace(0, len(steps) - 1, min(at_most, len(steps))).round().astype(int))
+    return [steps[index] for index in chosen]
 
 
 _KNOBS = (

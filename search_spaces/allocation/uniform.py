@@ -26,7 +26,7 @@ def uniform(
     exact = float(kv_ratio) * stored
     count = round(exact)
     if abs(exact - count) > 1e-6 or count not in admissible:
-        ratios = ", ".join(f"{kept / stored:.8g}" for kept in sorted(admissible))
+        ratios = ", ".join(f"{units_kept / stored:.8g}" for units_kept in sorted(admissible))
         raise ValueError(
             f"kv_ratio {float(kv_ratio):.4g} of {stored} heads is {exact:.4g} heads a layer, which this grouping "
             f"cannot make; the admissible ratios are {ratios}"

@@ -43,10 +43,10 @@ def none(plan: AttentionPlan) -> AttentionPlan:
 
 def composition_of(settings: Mapping[str, Any]) -> Composition:
     """A composition from its own settings, and `windowed`. Raises PlanError for settings that cannot be."""
-    own = {name: value for name, value in settings.items() if name != "windowed"}
-    if settings.get("windowed") and not own.get("window"):
-        own["window"] = WINDOW
-    return Composition(**own)
+    fields = {name: value for name, value in settings.items() if name != "windowed"}
+    if settings.get("windowed") and not fields.get("window"):
+        fields["window"] = WINDOW
+    return Composition(**fields)
 
 
 @COMPOSITION.part("dcmha", source="Xiao 2024, sec. 3 and 4", knobs=_KNOBS, passes_to=Composition)

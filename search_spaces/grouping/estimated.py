@@ -28,10 +28,10 @@ def by_estimates(
     the one before ranks best. The score is by the last of them: the cost itself would take longer than the search."""
     cost = problem.need_cost()
     guide, *closer = (estimate() for estimate in cost.estimates)
-    found = annealed_rounds(
+    start = annealed_rounds(
         replace(problem, objective=guide), generator, equal_sizes=equal_sizes, prices=_PRICES
     )
-    groups = list(found.partition)
+    groups = list(start.partition)
     for estimate in closer:
         groups = screened(estimate, guide, groups, may_move=not equal_sizes)
         guide = estimate

@@ -6,12 +6,12 @@ import numpy as np
 
 from search_spaces.axes import GROUPING
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
-from search_spaces.partitions import Partition, cut, full_sizes
+from search_spaces.partitions import Partition, cut_into, full_sizes
 
 
 def neighbour_partition(num_heads: int, groups: int) -> Partition:
     """Heads [0..m-1], [m..2m-1], ...; where m does not divide the heads, the last group is smaller (`full_sizes`)."""
-    return cut(range(num_heads), full_sizes(num_heads, groups))
+    return cut_into(range(num_heads), full_sizes(num_heads, groups))
 
 
 @GROUPING.part("neighbour", source="Ainslie 2023, sec. 2.2", knobs=(EQUAL_SIZES,))

@@ -52,8 +52,8 @@ def propose(
     keeps_sizes = generator.random() < preserve
     groups = [list(group) for group in partition]
     if symmetric or keeps_sizes or len(groups[home]) == 1:
-        others = [head for head in groups[target] if head != b] or [b]
-        back = others[int(generator.integers(len(others)))]
+        remaining = [head for head in groups[target] if head != b] or [b]
+        back = remaining[int(generator.integers(len(remaining)))]
         groups[target].remove(back)
         groups[home].append(back)
     groups[home].remove(a)

@@ -37,19 +37,19 @@ def exact_partition(
             f"exact grouping takes 1 to {LIMIT} heads, got {num_heads}; use merge_anneal above"
         )
     usual = [g for g in range(1, num_heads + 1) if not equal_sizes or num_heads % g == 0]
-    wanted = usual if groups is None else list(groups)
-    for count in wanted:
+    requested_sizes = usual if groups is None else list(groups)
+    for count in requested_sizes:
         check_groups(num_heads, count)
     group_cost = as_cost(cost)
     if not equal_sizes:
         # No group of a partition into G non-empty groups has more than n - G + 1 members.
-        largest = largest_group(num_heads, min(wanted), equal_sizes)
+        largest = largest_group(num_heads, min(requested_sizes), equal_sizes)
         programme = Programme(
-            group_cost.table(num_heads, range(1, largest + 1)), num_heads, max(wanted)
+            group_cost.table(num_heads, range(1, largest + 1)), num_heads, max(requested_sizes)
         )
-        return {g: programme.best(g) for g in wanted}
+        return {g: programme.best(g) for g in requested_sizes}
     found = {}
-    for g in wanted:
+    for g in requested_sizes:
         largest = largest_group(num_heads, g, equal_sizes)
         size = largest if num_heads % g == 0 else None
         table = group_cost.table(num_heads, range(1, largest + 1) if size is None else [size])
@@ -66,17 +66,17 @@ def shared_exact_partition(
     """
     largest = largest_group(num_heads, groups, equal_sizes)
     size = largest if equal_sizes else None
-    kept = cost.programmes.get((num_heads, size))
-    if kept is None or kept.largest < largest:
+    programme = cost.programmes.get((num_heads, size))
+    if programme is None or programme.largest < largest:
         if equal_sizes or not 1 <= num_heads <= LIMIT or not 1 <= groups <= num_heads:
             return exact_partition(cost, num_heads, equal_sizes=equal_sizes, groups=[groups])[
                 groups
             ]
         table = cost.table(num_heads, range(1, largest + 1))
-        kept = cost.programmes[num_heads, size] = Programme(
+        programme = cost.programmes[num_heads, size] = Programme(
             table, num_heads, num_heads, largest=largest
         )
-    return kept.best(groups)
+    return programme.best(groups)
 
 
 class Programme:

@@ -59,8 +59,8 @@ def _size(groups: tuple[Members, ...]) -> int:
     return sum(len(group) for group in groups)
 
 
-def _open(kept: _Groups, settled: set[frozenset[Members]]) -> list[tuple[Members, ...]]:
-    sets = [groups for k in _TOGETHER for groups in combinations(sorted(kept), k)]
+def _open(remaining: _Groups, settled: set[frozenset[Members]]) -> list[tuple[Members, ...]]:
+    sets = [groups for k in _TOGETHER for groups in combinations(sorted(remaining), k)]
     return [
         groups
         for groups in sets
@@ -75,8 +75,8 @@ def _best(cost: GroupCost, groups: tuple[Members, ...], equal_sizes: bool) -> _G
     def named(members: Members) -> Members:
         return tuple(heads[index] for index in members)
 
-    own = GroupCost(lambda members: cost.cost(named(members)))
-    best = exact_partition(own, len(heads), equal_sizes=equal_sizes, groups=[len(groups)])[
+    group_cost = GroupCost(lambda members: cost.cost(named(members)))
+    best = exact_partition(group_cost, len(heads), equal_sizes=equal_sizes, groups=[len(groups)])[
         len(groups)
     ]
     return [named(members) for members in best.partition]

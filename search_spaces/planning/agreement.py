@@ -81,7 +81,7 @@ def agreement(
         for _ in range(2 * context.geometry.num_layers)
     ]
     sites = []
-    with stage("scoring moves both ways", sum(map(len, swaps)), "moves") as told:
+    with stage("scoring moves both ways", sum(map(len, swaps)), "moves") as progress:
         for index, candidates in enumerate(swaps):
             site = _site(context, index // 2, SIDES[index % 2], tokens)
             cheap = LayerOutputScore.from_site(site, tokens=tokens).scores(candidates)
@@ -90,7 +90,7 @@ def agreement(
             whole = ModelScore(site.plan_with, site.measure)
             for candidate in candidates:
                 full.append(whole.score(candidate))
-                told.step()
+                progress.step()
             sites.append(
                 Agreement(site.layer, site.sides[0], tuple(candidates), tuple(cheap), tuple(full))
             )

@@ -80,10 +80,10 @@ def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry)
     heads = own_heads(geometry)
     most = heads - bool(keeps_everything(recipe.sharing, recipe.composition, 1))
     totals = [total for total in possible_totals(recipe, geometry) if total <= most]
-    place = bisect_right(totals, kv_ratio * heads)
+    position = bisect_right(totals, kv_ratio * heads)
     nearest = [
-        *_met(recipe, totals[:place][::-1], geometry),
-        *_met(recipe, totals[place:], geometry),
+        *_met(recipe, totals[:position][::-1], geometry),
+        *_met(recipe, totals[position:], geometry),
     ]
     if not nearest:
         return f"recipe {recipe.name} can meet no kv_ratio on this checkpoint"
@@ -193,12 +193,12 @@ def nearest_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     heads = own_heads(geometry)
     most = most_heads(kv_ratio, geometry)
     totals = possible_totals(recipe, geometry)
-    place = bisect_right(totals, most)
-    if found := _met(recipe, totals[:place][::-1], geometry):
+    position = bisect_right(totals, most)
+    if found := _met(recipe, totals[:position][::-1], geometry):
         return Fraction(found[0], heads)
     if geometry.num_kv_heads == 1:
         raise ValueError(f"one KV head: nothing to share; {own_cache(geometry)}")
-    if least := _met(recipe, totals[place:], geometry):
+    if least := _met(recipe, totals[position:], geometry):
         raise BelowLeast(recipe, kv_ratio, Fraction(least[0], heads), geometry)
     reason = _refused(recipe, Fraction(1, geometry.num_kv_heads), geometry)
     raise ValueError(

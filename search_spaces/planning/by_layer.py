@@ -17,7 +17,7 @@ from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.partitions import Partition
 from search_spaces.planning.budgets import check_budget, problem_of
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.curves import Point, expected_increases, point_key
+from search_spaces.planning.curves import CurvePoint, expected_increases, point_key
 from search_spaces.planning.planner import Planner, site_generators
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES, plan_of_sites
@@ -38,24 +38,24 @@ def plan_layer(
     return planner.plan_of(planner.partitions).layers[0]
 
 
-def asked_counts(
+def requested_counts(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry
 ) -> dict[tuple[int, str], _Counts]:
     """Head counts of each (layer, "key", "value" or "both") of which the recipe's allocation wants loss increases.
 
     Raises ValueError if the budget cannot be met.
     """
-    asked: dict[tuple[int, str], _Counts] = {}
+    requested: dict[tuple[int, str], _Counts] = {}
 
     def flat(sites: Sequence[tuple[int, str]], counts: _Counts) -> list[dict[int, float]]:
-        asked.update(dict.fromkeys(sites, counts))
+        requested.update(dict.fromkeys(sites, counts))
         return [dict.fromkeys(counts, 0.0)] * len(sites)
 
     check_budget(recipe, kv_ratio, geometry)
     recipe.apply(
         "allocation", problem_of(recipe, kv_ratio, geometry, loss=lambda *_: 1.0, curves=flat)
     )
-    return asked
+    return requested
 
 
 def measure_curves(
@@ -70,10 +70,10 @@ def measure_curves(
     Returns the number of points that these layers have. Raises ValueError as `make_plan` does.
     """
     geometry = context.geometry
-    asked = asked_counts(recipe, kv_ratio, geometry)
+    requested = requested_counts(recipe, kv_ratio, geometry)
     planner = Planner(recipe, kv_ratio, context, *site_generators(generator, geometry.num_layers))
-    mine = sorted(site for site in asked if site[0] in layers)
-    return sum(map(len, planner.curves_of(mine, asked[mine[0]]))) if mine else 0
+    sites = sorted(site for site in requested if site[0] in layers)
+    return sum(map(len, planner.curves_of(sites, requested[sites[0]]))) if sites else 0
 
 
 def curves_of_layer(
@@ -81,18 +81,21 @@ def curves_of_layer(
     counts: Mapping[str, _Counts],
     context: PlanningContext,
     generators: list[np.random.Generator],
-) -> dict[str, Point]:
-    """The points of the single layer that `context` holds, for the `counts` of each side (`asked_counts`). With the
+) -> dict[str, CurvePoint]:
+    """The points of the single layer that `context` holds, for the `counts` of each side (`requested_counts`). With the
     layer's two curve generators of `site_generators` they are those of `make_plan` for the whole checkpoint."""
     planner = Planner(recipe, 1, context, [], generators)
-    for side, wanted in counts.items():
+    for side, requested in counts.items():
         # Who calls tells which layer of the checkpoint it is.
-        planner.curves_of([(0, side)], wanted, shown=False)
+        planner.curves_of([(0, side)], requested, shown=False)
     return planner.curves.points
 
 
 def plan_from_curves(
-    recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, points: Mapping[str, Point]
+    recipe: Recipe,
+    kv_ratio: float | Fraction,
+    geometry: HeadGeometry,
+    points: Mapping[str, CurvePoint],
 ) -> tuple[AttentionPlan, list[float]]:
     """The plan that the recipe's allocation makes of known curves, with the partitions that they were measured for, and
     the loss increase that they expect of each layer.

@@ -19,16 +19,16 @@ from attention.calibration.store import Calibration
 from attention.conversion.convert import convert
 from attention.conversion.refinement.local import FIT_TOKENS, FitTexts, LayerTask
 from attention.conversion.refinement.original import Original
-from attention.conversion.refinement.parallel import beside, largest
-from attention.conversion.refinement.refine import Work, refine
+from attention.conversion.refinement.parallel import largest, layers_at_once
+from attention.conversion.refinement.refine import FitWork, refine
 from attention.conversion.sensitivity import output_metrics
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.losses import language_loss
-from attention.modeling.mlp import MlpWeights, mlp_sites, read
+from attention.modeling.mlp import MlpWeights, mlp_sites, read_mlp
 from attention.plan import AttentionPlan
 from attention.plan_parts import groups_of
-from search_spaces.planning.loss_increases import LayerIncreases, LayerTrials, Told
+from search_spaces.planning.loss_increases import LayerIncreases, LayerTrials, StepReport
 from search_spaces.recipes.recipe import Recipe
 
 
@@ -56,7 +56,7 @@ class PlanningContext:
     output_metrics: Sequence[Tensor] | None = None
     original: Original | None = None
     first_layer: int = 0
-    work: list[Work] = field(default_factory=list, repr=False, compare=False)
+    work: list[FitWork] = field(default_factory=list, repr=False, compare=False)
     increases: dict[AttentionPlan, list[float]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -119,8 +119,8 @@ class PlanningContext:
         """How many layers' loss increases are best asked for together: as many as are fitted beside each other."""
         if self.model is None:
             return 1
-        own = self.looked_at.modules
-        return beside(len(own), largest(own), self.model.device)
+        modules = self.looked_at.modules
+        return layers_at_once(len(modules), largest(modules), self.model.device)
 
     def increases_of(
         self,
@@ -128,11 +128,11 @@ class PlanningContext:
         plans: Sequence[tuple[int, AttentionPlan]],
         *,
         tokens: int,
-        told: Told = lambda: None,
+        report: StepReport = lambda: None,
         **knobs: Any,
     ) -> list[float]:
         """Loss increase in nats a token if only `layer` follows `plan`, of each (`layer`, `plan`), with the recipe's
-        alignment and fusion, on about `tokens` tokens. Layers are best given in ascending order. `told` is called after
+        alignment and fusion, on about `tokens` tokens. Layers are best given in ascending order. `report` is called after
         each; `knobs`: steps and ways of `LayerIncreases`. Raises ValueError without model or sequences."""
         single = LayerIncreases(
             recipe,
@@ -146,7 +146,7 @@ class PlanningContext:
             first_layer=self.first_layer,
             **knobs,
         )
-        return single.of(plans, told)
+        return single.of(plans, report)
 
     def trials(self, tokens: int) -> LayerTrials:
         """The model with the heads of one layer exchanged, on about so many tokens."""
@@ -178,7 +178,7 @@ class PlanningContext:
         """The MLP of every layer. Raises ValueError without a model."""
         if self.model is None:
             raise ValueError("sharing.mlp=true compares MLPs; the context needs a model")
-        return [read(site) for site in mlp_sites(self.model)]
+        return [read_mlp(site) for site in mlp_sites(self.model)]
 
     def similarity(self, recipe: Recipe, layer: int, side: str) -> np.ndarray:
         """The recipe's similarity of the units of one side, `[U, U]`, kept for the next recipe that asks."""

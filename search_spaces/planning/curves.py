@@ -29,14 +29,14 @@ from search_spaces.site import SIDES
 DECIDES = ("grouping", "objective", "similarity", "alignment", "fusion")
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """One measured point of a curve."""
 
     increase: float
     partition: Partition
 
 
-class Place(NamedTuple):
+class CurveSite(NamedTuple):
     """Where heads are grouped: the sides ("key", "value", or both alike) of one layer."""
 
     layer: int
@@ -53,9 +53,11 @@ class Curves:
 
     def __init__(
         self,
-        group: Callable[[Place, int], Partition],
-        measure: Callable[[Sequence[tuple[Place, Partition]], Callable[[], None]], Sequence[float]],
-        known: dict[str, Point],
+        group: Callable[[CurveSite, int], Partition],
+        measure: Callable[
+            [Sequence[tuple[CurveSite, Partition]], Callable[[], None]], Sequence[float]
+        ],
+        points: dict[str, CurvePoint],
         file: Path | None = None,
         prepare: Callable[[], None] = lambda: None,
         *,
@@ -68,20 +70,20 @@ class Curves:
         self._prepare = prepare
         self._units = units
         self._at_once = at_once
-        self.points = known
-        known.update(_read(file))
+        self.points = points
+        points.update(_read(file))
 
     def of(
-        self, places: Sequence[Place], counts: Sequence[int], *, shown: bool = True
+        self, sites: Sequence[CurveSite], counts: Sequence[int], *, shown: bool = True
     ) -> list[dict[int, float]]:
         """Rise in nats a token for each count, of each place; all units kept is 0. `shown`: how many are done yet."""
         missing = [
             (p, c)
-            for p in places
+            for p in sites
             for c in counts
             if c != self._units and point_key(*p, c) not in self.points
         ]
-        layers = list(dict.fromkeys(place.layer for place, _ in missing))
+        layers = list(dict.fromkeys(site.layer for site, _ in missing))
         if missing:
             self._prepare()
         showing = (
@@ -89,41 +91,41 @@ class Curves:
             if shown
             else nullcontext()
         )
-        with showing as told:
+        with showing as progress:
             for first in range(0, len(layers), self._at_once):
                 together = layers[first : first + self._at_once]
-                step = told.step if told else lambda: None
+                step = progress.step if progress else lambda: None
                 self._add(
-                    [(place, count) for place, count in missing if place.layer in together], step
+                    [(site, count) for site, count in missing if site.layer in together], step
                 )
         return [
             {
-                c: 0.0 if c == self._units else self.points[point_key(*place, c)].increase
+                c: 0.0 if c == self._units else self.points[point_key(*site, c)].increase
                 for c in counts
             }
-            for place in places
+            for site in sites
         ]
 
-    def _add(self, missing: Sequence[tuple[Place, int]], told: Callable[[], None]) -> None:
-        partitions = [self._group(place, count) for place, count in missing]
+    def _add(self, missing: Sequence[tuple[CurveSite, int]], report: Callable[[], None]) -> None:
+        partitions = [self._group(site, count) for site, count in missing]
         increases = self._measure(
-            [(place, p) for (place, _), p in zip(missing, partitions, strict=True)], told
+            [(site, p) for (site, _), p in zip(missing, partitions, strict=True)], report
         )
-        for (place, count), increase, partition in zip(missing, increases, partitions, strict=True):
-            self.points[point_key(*place, count)] = Point(increase, partition)
+        for (site, count), increase, partition in zip(missing, increases, partitions, strict=True):
+            self.points[point_key(*site, count)] = CurvePoint(increase, partition)
         self._save()
 
     def whole(self, plan: Any, measure: Callable[[], float]) -> float:
         """A measured loss of the whole model; `plan`: in plain values, all that it rests on besides the curves."""
         key = f"whole/{hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:24]}"
         if key not in self.points:
-            self.points[key] = Point(measure(), ())
+            self.points[key] = CurvePoint(measure(), ())
             self._save()
         return self.points[key].increase
 
-    def partition(self, place: Place, count: int) -> Partition | None:
+    def partition(self, site: CurveSite, count: int) -> Partition | None:
         """The partition that was measured, or None."""
-        point = self.points.get(point_key(*place, count))
+        point = self.points.get(point_key(*site, count))
         return None if point is None else point.partition
 
     def _save(self) -> None:
@@ -174,7 +176,7 @@ def point_key(layer: int, sides: tuple[str, ...], count: int) -> str:
 
 
 def expected_increases(
-    recipe: Recipe, counts: Sequence[tuple[int, int]], units: int, points: Mapping[str, Point]
+    recipe: Recipe, counts: Sequence[tuple[int, int]], units: int, points: Mapping[str, CurvePoint]
 ) -> list[float]:
     """The loss increase that `points` expect of each layer, where it keeps `counts` (key heads, value heads)."""
 
@@ -184,20 +186,20 @@ def expected_increases(
     if recipe.together:
         return [of(layer, SIDES, keys) for layer, (keys, _) in enumerate(counts)]
     return [
-        sum(of(i, (side,), n) for side, n in zip(SIDES, kept, strict=True))
-        for i, kept in enumerate(counts)
+        sum(of(i, (side,), n) for side, n in zip(SIDES, kept_count, strict=True))
+        for i, kept_count in enumerate(counts)
     ]
 
 
-def points_of(record: Mapping[str, Any]) -> dict[str, Point]:
+def points_of(record: Mapping[str, Any]) -> dict[str, CurvePoint]:
     """Points from plain JSON values."""
     return {
-        key: Point(increase, tuple(tuple(group) for group in groups))
+        key: CurvePoint(increase, tuple(tuple(group) for group in groups))
         for key, (increase, groups) in record.items()
     }
 
 
-def _read(file: Path | None) -> dict[str, Point]:
+def _read(file: Path | None) -> dict[str, CurvePoint]:
     """The points of a file; none if it is missing or damaged, since they can be measured again."""
     try:
         record = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}

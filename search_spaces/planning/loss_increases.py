@@ -24,7 +24,7 @@ from attention.conversion.refinement.local import (
     output_errors,
 )
 from attention.conversion.refinement.parallel import each_layer, largest
-from attention.conversion.refinement.refine import Work
+from attention.conversion.refinement.refine import FitWork
 from attention.conversion.sensitivity import expected_cost
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
@@ -38,10 +38,10 @@ from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.recipes.recipe import Recipe
 
 # Ways to know the loss increase of one layer.
-ESTIMATED = "estimated"
-MEASURED = "measured"
+ESTIMATED_INCREASE = "estimated"
+MEASURED_INCREASE = "measured"
 
-Told = Callable[[], None]
+StepReport = Callable[[], None]
 
 
 class LayerTrials:
@@ -55,9 +55,9 @@ class LayerTrials:
     def __init__(
         self, model: PreTrainedModel, sequences: Tensor, *, batch_size: int = AT_ONCE
     ) -> None:
-        own = plan_of(model).unshared
-        identity = LayerPlan.identity(own.num_heads)
-        lifted = convert(model, replace(own, layers=(identity,) * own.num_layers), share=True)
+        plan = plan_of(model).unshared
+        identity = LayerPlan.identity(plan.num_heads)
+        lifted = convert(model, replace(plan, layers=(identity,) * plan.num_layers), share=True)
         self.model = lifted.eval().requires_grad_(False)
         self.family = family_of(self.model.config)
         self.geometry = geometry_of(self.model.config)
@@ -74,10 +74,10 @@ class LayerTrials:
     def increase(self, layer: int, heads: LayerHeads) -> float:
         """How much the loss in nats a token increases with these lifted `heads` in `layer`; the model is as before
         afterwards. Raises ValueError if the heads are not lifted."""
-        own = self.heads[layer]
-        if heads.k.shape != own.k.shape or heads.v.shape != own.v.shape:
+        layer_heads = self.heads[layer]
+        if heads.k.shape != layer_heads.k.shape or heads.v.shape != layer_heads.v.shape:
             raise ValueError(
-                f"layer {layer}: expected {own.k.shape[0]} keys and values, got {heads.k.shape[0]} and "
+                f"layer {layer}: expected {layer_heads.k.shape[0]} keys and values, got {heads.k.shape[0]} and "
                 f"{heads.v.shape[0]}; expand the heads first"
             )
         base = self.base  # before anything is written
@@ -86,15 +86,15 @@ class LayerTrials:
             self._write(layer, heads)
             return self._loss() - base
         finally:
-            self._write(layer, own)
+            self._write(layer, layer_heads)
 
     def module(self, layer: int, heads: LayerHeads, plan: LayerPlan) -> nn.Module:
         """An attention module of its own, in float32, with `heads` in the shapes of `plan`: to be fitted, say."""
-        made = copy.deepcopy(self.modules[layer]).float()
-        self.family.reshape(made, self.geometry, plan)
-        attach(made, plan)
-        self.family.write(made, heads.to(self.model.device))
-        return made.eval()
+        module = copy.deepcopy(self.modules[layer]).float()
+        self.family.reshape(module, self.geometry, plan)
+        attach(module, plan)
+        self.family.write(module, heads.to(self.model.device))
+        return module.eval()
 
     def heads_of(self, module: nn.Module, plan: LayerPlan) -> LayerHeads:
         """The heads of such a module, one key and one value a query head."""
@@ -137,16 +137,16 @@ class LayerIncreases:
     calibration: Calibration | None
     task: Callable[[int], LayerTask]
     metric: Callable[[int], Tensor]
-    work: list[Work]
+    work: list[FitWork]
     first_layer: int = 0
     fit_steps: int = 0
     refined_steps: int = 0
-    increases: str = MEASURED
+    increases: str = MEASURED_INCREASE
 
-    def of(self, plans: Sequence[tuple[int, AttentionPlan]], told: Told) -> list[float]:
+    def of(self, plans: Sequence[tuple[int, AttentionPlan]], report: StepReport) -> list[float]:
         """Of each (layer, plan), as `PlanningContext.increases_of` says."""
         layers = sorted({layer for layer, _ in plans})
-        measures = self.increases == MEASURED
+        measures = self.increases == MEASURED_INCREASE
         looks = bool(self.fit_steps) or not measures
         tasks = {layer: self.task(layer) for layer in layers if looks}
 
@@ -154,7 +154,7 @@ class LayerIncreases:
             layer, plan = plans[index]
             find = self._measured if measures else self._estimated
             found = find(layer, plan.layers[layer], tasks.get(layer))
-            told()
+            report()
             return found
 
         if measures:  # runs the whole model
@@ -173,25 +173,25 @@ class LayerIncreases:
 
     def _module(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> nn.Module:
         """The layer's attention as `plan` has it, fitted to `task` if that is given."""
-        made = self.trials.module(layer, self._fused(layer, plan), plan)
+        module = self.trials.module(layer, self._fused(layer, plan), plan)
         if task is not None:
             generator = torch.Generator().manual_seed(self.first_layer + layer)
             shared_by = self.geometry.num_kv_heads / plan.key_heads
             self.work.append(
                 fit_module(
-                    made, task.near, self.fit_steps, FIT_RATE, generator, shared_by=shared_by
+                    module, task.near, self.fit_steps, FIT_RATE, generator, shared_by=shared_by
                 )[-1]
             )
-        return made
+        return module
 
     def _estimated(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> float:
         assert task is not None  # an estimate looks at the layer's output
         fit = bool(self.fit_steps) and plan.key_map != self.geometry.kv_map
-        made = self._module(layer, plan, task if fit else None)
+        module = self._module(layer, plan, task if fit else None)
         still_falls = (
             (self.fit_steps / max(self.fit_steps, self.refined_steps)) ** FIT_DECAY if fit else 1.0
         )
-        return still_falls * expected_cost(self.metric(layer), output_errors(made, task.check))
+        return still_falls * expected_cost(self.metric(layer), output_errors(module, task.check))
 
     def _measured(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> float:
         if task is not None:

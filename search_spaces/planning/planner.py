@@ -26,8 +26,8 @@ from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import Partition
 from search_spaces.planning.budgets import check_budget, problem_of
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.curves import Curves, Place, curve_name, expected_increases
-from search_spaces.planning.loss_increases import MEASURED, Told
+from search_spaces.planning.curves import Curves, CurveSite, curve_name, expected_increases
+from search_spaces.planning.loss_increases import MEASURED_INCREASE, StepReport
 from search_spaces.planning.prices import prices_of_site
 from search_spaces.recipes.recipe import AXES, Recipe
 from search_spaces.sharing.problem import SharingProblem
@@ -72,10 +72,10 @@ class Planner:
 
     def plan(self) -> AttentionPlan:
         counts = self.counts()
-        with stage("grouping heads", len(counts), "layers") as told:
+        with stage("grouping heads", len(counts), "layers") as progress:
             for layer, of_layer in enumerate(counts):
                 self.group_layer(layer, of_layer)
-                told.step()
+                progress.step()
         shares = self.recipe.apply("sharing", SharingProblem(self.context.heads, self.context.mlps))
         plan = self.recipe.apply("composition", replace(self.plan_of(self.partitions), **shares))
         if "measure" in AXES["allocation"].get(self.recipe.allocation).needs:
@@ -100,7 +100,7 @@ class Planner:
         """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""
         recipe = self.recipe
         measures: dict[str, Any] = {"loss": self._loss_of_one_group, "curves": self.curves_of}
-        if recipe.knobs("allocation").get("increases") == MEASURED:
+        if recipe.knobs("allocation").get("increases") == MEASURED_INCREASE:
             measures["final"] = self._final
         problem = problem_of(recipe, self.kv_ratio, self.context.geometry, **measures)
         counts = recipe.apply("allocation", problem)
@@ -120,7 +120,7 @@ class Planner:
             return neighbour_partition(count, groups)
         if "measure" in AXES["allocation"].get(self.recipe.allocation).needs:
             # The counts rest on what was measured for this very partition.
-            measured = self.curves.partition(Place(layer, sides), groups)
+            measured = self.curves.partition(CurveSite(layer, sides), groups)
             if measured is not None:
                 return measured
         return self._grouped(layer, sides, groups, generator)
@@ -169,18 +169,18 @@ class Planner:
         additive = "whole_partition" not in AXES["objective"].get(name).needs
         if additive and self._last_objective is not None and self._last_objective[0] == key:
             return self._last_objective[1]
-        made = self.recipe.apply("objective", site)
+        objective = self.recipe.apply("objective", site)
         folder = self.context.cache_dir
         calibration = self.context.calibration
         if (
-            isinstance(made, GroupCost)
-            and made.effort_of_one
+            isinstance(objective, GroupCost)
+            and objective.effort_of_one
             and folder is not None
             and calibration is not None
         ):
-            made.kept = prices_of_site(folder, name, knobs, site, calibration.digest)
-        self._last_objective = (key, made)
-        return made
+            objective.kept = prices_of_site(folder, name, knobs, site, calibration.digest)
+        self._last_objective = (key, objective)
+        return objective
 
     def _loss_of_one_group(self, layer: int, side: str) -> float:
         """Cost of all units of a site in one group (for DHA's allocation)."""
@@ -195,14 +195,16 @@ class Planner:
         """Increase of the loss if only that site is grouped, for each count, of each site (layer, side). `side` may be
         "both". `shown`: as in `Curves.of`."""
         both = (SIDES,) if self.recipe.together else tuple((side,) for side in SIDES)
-        places = [
-            [Place(at, sides) for sides in (both if side == "both" else ((side,),))]
+        curve_sites = [
+            [CurveSite(at, sides) for sides in (both if side == "both" else ((side,),))]
             for at, side in sites
         ]
-        found = iter(
-            self.curves.of([place for of_site in places for place in of_site], counts, shown=shown)
+        results = iter(
+            self.curves.of(
+                [site for of_site in curve_sites for site in of_site], counts, shown=shown
+            )
         )
-        curves = [[next(found) for _ in of_site] for of_site in places]
+        curves = [[next(results) for _ in of_site] for of_site in curve_sites]
         return [
             {count: sum(curve[count] for curve in of_site) for count in counts}
             for of_site in curves
@@ -227,53 +229,57 @@ class Planner:
     @cached_property
     def curves(self) -> Curves:
         """Measured curves of this recipe, shared by all budgets through the context and its cache folder."""
-        own = self.recipe.knobs("allocation")
+        allocation_knobs = self.recipe.knobs("allocation")
         # What no refinement will fit is measured as it is.
         fitted = self.recipe.knobs("refinement").get("fit_steps", 0)
-        knobs = {name: own[name] for name in ("tokens", "increases")}
-        fit_steps = min(own["fit_steps"], fitted)
+        knobs = {name: allocation_knobs[name] for name in ("tokens", "increases")}
+        fit_steps = min(allocation_knobs["fit_steps"], fitted)
         # Only estimates of fitted layers are scaled to the steps of the refinement: others serve any number of them.
-        scaled = own["increases"] != MEASURED and fit_steps > 0
+        scaled = allocation_knobs["increases"] != MEASURED_INCREASE and fit_steps > 0
         knobs |= {"fit_steps": fit_steps, "refined_steps": fitted if scaled else 0}
 
-        def group(place: Place, groups: int) -> Partition:
+        def group(site: CurveSite, groups: int) -> Partition:
             if groups == 1:
                 return neighbour_partition(len(self.context.units), 1)
             # A generator of its own for each point, so that no point depends on which others are measured.
-            generator = self.curve_generators[2 * place.layer + SIDES.index(place.sides[0])]
+            generator = self.curve_generators[2 * site.layer + SIDES.index(site.sides[0])]
             fresh = np.random.default_rng([*_seeds(generator), groups])
-            return self._grouped(place.layer, place.sides, groups, fresh)
+            return self._grouped(site.layer, site.sides, groups, fresh)
 
-        def measure(partitions: Sequence[tuple[Place, Partition]], told: Told) -> list[float]:
+        def measure(
+            partitions: Sequence[tuple[CurveSite, Partition]], report: StepReport
+        ) -> list[float]:
             plans = [
                 (
-                    place.layer,
-                    self.plan_of({(place.layer, side): partition for side in place.sides}),
+                    site.layer,
+                    self.plan_of({(site.layer, side): partition for side in site.sides}),
                 )
-                for place, partition in partitions
+                for site, partition in partitions
             ]
-            return self.context.increases_of(self.recipe, plans, told=told, **knobs)
+            return self.context.increases_of(self.recipe, plans, report=report, **knobs)
 
         seed = str([_seeds(g) for g in self.curve_generators[:1]])
         name = curve_name(self.recipe, self.context, knobs, seed)
         folder = self.context.cache_dir
         file = None if folder is None else Path(folder) / f"curves-{name}.json"
-        known = self.context.curves.setdefault(name, {})
+        points = self.context.curves.setdefault(name, {})
         units = len(self.context.units)
         # What runs the whole model gains nothing by more layers at a time, and would keep what it found less often.
-        at_once = 1 if own["increases"] == MEASURED else self.context.layers_at_once
+        at_once = (
+            1 if allocation_knobs["increases"] == MEASURED_INCREASE else self.context.layers_at_once
+        )
 
         # Before points are counted: it takes longer than several of them.
         def prepare() -> None:
             context = self.context
             if (
-                own["increases"] != MEASURED
+                allocation_knobs["increases"] != MEASURED_INCREASE
                 and context.model is not None
                 and context.sequences is not None
             ):
-                context.output_metric(0, own["tokens"])
+                context.output_metric(0, allocation_knobs["tokens"])
 
-        return Curves(group, measure, known, file, prepare, units=units, at_once=at_once)
+        return Curves(group, measure, points, file, prepare, units=units, at_once=at_once)
 
 
 def _seeds(generator: np.random.Generator) -> list[int]:

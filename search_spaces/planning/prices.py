@@ -21,7 +21,7 @@ from search_spaces.planning.kept_files import alone
 from search_spaces.site import Site
 
 
-class KeptPrices:
+class StoredPrices:
     """The prices of one objective at one site by size of group, all of a size in the order of `itertools.combinations`,
     in a file that several processes add to."""
 
@@ -31,10 +31,10 @@ class KeptPrices:
     def read(self) -> dict[int, np.ndarray]:
         """float64 prices by size; none if the file is missing or damaged, since they can be worked out again."""
         try:
-            kept = {int(size): prices for size, prices in load_file(self.file).items()}
+            stored = {int(size): prices for size, prices in load_file(self.file).items()}
             return {
                 s: p
-                for s, p in kept.items()
+                for s, p in stored.items()
                 if p.dtype == np.float64 and p.ndim == 1 and np.isfinite(p).all()
             }
         except (OSError, ValueError, SafetensorError):
@@ -52,7 +52,7 @@ class KeptPrices:
 
 def prices_of_site(
     folder: str | Path, objective: str, knobs: Mapping[str, Any], site: Site, digest: str
-) -> KeptPrices:
+) -> StoredPrices:
     """Where the prices of an objective at a site are kept; `digest` is that of the calibration, and so of the model."""
     record = {
         "objective": [objective, dict(knobs)],
@@ -62,7 +62,7 @@ def prices_of_site(
         "fusion distance": _digest(site.fusion_distance),
     }
     name = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:24]
-    return KeptPrices(Path(folder) / f"prices-{name}.safetensors")
+    return StoredPrices(Path(folder) / f"prices-{name}.safetensors")
 
 
 def _digest(matrix: np.ndarray | None) -> str | None:

@@ -44,7 +44,7 @@ class NamedRecipe:
         return "calibration, closed form" if "statistics" in needs else "seconds: no text is read"
 
 
-NAMED = (
+NAMED_RECIPES = (
     NamedRecipe(
         Recipe("gqa", source="Ainslie 2023, sec. 2: neighbours pooled by their mean"),
         "Average neighbouring KV heads: the baseline.",
@@ -173,7 +173,7 @@ NAMED = (
     ),
 )
 
-RECIPES: dict[str, Recipe] = {named.recipe.name: named.recipe for named in NAMED}
+RECIPES: dict[str, Recipe] = {named.recipe.name: named.recipe for named in NAMED_RECIPES}
 
 
 def recipe(name: str, /, **overrides: Any) -> Recipe:

@@ -12,7 +12,7 @@ from search_spaces.recipes.catalogue import RECIPES
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipe import Recipe, RecipeError
 
-AUTO = "auto"
+AUTO_RECIPE = "auto"
 # By loss at equal bytes, docs/papers.md.
 BEST_FIRST = ("headfold", "headfold_layers", "headfold_gqa")
 ENGINE_TARGETS: Mapping[str, tuple[str, ...]] = {

@@ -15,7 +15,7 @@ from attention.plan import AttentionPlan, Composition, LayerPlan
 from search_spaces.allocation.knapsack import usual_counts
 from search_spaces.axes import ALLOCATION
 from search_spaces.grouping.neighbour import neighbour_partition
-from search_spaces.recipes.rules import EQUAL_SIZES
+from search_spaces.recipes.rules import EQUAL_SIZES_FIELD
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class EngineForm:
         """`config`, `geometry`: of the checkpoint. Raises ValueError naming the targets for one that is unknown."""
         stored = geometry.num_kv_heads
         layers = geometry.num_layers
-        asked = target(name)
+        engine_target = target(name)
 
         def holds(
             keys: Sequence[Sequence[int]],
@@ -52,7 +52,7 @@ class EngineForm:
             ]
             plan = AttentionPlan(tuple(maps), geometry.head_dim, **more)
             try:
-                held = asked.held(config, plan)
+                held = engine_target.held(config, plan)
             except TargetError:
                 return False
             return held.bytes_per_token("float16") <= plan.kv_bytes_per_token("float16")
@@ -68,14 +68,14 @@ class EngineForm:
         if not geometry.pads_queries:
             even = {count: groups for count, groups in even.items() if stored % count == 0}
         least = even[1]
-        own = even[stored]
+        counts = even[stored]
         return cls(
             name,
             grouped=holds([least] * layers),
             unequal=all(holds([uneven] * layers) for uneven in groups.values()),
             own_counts=holds(list(even.values())),
             own_unequal=holds(list(groups.values())),
-            apart=holds([least] * layers, [own] * layers),
+            apart=holds([least] * layers, [counts] * layers),
             composed=holds([least] * layers, composition=Composition()),
         )
 
@@ -122,7 +122,7 @@ class EngineForm:
 
     def settings(self) -> dict[str, Any]:
         """Settings that a search among recipes is to keep to."""
-        return {} if self.own_unequal else {EQUAL_SIZES: True}
+        return {} if self.own_unequal else {EQUAL_SIZES_FIELD: True}
 
 
 def _even_groups(stored: int, count: int) -> list[int]:

@@ -66,7 +66,7 @@ class Recipe:
     source: str = ""
 
     def __post_init__(self) -> None:
-        given = dict(self.settings)
+        settings = dict(self.settings)
         if self.by not in BY:
             raise RecipeError(f"recipe {self.name}: {one_of('by', BY, self.by)}")
         if not isinstance(self.together, bool):
@@ -77,15 +77,15 @@ class Recipe:
         try:
             parts = self.parts()
             for axis, part in parts.items():
-                own = {
+                allowed = {
                     k.removeprefix(f"{axis}."): v
-                    for k, v in given.items()
+                    for k, v in settings.items()
                     if k.startswith(f"{axis}.")
                 }
-                full |= {f"{axis}.{knob}": value for knob, value in part.settings(own).items()}
+                full |= {f"{axis}.{knob}": value for knob, value in part.settings(allowed).items()}
         except ValueError as error:
             raise RecipeError(f"recipe {self.name}: {error}") from None
-        unknown = sorted(set(given) - set(full))
+        unknown = sorted(set(settings) - set(full))
         if unknown:
             raise RecipeError(
                 f"recipe {self.name}: setting {unknown[0]!r} belongs to no chosen part{near(unknown[0], full)}; "
@@ -125,11 +125,11 @@ class Recipe:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Recipe:
         """Inverse of `to_dict`. Raises RecipeError for an unknown field or a bad value."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(record) - known)
+        names = {field.name for field in fields(cls)}
+        unknown = sorted(set(record) - names)
         if unknown or "name" not in record:
             raise RecipeError(
-                f"a recipe has the fields {sorted(known)} and needs a name, got {sorted(record)}"
+                f"a recipe has the fields {sorted(names)} and needs a name, got {sorted(record)}"
             )
         settings = record.get("settings", {})
         if not isinstance(settings, Mapping):

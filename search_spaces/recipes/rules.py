@@ -9,7 +9,7 @@ from typing import Any
 from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SHARING, SIMILARITY
 
 Rule = tuple[tuple[str, ...], Callable[..., str | None]]
-EQUAL_SIZES = "grouping.equal_sizes"
+EQUAL_SIZES_FIELD = "grouping.equal_sizes"
 FUSING = ("lagrangian", "hard_concrete")  # relaxations at whose end heads are fused
 
 
@@ -38,9 +38,10 @@ def makes_equal_groups(grouping: str, settings: Mapping[str, Any]) -> bool:
     """Whether a grouping makes groups of one size, with these settings ("axis.knob") and its defaults."""
     part = GROUPING.get(grouping)
     default = next(
-        (knob.default for knob in part.knobs if knob.name == EQUAL_SIZES.partition(".")[2]), False
+        (knob.default for knob in part.knobs if knob.name == EQUAL_SIZES_FIELD.partition(".")[2]),
+        False,
     )
-    return "equal_groups" in part.needs or bool(settings.get(EQUAL_SIZES, default))
+    return "equal_groups" in part.needs or bool(settings.get(EQUAL_SIZES_FIELD, default))
 
 
 def _objective_unused(grouping: str, objective: str | None) -> str | None:

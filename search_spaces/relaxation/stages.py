@@ -52,7 +52,7 @@ STAGED = (
         "fusing and recovering each have a warm-up and a cosine (DHA, Table 4)",
     ),
 )
-OWN = tuple(knob.name for knob in (FRACTION, *STAGED))
+SETUP_KNOBS = tuple(knob.name for knob in (FRACTION, *STAGED))
 """Knobs that are for whoever sets up the training; the relaxation itself does not have them."""
 # Jin 2024 has its schedule over all of the training, of which the last fifth has frozen masks: that fifth is recovery
 # here, and the shares are of the first four fifths.

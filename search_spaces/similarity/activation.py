@@ -16,22 +16,21 @@ from search_spaces.axes import SIMILARITY
 from search_spaces.similarity.projections import activations
 
 
-def activation_similarity(a: Tensor, b: Tensor) -> float:
-    """Similarity of two heads' activations a, b `[n, d]`, one row a token (AsymGQA, section 2.2, Eq. 1).
+def activation_similarity(activations_HTd: Tensor) -> Tensor:
+    """Return the similarity of each pair of heads, `[H, H]` float64 (AsymGQA, section 2.2, Eq. 1).
 
-    Half the sum, over the rows of a, of the largest cosine with any row of b, plus half the same from b to a. At most
-    n; n for a head with itself. A zero row has cosine 0 with everything. Raises ValueError on unequal widths.
+    For heads a and b: half the sum, over the tokens of a, of the largest cosine with any token of b,
+    plus half the same from b to a. At most n; n for a head with itself. A zero row has cosine 0 with
+    everything.
     """
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"activations must be [tokens, d] with equal d, got {tuple(a.shape)} and {tuple(b.shape)}"
-        )
-    cosines = _unit(a) @ _unit(b).T
-    return float(0.5 * (cosines.amax(1).sum() + cosines.amax(0).sum()))
-
-
-def _unit(x: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(x.double(), dim=-1)
+    unit_HTd = torch.nn.functional.normalize(activations_HTd.double(), dim=-1).float()
+    count = len(unit_HTd)
+    result = torch.zeros(count, count, dtype=torch.float64)
+    for h in range(count):
+        cosines_jTT = unit_HTd[h] @ unit_HTd[h:].transpose(1, 2)
+        row = 0.5 * (cosines_jTT.amax(2).double().sum(1) + cosines_jTT.amax(1).double().sum(1))
+        result[h, h:] = result[h:, h] = row
+    return result
 
 
 @SIMILARITY.part(
@@ -51,11 +50,4 @@ def activation(
     tokens: int = 512,
 ) -> Tensor:
     """Eq. 1 for all pairs of heads, on evenly spaced calibration tokens. `[H, H]` float64."""
-    unit_HTd = _unit(activations(heads, statistics, side, tokens)).float()
-    count = len(unit_HTd)
-    result = torch.zeros(count, count, dtype=torch.float64)
-    for h in range(count):
-        cosines_jTT = unit_HTd[h] @ unit_HTd[h:].transpose(1, 2)
-        row = 0.5 * (cosines_jTT.amax(2).double().sum(1) + cosines_jTT.amax(1).double().sum(1))
-        result[h, h:] = result[h:, h] = row
-    return result
+    return activation_similarity(activations(heads, statistics, side, tokens))

@@ -66,8 +66,11 @@ def similarity_pairs(
 ) -> list[dict[str, PairCosines]]:
     """`pair_cosines` of every layer and side. They depend on the checkpoint alone: all plans can use them."""
     return [
-        {side: pair_cosines(mine, known, geometry.layer(index), side) for side in SIDES}
-        for index, (mine, known) in enumerate(zip(heads, statistics, strict=True))
+        {
+            side: pair_cosines(layer_heads, layer_statistics, geometry.layer(index), side)
+            for side in SIDES
+        }
+        for index, (layer_heads, layer_statistics) in enumerate(zip(heads, statistics, strict=True))
     ]
 
 
@@ -80,22 +83,22 @@ def sharing_similarity(
     each the mean over all pairs of distinct stored heads (`kv_map`: the stored head of each query head) that share a
     group, None where there is no such pair; `means` weigh the layers by their pairs and leave out a side without any.
     """
-    told: dict[str, Any] = {"means": {}}
+    means: dict[str, Any] = {"means": {}}
     for side in SIDES:
         shared = [_pairs(getattr(layer, f"{side}_groups"), kv_map) for layer in plan.layers]
-        counts = [len(mine) for mine in shared]
-        told[side] = {"pairs": counts}
+        counts = [len(layer_heads) for layer_heads in shared]
+        means[side] = {"pairs": counts}
         for name in ("raw", "aligned"):
             sums = [
-                sum(float(getattr(known[side], name)[i, j]) for i, j in mine)
-                for known, mine in zip(pairs, shared, strict=True)
+                sum(float(getattr(layer_pairs[side], name)[i, j]) for i, j in layer_heads)
+                for layer_pairs, layer_heads in zip(pairs, shared, strict=True)
             ]
-            told[side][name] = [
+            means[side][name] = [
                 total / count if count else None for total, count in zip(sums, counts, strict=True)
             ]
             if sum(counts):
-                told["means"][f"{side}_{name}"] = sum(sums) / sum(counts)
-    return told
+                means["means"][f"{side}_{name}"] = sum(sums) / sum(counts)
+    return means
 
 
 def _pairs(groups: Iterable[Sequence[int]], kv_map: Sequence[int]) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ ORDER = (
     "kv_ratio", "sharing", "relaxation", "fusion", "alignment", "grouping", "objective", "similarity", "allocation",
     "together", "by", "refinement", "composition", "recovery",
 )  # fmt: skip
-Point = dict[str, Any]
+SpacePoint = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,6 @@ class Domain:
         return float(generator.uniform(self.low, self.high))
 
 
-def by_field(point: Mapping[str, Any]) -> Point:
+def by_field(point: Mapping[str, Any]) -> SpacePoint:
     """A point keyed by field, from one keyed by domain name or by field."""
     return {name.partition(":")[0]: value for name, value in point.items()}

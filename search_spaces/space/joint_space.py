@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from attention.axes import AUTO, Knob
+from attention.axes import AUTO_KNOB, Knob
 from attention.base.messages import near
 from attention.geometry import HeadGeometry
 from search_spaces.planning.budgets import nearest_budget, require_budget
 from search_spaces.recipes.catalogue import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.rules import broken_rules, makes_equal_groups
-from search_spaces.space.domains import ORDER, Domain, Point, by_field
+from search_spaces.space.domains import ORDER, Domain, SpacePoint, by_field
 
 OPTIONAL = ("objective", "similarity")
 PROVIDED = ("statistics", "model")
@@ -68,13 +68,13 @@ class JointSpace:
             self.geometry = self.geometry and self.engine.limited(self.geometry)
         self._options = {"kv_ratio": tuple(self.kv_ratios), "together": (False, True), "by": BY}
         for name, axis in AXES.items():
-            asked = self.choices.get(name, ())
+            requested = self.choices.get(name, ())
             # A search phase of training steps goes before any plan of these: not unasked
             usable = tuple(
                 p.name
                 for p in axis
                 if not (p.needs & set(PROVIDED)) - set(self.provided)
-                and ("fusion_distances" not in p.needs or p.name in asked)
+                and ("fusion_distances" not in p.needs or p.name in requested)
             )
             self._options[name] = ((None,) if name in OPTIONAL else ()) + usable
         for name, allowed in self.choices.items():
@@ -120,9 +120,9 @@ class JointSpace:
             return self._domain(pending, self._allowed(full, pending))
         return next((d for d in self._knob_domains(full) if d.field not in full), None)
 
-    def sample(self, generator: np.random.Generator) -> Point:
+    def sample(self, generator: np.random.Generator) -> SpacePoint:
         """A random valid point, keyed by domain name."""
-        point: Point = {}
+        point: SpacePoint = {}
         while (domain := self.next(point)) is not None:
             point[domain.name] = domain.sample(generator)
         return point
@@ -132,8 +132,8 @@ class JointSpace:
 
         Raises RecipeError if a decision is missing or not allowed after those before it.
         """
-        given = by_field(point)
-        full, pending = self._forced(given)
+        values = by_field(point)
+        full, pending = self._forced(values)
         if pending is not None:
             raise RecipeError(
                 f"the point {dict(point)} does not decide {pending}: {self._allowed(full, pending)}"
@@ -143,38 +143,38 @@ class JointSpace:
         recipe = Recipe(
             "joint", **fields, settings=tuple(sorted({**self._fixed(full), **knobs}.items()))
         )
-        named = {known.digest: known for known in RECIPES.values()}
+        named = {candidate.digest: candidate for candidate in RECIPES.values()}
         return named.get(recipe.digest, recipe), float(full["kv_ratio"])
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
-    def _forced(self, given: Mapping[str, Any]) -> tuple[Point, str | None]:
+    def _forced(self, values: Mapping[str, Any]) -> tuple[SpacePoint, str | None]:
         """All decided fields with those that have one option only; and the first field still open, if any."""
-        full: Point = {}
+        full: SpacePoint = {}
         for name in ORDER:
             allowed = self._allowed(full, name)
-            if name in given:
-                if given[name] not in allowed:
+            if name in values:
+                if values[name] not in allowed:
                     reasons = (
-                        "; ".join(self._broken({**full, name: given[name]}))
+                        "; ".join(self._broken({**full, name: values[name]}))
                         or "nothing valid can follow it"
                     )
                     raise RecipeError(
-                        f"{name}={given[name]!r} is not possible after {full}: {reasons}"
+                        f"{name}={values[name]!r} is not possible after {full}: {reasons}"
                     )
-                full[name] = given[name]
+                full[name] = values[name]
             elif len(allowed) == 1:
                 full[name] = allowed[0]
             else:
                 return full, name
-        return {**full, **{k: v for k, v in given.items() if "." in k}}, None
+        return {**full, **{k: v for k, v in values.items() if "." in k}}, None
 
-    def _allowed(self, full: Point, name: str) -> list[Any]:
+    def _allowed(self, full: SpacePoint, name: str) -> list[Any]:
         return [
             option for option in self._options[name] if self._can_finish({**full, name: option})
         ]
 
-    def _can_finish(self, full: Point) -> bool:
+    def _can_finish(self, full: SpacePoint) -> bool:
         """Whether some choice of the remaining fields makes a valid recipe."""
         key = tuple(full.get(name, ...) for name in ORDER)
         if key not in self._feasible:
@@ -187,7 +187,7 @@ class JointSpace:
                 )
         return self._feasible[key]
 
-    def _broken(self, full: Point) -> list[str]:
+    def _broken(self, full: SpacePoint) -> list[str]:
         """Why these choices cannot be; empty if they can."""
         reasons = broken_rules(full) + _twice_the_same(full) + _too_dear(full)
         if self.engine is not None:
@@ -199,7 +199,7 @@ class JointSpace:
             reasons += [reason] if reason else []
         return reasons
 
-    def _over_budget(self, full: Point) -> str | None:
+    def _over_budget(self, full: SpacePoint) -> str | None:
         """Why the budget cannot be met: it looks at sharing, relaxation, grouping and allocation only."""
         assert self.geometry is not None
         names = ("sharing", "relaxation", "grouping", "objective", "similarity", "allocation")
@@ -223,7 +223,7 @@ class JointSpace:
 
     def _why_not(self) -> str:
         """The reason why the first budget fails with the plainest choices."""
-        full: Point = {}
+        full: SpacePoint = {}
         for name in ORDER:
             options = [o for o in self._options[name] if not self._broken({**full, name: o})]
             if not options:
@@ -234,11 +234,11 @@ class JointSpace:
             full[name] = options[0]
         return "the choices exclude each other"
 
-    def _fixed(self, full: Point) -> dict[str, Any]:
+    def _fixed(self, full: SpacePoint) -> dict[str, Any]:
         """The fixed settings of the parts that are chosen."""
         return {k: v for k, v in sorted(self.settings.items()) if k in self._knobs(full)}
 
-    def _knobs(self, full: Point) -> dict[str, Knob]:
+    def _knobs(self, full: SpacePoint) -> dict[str, Knob]:
         chosen = {name: full.get(name) for name in AXES}
         return {
             f"{name}.{knob.name}": knob
@@ -247,7 +247,7 @@ class JointSpace:
             for knob in AXES[name].get(part).knobs
         }
 
-    def _knob_domains(self, full: Point) -> list[Domain]:
+    def _knob_domains(self, full: SpacePoint) -> list[Domain]:
         domains = []
         for name, knob in sorted(self._knobs(full).items()):
             if knob.searched and name not in self.settings:
@@ -255,7 +255,7 @@ class JointSpace:
                 label = f"{name}:{full[name.partition('.')[0]]}"
                 default = knob.default
                 # Samplers draw numbers.
-                if default == AUTO and knob.low is not None and knob.high is not None:
+                if default == AUTO_KNOB and knob.low is not None and knob.high is not None:
                     default = math.sqrt(knob.low * knob.high)
                 domains.append(
                     Domain(label, name, knob.kind, knob.low, knob.high, knob.choices, default)
@@ -280,7 +280,7 @@ class JointSpace:
                 else []
             )
             if not owners:
-                known = sorted(
+                names = sorted(
                     {
                         f"{a.name}.{knob.name}"
                         for a in AXES.values()
@@ -288,7 +288,7 @@ class JointSpace:
                         for knob in part.knobs
                     }
                 )
-                near = get_close_matches(str(name), known, n=3) or known
+                near = get_close_matches(str(name), names, n=3) or names
                 raise ValueError(
                     f"settings: {str(name)[:100]!r} is no 'axis.knob'; there are e.g. {', '.join(near)}"
                 )
@@ -299,7 +299,7 @@ class JointSpace:
                     raise ValueError(f"settings: {axis}.{error}") from None
 
 
-def _twice_the_same(full: Point) -> list[str]:
+def _twice_the_same(full: SpacePoint) -> list[str]:
     """Choices that change nothing: only one of the equal points is offered."""
     if not {"grouping", "together"} <= set(full):
         return []
@@ -314,7 +314,7 @@ def _twice_the_same(full: Point) -> list[str]:
     return reasons
 
 
-def _too_dear(full: Point) -> list[str]:
+def _too_dear(full: SpacePoint) -> list[str]:
     """Measuring whole models for every move of a search, and that again for every point of every error curve."""
     objective = full.get("objective")
     allocation = full.get("allocation")

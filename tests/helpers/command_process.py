@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOOP = """
 import json, os, sys, tempfile
+if hidden := sys.argv[1:]:
+    sys.path.append("tests/helpers")
+    from hidden_packages import hide
+    hide(hidden)
 from orchestrator import main
 
 answers = os.fdopen(os.dup(1), "w")
@@ -47,10 +51,10 @@ class CommandProcess:
 
 
 @contextmanager
-def commands(environment: Mapping[str, str]) -> Iterator[CommandProcess]:
-    """`run(*arguments)`, in a process with this much more in its environment."""
+def commands(environment: Mapping[str, str], hidden: Collection[str] = ()) -> Iterator[CommandProcess]:
+    """`run(*arguments)`, in a process with this much more in its environment and without the packages `hidden`."""
     with subprocess.Popen(
-        [sys.executable, "-c", LOOP],
+        [sys.executable, "-c", LOOP, *hidden],
         cwd=REPOSITORY,
         env=os.environ | environment,
         stdin=subprocess.PIPE,

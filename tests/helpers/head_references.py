@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.conversion.alignment.rotations import rotation_from_cross
 from attention.families import family_of, geometry_of
+from attention.geometry import RotaryLayout
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
+
+
+def procrustes(x: Tensor, y: Tensor, layout: RotaryLayout | None = None) -> Tensor:
+    """The P `[d, d]` (float64) nearest to turning the tokens x `[d, N]` into y; with a `layout` among
+    those that commute with its RoPE (Jin 2024, eq. 4 to 6, and 14 to 17)."""
+    return rotation_from_cross(y.double() @ x.double().T, layout or RotaryLayout.none(len(x)))
 
 
 @dataclass

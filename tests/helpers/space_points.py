@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from search_spaces.space.domains import Domain, Point
+from search_spaces.space.domains import Domain, SpacePoint
 from search_spaces.space.joint_space import JointSpace
 
 Path = tuple[tuple[Domain, Any], ...]
@@ -21,7 +21,7 @@ def paths(space: JointSpace, taken: Path = ()) -> Iterator[Path]:
         yield from paths(space, (*taken, (domain, option)))
 
 
-def points(space: JointSpace) -> list[Point]:
+def points(space: JointSpace) -> list[SpacePoint]:
     """Every valid combination of choices, knobs left open."""
     return [{d.name: value for d, value in path if "." not in d.field} for path in paths(space)]
 

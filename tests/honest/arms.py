@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.plan import AttentionPlan, LayerPlan
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.evaluation import evaluate
 from trainers.loop import train
 from trainers.losses import objective
@@ -46,7 +46,7 @@ def settings(rate: float) -> TrainSettings:
 
 def recovered(model: PreTrainedModel, corpus: Corpus, steps: int, rate: float, skipped: int = 0) -> float:
     """Held-out loss after `steps` of language modelling, starting `skipped` steps into the text."""
-    with closing(Engine(model, settings(rate), steps)) as engine:
+    with closing(TrainEngine(model, settings(rate), steps)) as engine:
         stream = BatchStream(corpus.train, BATCH)
         for _ in range(skipped):
             stream.next()
@@ -68,7 +68,7 @@ def fused_and_recovered(
     Returns the held-out loss right after collapsing, and at the end.
     """
     relaxation = RelaxationSpec("lagrangian", (plan.to_json(),), steps, knobs).install(model, 0, 0)
-    with closing(Engine(relaxation.model, settings(rate), steps, relaxation.parameter_groups())) as engine:
+    with closing(TrainEngine(relaxation.model, settings(rate), steps, relaxation.parameter_groups())) as engine:
         done = train(
             engine,
             BatchStream(corpus.train, BATCH),

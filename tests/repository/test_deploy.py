@@ -52,7 +52,7 @@ def test_the_image_has_ray_as_locked_and_all_packages() -> None:
 def test_the_dashboard_draws_every_gauge_and_nothing_else() -> None:
     dashboard = json.loads((REPOSITORY / "deploy" / "grafana" / "headfold.json").read_text())
     labels = {name: {*of} for name, (_, of) in gauges.GAUGES.items()}
-    labels |= {name: {"search", "trial"} for name, _ in ray_link.GAUGES.values()}
+    labels |= {name: {"search", "trial"} for name, _ in ray_link.WORKER_GAUGES.values()}
     drawn = {}
     for panel in dashboard["panels"]:
         (target,) = panel["targets"]

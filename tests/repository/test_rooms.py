@@ -1,16 +1,29 @@
-"""No circle of imports between files, and no room of more files than a reader takes in at a glance."""
+"""No circle of imports between files, and no public name that stands for two things."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
-MOST_FILES = 15
+ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
+"""A module that defines one of these is a family, an export target or an engine; their functions are named alike."""
+SHARED_NAMES = {
+    "ABOUT", "ADAM", "AUTO", "Agreement", "BATCH", "BYTES", "COLUMNS", "DIGITS", "DryRun", "ENGINES",
+    "EPSILON", "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LARGE", "LEAST", "LIBRARY", "LIMIT",
+    "LOOK_SECONDS", "MOST_TOLD", "NAME", "NEAR", "NEW_TOKENS", "NUMBERS", "ORDER", "PACKAGES", "PATIENCE",
+    "POLL_SECONDS", "PREFIX", "PROMOTION", "Part", "RECIPES", "RENAMED", "REPOSITORY", "Recipe", "Run",
+    "SECONDS", "SHORT", "SHOWN", "SIDES", "SIMILARITY", "STAGES", "Section", "Seed", "T", "TEXTS", "TOKENS",
+    "TOLD", "TRAIN_TOKENS", "announce", "check", "compare", "convert", "estimate", "evaluate", "export",
+    "geometry_of", "in_words", "load_config", "promote", "register", "search", "spans", "spread", "tell",
+    "text_of", "train", "untrained", "waits_for", "watch",
+}  # fmt: skip
+"""Public names that more than one module still defines. The list only shrinks: a new thing gets a name of its own."""
 
 
 def imports(root: Path, packages: Iterable[str]) -> dict[str, set[str]]:
@@ -49,13 +62,42 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def crowded(root: Path, packages: Iterable[str]) -> dict[str, int]:
-    """Folders with more than MOST_FILES Python files, and how many they have."""
-    counts = {}
+def public_names(module: ast.Module) -> Iterator[str]:
+    """Yield the names of classes, functions and constants that a module defines for others.
+
+    A part of an axis, registered by a decorator, is known by the name of the part and not by that of its function.
+    """
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if not any(".part(" in ast.unparse(decorator) for decorator in node.decorator_list):
+                yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def definitions(root: Path, packages: Iterable[str]) -> dict[str, set[str]]:
+    """Return the modules that define each public name.
+
+    Left out are `logger`, private modules and folders, families, targets and engines, and the programs in `children`,
+    which run in the Python of an engine.
+    """
+    found: dict[str, set[str]] = defaultdict(set)
     for package in packages:
-        for folder in [root / package, *(root / package).rglob("*/")]:
-            counts[str(folder.relative_to(root))] = len(list(folder.glob("*.py")))
-    return {folder: count for folder, count in counts.items() if count > MOST_FILES}
+        for path in (root / package).rglob("*.py"):
+            parts = path.relative_to(root).parts
+            if "children" in parts or any(part[0] == "_" and part != "__init__.py" for part in parts):
+                continue
+            names = {name for name in public_names(ast.parse(path.read_text(encoding="utf-8"))) if name[0] != "_"}
+            if not names & ONE_OF_A_KIND:
+                for name in names - {"logger"}:
+                    found[name].add("/".join(parts))
+    return found
+
+
+def shared(root: Path, packages: Iterable[str]) -> dict[str, list[str]]:
+    """Return the public names that more than one module defines, and these modules."""
+    return {name: sorted(modules) for name, modules in definitions(root, packages).items() if len(modules) > 1}
 
 
 def test_no_import_circle() -> None:
@@ -64,8 +106,12 @@ def test_no_import_circle() -> None:
     assert circles(graph) == []
 
 
-def test_no_crowded_room() -> None:
-    assert crowded(REPOSITORY, PACKAGES) == {}
+def test_a_public_name_stands_for_one_thing() -> None:
+    assert len(definitions(REPOSITORY, PACKAGES)) > 1000
+    names = shared(REPOSITORY, PACKAGES)
+    new = {name: modules for name, modules in names.items() if name not in SHARED_NAMES}
+    assert new == {}, "rename one of them, or begin it with an underscore if only its module uses it"
+    assert set() == SHARED_NAMES - names.keys(), "no longer shared: take them off SHARED_NAMES"
 
 
 @pytest.mark.parametrize("line", ["from p.a import f", "def g():\n    from p import a"])
@@ -77,8 +123,15 @@ def test_a_circle_is_found(line: str, tmp_path: Path) -> None:
     assert circles(imports(tmp_path, ["p"])) == [["p.a", "p.b", "p.c", "p.a"]]
 
 
-def test_a_crowded_room_is_found(tmp_path: Path) -> None:
-    (tmp_path / "p" / "room").mkdir(parents=True)
-    for number in range(MOST_FILES + 1):
-        (tmp_path / "p" / "room" / f"m{number}.py").touch()
-    assert crowded(tmp_path, ["p"]) == {"p/room": MOST_FILES + 1}
+def test_a_shared_name_is_found(tmp_path: Path) -> None:
+    (tmp_path / "p" / "q").mkdir(parents=True)
+    files = {
+        "a": "class Run: ...\nONE = 1\n_TWO = 2\nlogger = 3",
+        "q/b": "@X.part('run')\ndef ONE(): ...\n_TWO = 2\nlogger = 3",
+        "q/c": "def Run(): ...\nTHREE: int = 3",
+        "q/d": "FAMILY = 1\ndef Run(): ...",
+        "q/_e": "def Run(): ...",
+    }
+    for name, text in files.items():
+        (tmp_path / "p" / f"{name}.py").write_text(text)
+    assert shared(tmp_path, ["p"]) == {"Run": ["p/a.py", "p/q/c.py"]}

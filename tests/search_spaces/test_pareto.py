@@ -80,13 +80,13 @@ def test_epsilon_net_is_as_defined_for_few_points_and_for_many(count: int) -> No
 def test_selection_worked() -> None:
     """Four points on the front, two behind: three places go to the ends and to the least crowded."""
     points = [(0, 10), (1, 6), (2, 5), (10, 0), (3, 7), (11, 11)]
-    assert pareto.select(points, 3) == [0, 3, 2]
-    assert pareto.select(points, 3, ties="epsilon_net") == [0, 3, 2]
-    assert pareto.select(points, 5)[-1] == 4
-    assert set(pareto.select(points, 6)) == set(range(6)) and pareto.select(points, 6)[-1] == 5
-    assert pareto.select(points, 0) == []
+    assert pareto.select_best(points, 3) == [0, 3, 2]
+    assert pareto.select_best(points, 3, ties="epsilon_net") == [0, 3, 2]
+    assert pareto.select_best(points, 5)[-1] == 4
+    assert set(pareto.select_best(points, 6)) == set(range(6)) and pareto.select_best(points, 6)[-1] == 5
+    assert pareto.select_best(points, 0) == []
     with pytest.raises(ValueError, match="ties must be one of crowding, epsilon_net"):
-        pareto.select(points, 1, ties="random")
+        pareto.select_best(points, 1, ties="random")
 
 
 @pytest.mark.parametrize("ties", pareto.TIES)
@@ -94,7 +94,7 @@ def test_nothing_kept_is_of_a_higher_rank_than_something_left(ties: str) -> None
     generator = np.random.default_rng(1)
     for count, keep in itertools.product((5, 17, 30), (1, 4, 11)):
         values = generator.normal(size=(count, 2)).tolist()
-        kept, rank = pareto.select(values, keep, ties), pareto.ranks(values)
+        kept, rank = pareto.select_best(values, keep, ties), pareto.ranks(values)
         assert len(kept) == len(set(kept)) == min(keep, count)
         left = set(range(count)) - set(kept)
         assert not left or max(rank[i] for i in kept) <= min(rank[i] for i in left)
@@ -103,7 +103,7 @@ def test_nothing_kept_is_of_a_higher_rank_than_something_left(ties: str) -> None
 def test_one_objective_is_a_sort() -> None:
     values = np.random.default_rng(0).normal(size=(20, 1)).tolist()
     for ties in pareto.TIES:
-        assert pareto.select(values, 7, ties) == np.argsort([v for (v,) in values])[:7].tolist()
+        assert pareto.select_best(values, 7, ties) == np.argsort([v for (v,) in values])[:7].tolist()
 
 
 def test_hypervolume_worked() -> None:

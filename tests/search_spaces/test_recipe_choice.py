@@ -13,7 +13,7 @@ from attention.families import families, geometry_of
 from attention.io.targets import TargetError, target
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.recipes.bibliography import PAPERS
-from search_spaces.recipes.catalogue import NAMED, RECIPES
+from search_spaces.recipes.catalogue import NAMED_RECIPES, RECIPES
 from search_spaces.recipes.choice import ENGINE_TARGETS, choose_recipe, engine_name
 from search_spaces.recipes.recipe import RecipeError
 
@@ -68,13 +68,13 @@ def test_engines_have_the_names_that_people_write() -> None:
 
 
 def test_each_recipe_says_what_it_is_what_it_costs_and_where_it_comes_from() -> None:
-    assert [named.recipe.name for named in NAMED] == list(RECIPES)
-    for named in NAMED:
+    assert [named.recipe.name for named in NAMED_RECIPES] == list(RECIPES)
+    for named in NAMED_RECIPES:
         assert named.summary.endswith(".")
         assert named.cost
         assert set(named.papers) <= set(PAPERS)
         assert bool(named.papers) != named.recipe.source.startswith("ours")
-    assert {key for named in NAMED for key in named.papers} == set(PAPERS)
+    assert {key for named in NAMED_RECIPES for key in named.papers} == set(PAPERS)
     assert len({paper.arxiv for paper in PAPERS.values()}) == len(PAPERS)
 
 

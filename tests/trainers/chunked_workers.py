@@ -49,7 +49,7 @@ def work(folder: Path, stage: int, rank: int) -> None:
     if stage == 3:
         config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": SPLIT}
         teacher = deepspeed.initialize(model=teacher.requires_grad_(False), config=config)[0].module
-    engine = trainers.engine.Engine(model, settings, 10)
+    engine = trainers.engine.TrainEngine(model, settings, 10)
     loss_fn = objective("kl_bild", 0.3, teacher)
     losses, held_out = [], []
     for _ in range(3):  # DeepSpeed looks on in the first passes, and fetches ahead in later ones

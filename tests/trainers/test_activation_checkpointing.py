@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.conversion.convert import convert
 from attention.families import families, family_of
 from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
@@ -45,7 +45,7 @@ def trained(model: Any, ids: Tensor, spec: RelaxationSpec | None = None, **given
         runs[0] += 1
 
     family_of(model.config).attention_modules(model)[0].register_forward_hook(count)
-    with closing(Engine(model, settings, STEPS, groups)) as engine:
+    with closing(TrainEngine(model, settings, STEPS, groups)) as engine:
         loss_fn = objective()
         if relaxation is not None:
             loss_fn = relaxed_objective(relaxation, loss_fn, lambda: engine.steps_done)

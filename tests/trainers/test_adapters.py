@@ -19,7 +19,7 @@ from attention.io import checkpoint
 from attention.modeling.shared_weights import sharing_modules
 from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan
 from trainers.adapters import Adapters, adaptable, add_adapters
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.evaluation import evaluate
 from trainers.jobs.worker import TrainJob
 from trainers.loop import train
@@ -41,12 +41,12 @@ def ids() -> Tensor:
 
 
 @pytest.fixture
-def engine() -> Iterator[Callable[..., Engine]]:
+def engine() -> Iterator[Callable[..., TrainEngine]]:
     """Engines with LoRA, closed afterwards."""
-    made: list[Engine] = []
+    made: list[TrainEngine] = []
 
-    def make(model: Any, **settings: Any) -> Engine:
-        made.append(Engine(model, TrainSettings(**LORA | settings), STEPS))
+    def make(model: Any, **settings: Any) -> TrainEngine:
+        made.append(TrainEngine(model, TrainSettings(**LORA | settings), STEPS))
         return made[-1]
 
     yield make
@@ -54,7 +54,7 @@ def engine() -> Iterator[Callable[..., Engine]]:
         each.close()
 
 
-def run(engine: Engine, stream: BatchStream, start: int = 0, stop: int = STEPS) -> list[float]:
+def run(engine: TrainEngine, stream: BatchStream, start: int = 0, stop: int = STEPS) -> list[float]:
     losses: list[float] = []
     train(engine, stream, steps=stop, start_step=start, loss_fn=objective(), on_step=lambda _, x: losses.append(x))
     return losses

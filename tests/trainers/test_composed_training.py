@@ -12,7 +12,7 @@ from parameters import extended
 from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, Composition, LayerPlan
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.settings import TrainSettings
@@ -40,7 +40,7 @@ def test_trains_as_plain_torch_does(tiny_model: Any, tmp_path: Any, stage: int) 
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    engine, losses = Engine(copy.deepcopy(start), settings, STEPS), []
+    engine, losses = TrainEngine(copy.deepcopy(start), settings, STEPS), []
     try:
         kept = {"loss_fn": loss_fn, "on_step": lambda _, loss: losses.append(loss)}
         train(engine, BatchStream(ids, 8), steps=STEPS, start_step=0, **kept)

@@ -15,7 +15,7 @@ from torch import Tensor
 from orchestrator.config.schema import ConfigError, check_training
 from trainers.deepspeed_config import config_of
 from trainers.deepspeed_keys import DECIDED
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.settings import TrainSettings
@@ -25,11 +25,11 @@ STEPS = 3
 
 
 @pytest.fixture
-def engine(tiny_model: Any) -> Iterator[Callable[..., Engine]]:
+def engine(tiny_model: Any) -> Iterator[Callable[..., TrainEngine]]:
     made = []
 
-    def make(**settings: Any) -> Engine:
-        made.append(Engine(tiny_model("llama"), TrainSettings(**{"learning_rate": 3e-3, **settings}), STEPS))
+    def make(**settings: Any) -> TrainEngine:
+        made.append(TrainEngine(tiny_model("llama"), TrainSettings(**{"learning_rate": 3e-3, **settings}), STEPS))
         return made[-1]
 
     yield make
@@ -42,7 +42,7 @@ def ids() -> Tensor:
     return torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0))
 
 
-def losses(engine: Engine, ids: Tensor) -> list[float]:
+def losses(engine: TrainEngine, ids: Tensor) -> list[float]:
     found: list[float] = []
     train(engine, BatchStream(ids, 8), steps=STEPS, loss_fn=objective(), on_step=lambda _, loss: found.append(loss))
     return found

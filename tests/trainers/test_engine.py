@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention.conversion.convert import convert
 from attention.plan import AttentionPlan, LayerPlan
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.evaluation import evaluate
 from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
@@ -40,14 +40,14 @@ def ids() -> Tensor:
 
 
 @pytest.fixture
-def engine(tiny_model: Any) -> Iterator[Callable[..., Engine]]:
+def engine(tiny_model: Any) -> Iterator[Callable[..., TrainEngine]]:
     """Engines on a converted tiny model with unequal key and value heads; closed afterwards."""
     made = []
 
-    def make(model: Any = None, *, total_steps: int = STEPS, schedule_offset: int = 0, **settings: Any) -> Engine:
+    def make(model: Any = None, *, total_steps: int = STEPS, schedule_offset: int = 0, **settings: Any) -> TrainEngine:
         model = convert(tiny_model("llama"), PLAN) if model is None else model
         chosen = TrainSettings(**{"learning_rate": 3e-3, **settings})
-        made.append(Engine(model, chosen, total_steps, schedule_offset=schedule_offset))
+        made.append(TrainEngine(model, chosen, total_steps, schedule_offset=schedule_offset))
         return made[-1]
 
     yield make
@@ -56,7 +56,7 @@ def engine(tiny_model: Any) -> Iterator[Callable[..., Engine]]:
 
 
 def run(
-    engine: Engine, ids: Tensor, start: int = 0, stop: int = STEPS, stream: BatchStream | None = None
+    engine: TrainEngine, ids: Tensor, start: int = 0, stop: int = STEPS, stream: BatchStream | None = None
 ) -> list[float]:
     losses: list[float] = []
     stream = BatchStream(ids, 8) if stream is None else stream

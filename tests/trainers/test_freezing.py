@@ -13,7 +13,7 @@ from attention.conversion.convert import convert
 from attention.families import families, family_of, geometry_of
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.deepspeed_config import layout_of
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.freezing import freeze_all_but_keys_and_values, key_value_parameters
 from trainers.loop import train
 from trainers.losses import objective
@@ -62,7 +62,7 @@ def test_trains_and_nothing_else_moves_or_has_optimiser_state(tiny_model: Any) -
     original = tiny_model("llama")
     model: Any = convert(original, plan(original))
     before, losses = {name: p.detach().clone() for name, p in model.named_parameters()}, list[float]()
-    engine = Engine(model, settings, 6)
+    engine = TrainEngine(model, settings, 6)
     try:
         train(engine, BatchStream(ids, 4), steps=6, loss_fn=objective(), on_step=lambda _, loss: losses.append(loss))
         after = engine.weights()

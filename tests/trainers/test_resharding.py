@@ -11,12 +11,12 @@ import torch
 from parameters import extended
 
 from attention.io import checkpoint
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.loop import ParameterGroup
 from trainers.losses import objective
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
-from trainers.zero import load_model
+from trainers.zero import load_trainable
 
 HALF, ALL, ROWS = 3, 6, 6
 IDS = torch.randint(0, 64, (40, 16), generator=torch.Generator().manual_seed(0))
@@ -30,10 +30,10 @@ def work(
     rank: int, model: Path, settings: TrainSettings, until: int, load: Path | None, save: Path | None, own_rate: bool
 ) -> tuple[list[float], dict[str, Any], Any]:
     """Losses up to step `until`, the weights then (rank 0), and what a checkpoint said that it went on from."""
-    net = load_model(model, settings)
+    net = load_trainable(model, settings)
     bias = tuple(p for name, p in net.named_parameters() if name.endswith("norm.weight"))
     groups = [ParameterGroup(bias, 3e-2)] if own_rate else []
-    with closing(Engine(net, settings, ALL, groups)) as engine:
+    with closing(TrainEngine(net, settings, ALL, groups)) as engine:
         stream = BatchStream(IDS, ROWS, rank=rank, world_size=settings.num_workers)
         said = engine.load(load) if load else None
         stream.skip(engine.steps_done * ROWS)
@@ -134,6 +134,6 @@ def test_a_batch_that_does_not_divide_is_the_same_step(
 
 
 def some_steps(rank: int, model: Path, settings: TrainSettings) -> list[float]:
-    with closing(Engine(load_model(model, settings), settings, ALL)) as engine:
+    with closing(TrainEngine(load_trainable(model, settings), settings, ALL)) as engine:
         stream = BatchStream(IDS, settings.batch_size, rank=rank, world_size=settings.num_workers)
         return [engine.step(stream.next(), objective()) for _ in range(HALF)]

@@ -14,7 +14,7 @@ from zero_three import split_small_weights
 from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.loop import train
 from trainers.losses import objective
 from trainers.settings import TrainSettings
@@ -48,7 +48,7 @@ def test_trains_as_plain_torch_does(tiny_model: Any, tmp_path: Any, monkeypatch:
         optimizer.zero_grad()
         expected.append(loss.item())
     trained, losses = copy.deepcopy(start), []
-    engine = Engine(trained, settings, STEPS)
+    engine = TrainEngine(trained, settings, STEPS)
     try:
         assert stage < 3 or all(p.numel() == 0 for p in trained.parameters())
         kept = {"loss_fn": loss_fn, "on_step": lambda _, loss: losses.append(loss)}

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from attention.conversion.convert import convert
 from attention.io import checkpoint, piecewise
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.losses import objective
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
-from trainers.zero import SplitModel, load_model
+from trainers.zero import SplitModel, load_trainable
 
 STEPS = 3
 UNEVEN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
@@ -47,8 +47,8 @@ def settings_of(**given: Any) -> TrainSettings:
 def steps(rank: int, ids: Tensor, folder: Path, teacher: Path, split: bool, settings: TrainSettings) -> Any:
     """Losses of some steps and the weights after them, on rank 0; the model and its teacher given whole, or split."""
     with ExitStack() as stack:
-        model: Any = load_model(folder, settings) if split else checkpoint.load(folder, settings.dtype)
-        engine = stack.enter_context(closing(Engine(model, settings, STEPS)))
+        model: Any = load_trainable(folder, settings) if split else checkpoint.load(folder, settings.dtype)
+        engine = stack.enter_context(closing(TrainEngine(model, settings, STEPS)))
         guide: Any = None
         if settings.distillation != "none" and split:
             guide = stack.enter_context(closing(SplitModel(teacher, settings))).model
@@ -97,11 +97,11 @@ def interrupted(rank: int, ids: Tensor, folder: Path, place: Path) -> tuple[list
     """Losses of steps after a training checkpoint was written, and of the same steps when it was read again."""
     settings, found = settings_of(dtype="bfloat16"), []
     stream = BatchStream(ids, 8, rank=rank, world_size=2)
-    with closing(Engine(load_model(folder, settings), settings, STEPS)) as engine:
+    with closing(TrainEngine(load_trainable(folder, settings), settings, STEPS)) as engine:
         engine.step(stream.next(), objective())
         engine.save(place, {"stream": stream.state_dict()})
         found.append([engine.step(stream.next(), objective()) for _ in range(2)])
-    with closing(Engine(load_model(folder, settings), settings, STEPS)) as engine:
+    with closing(TrainEngine(load_trainable(folder, settings), settings, STEPS)) as engine:
         stream.load_state_dict(engine.load(place)["stream"])
         found.append([engine.step(stream.next(), objective()) for _ in range(2)])
     return found[0], found[1]
@@ -134,15 +134,15 @@ def peak_of(work: Callable[[], Any]) -> tuple[int, Any]:
 def peaks(rank: int, ids: Tensor, small: Path, folder: Path, out: Path) -> dict[str, int]:
     """Peaks of one worker: building a model, a teacher, a forward pass of both, and writing it."""
     settings = settings_of(distillation="kl")
-    load_model(small, settings)  # what libraries take at first use is not the model's
+    load_trainable(small, settings)  # what libraries take at first use is not the model's
     gc.collect()
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once, so that resident is what is held
     libc.malloc_trim(0)
     found: dict[str, int] = {}
-    found["model"], model = peak_of(lambda: load_model(folder, settings))
+    found["model"], model = peak_of(lambda: load_trainable(folder, settings))
     found["teacher"], teacher = peak_of(lambda: SplitModel(folder, settings))
-    with closing(teacher), closing(Engine(model, settings, 1)) as engine, torch.no_grad():
+    with closing(teacher), closing(TrainEngine(model, settings, 1)) as engine, torch.no_grad():
         found["forward"], _ = peak_of(lambda: (engine.model(ids), teacher.model(ids)))
 
         def write() -> None:

@@ -12,32 +12,32 @@ from urllib.parse import urlparse
 NATIVE = ("s3", "gs", "gcs", "hdfs", "abfs", "abfss", "file")
 """What pyarrow serves by itself; other kinds need their own fsspec package."""
 
-INDEX = "checkpoints.json"
+CHECKPOINT_INDEX = "checkpoints.json"
 """The index of a run's training checkpoints, see `trainers.jobs.checkpoints`."""
 
 
 def below(address: str, path: str) -> str:
     """The address of what lies at `path` below another one; its query stays behind."""
-    place, mark, query = address.partition("?")
-    return f"{place.rstrip('/')}/{path}{mark}{query}"
+    base, mark, query = address.partition("?")
+    return f"{base.rstrip('/')}/{path}{mark}{query}"
 
 
 @lru_cache(maxsize=64)
-def open_place(place: str) -> tuple[Any, str]:
+def open_location(location: str) -> tuple[Any, str]:
     """The file system (pyarrow's) of an address or of an absolute folder, and the path in it.
 
     Raises ValueError, NotImplementedError, ImportError or OSError for what nothing here serves.
     """
     from pyarrow import fs
 
-    scheme = urlparse(place).scheme
-    if Path(place).is_absolute():
-        return fs.LocalFileSystem(), place
+    scheme = urlparse(location).scheme
+    if Path(location).is_absolute():
+        return fs.LocalFileSystem(), location
     if scheme in NATIVE:
-        return fs.FileSystem.from_uri(place)
+        return fs.FileSystem.from_uri(location)
     from fsspec.core import url_to_fs
 
-    filesystem, path = url_to_fs(place)
+    filesystem, path = url_to_fs(location)
     return fs.PyFileSystem(fs.FSSpecHandler(filesystem)), path
 
 
@@ -70,5 +70,5 @@ def folders(filesystem: Any, path: str) -> list[str]:
     """The folders in a folder; none if it is not there."""
     from pyarrow import fs
 
-    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    return [info.path for info in found if info.type == fs.FileType.Directory]
+    infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    return [info.path for info in infos if info.type == fs.FileType.Directory]

@@ -14,7 +14,7 @@ from typing import Any
 
 from attention.io import checkpoint
 
-BEST = ("best_step", "best_loss", "best_kl", "best_dir")
+BEST_KEYS = ("best_step", "best_loss", "best_kl", "best_dir")
 """In a report: the best step so far, its held-out loss and KL (nats a token), where its weights lie."""
 
 
@@ -24,8 +24,8 @@ def best_folder(out_dir: str, step: int) -> str:
 
 def best_is_there(report: dict[str, Any], out_dir: str) -> bool:
     """Whether the best weights that a report names are as they were written. Those in `out_dir` can be made again."""
-    place = report.get("best_dir")
-    return place in (None, out_dir) or checkpoint.intact(place)
+    path = report.get("best_dir")
+    return path in (None, out_dir) or checkpoint.intact(path)
 
 
 def remove_other_bests(out_dir: str, reports: Iterable[dict[str, Any]]) -> None:

@@ -32,7 +32,15 @@ import torch.distributed as dist
 
 from attention.base.messages import reason
 from attention.io.files import sha256, write_whole
-from trainers.jobs.addresses import INDEX, below, copy_folder, fetch, folders, open_place, private
+from trainers.jobs.addresses import (
+    CHECKPOINT_INDEX,
+    below,
+    copy_folder,
+    fetch,
+    folders,
+    open_location,
+    private,
+)
 from trainers.jobs.train_job import TrainJob
 
 logger = logging.getLogger(__name__)
@@ -41,7 +49,7 @@ KEEP = 2  # the newest, and the one before it in case the newest is damaged
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedCheckpoint:
     """A checkpoint in the index. `digests`: SHA-256 of each file, by its path below the checkpoint."""
 
     name: str
@@ -53,12 +61,12 @@ class Kept:
 class _Sending:
     """A checkpoint on its way to an address: this worker's part of it."""
 
-    kept: Kept
+    kept: SavedCheckpoint
     report: dict[str, Any] | None
     done: Future[None]
 
 
-def gathered(value: Any, world_size: int) -> list[Any]:
+def gather_objects(value: Any, world_size: int) -> list[Any]:
     """The values of all workers, by rank."""
     if world_size == 1:
         return [value]
@@ -88,7 +96,7 @@ class CheckpointStore:
         self.named = Path(storage_path) / run_name
         self.remote = address is not None
         self._address = address
-        self.files, root = open_place(below(address, run_name) if address else str(self.named))
+        self.files, root = open_location(below(address, run_name) if address else str(self.named))
         self.root = Path(root)
         self._sending = None
         self._scratch = (
@@ -106,14 +114,14 @@ class CheckpointStore:
             str(self.named.parent), run_name, self.rank, self.world_size, self._address
         )
 
-    def read(self) -> tuple[list[Kept], list[dict[str, Any]]]:
+    def read(self) -> tuple[list[SavedCheckpoint], list[dict[str, Any]]]:
         """Checkpoints and reports of the index, oldest first; both empty before the first. Any process may ask."""
         try:
-            with self.files.open_input_stream(str(self.root / INDEX)) as stream:
+            with self.files.open_input_stream(str(self.root / CHECKPOINT_INDEX)) as stream:
                 record = json.loads(stream.read())
         except FileNotFoundError:
             return [], []
-        return [Kept(**kept) for kept in record["checkpoints"]], record["reports"]
+        return [SavedCheckpoint(**entry) for entry in record["checkpoints"]], record["reports"]
 
     # ---- saving -----------------------------------------------------------------------------------------------
 
@@ -139,7 +147,9 @@ class CheckpointStore:
             files = {
                 p.relative_to(scratch).as_posix(): p for p in scratch.rglob("*") if p.is_file()
             }
-            kept = Kept(name, step, {file: sha256(path) for file, path in files.items()})
+            checkpoint = SavedCheckpoint(
+                name, step, {file: sha256(path) for file, path in files.items()}
+            )
             if not self.remote:
                 for file, path in files.items():
                     (self.root / name / file).parent.mkdir(parents=True, exist_ok=True)
@@ -149,17 +159,19 @@ class CheckpointStore:
             raise
         if not self.remote:
             shutil.rmtree(scratch, ignore_errors=True)
-            self._enter(kept, report)
+            self._enter(checkpoint, report)
             return
         sender = ThreadPoolExecutor(1, "headfold-checkpoint")
-        self._sending = _Sending(kept, report, sender.submit(self._send, scratch, name))
+        self._sending = _Sending(checkpoint, report, sender.submit(self._send, scratch, name))
         sender.shutdown(wait=False)
         if report is not None:
             self.settle()
 
     def advance(self) -> None:
         """Between two steps: enter the checkpoint on its way, if all its files have come."""
-        if self._sending is not None and all(gathered(self._sending.done.done(), self.world_size)):
+        if self._sending is not None and all(
+            gather_objects(self._sending.done.done(), self.world_size)
+        ):
             self.settle()
 
     def settle(self) -> None:
@@ -170,14 +182,14 @@ class CheckpointStore:
         sending = self._sending
         self._sending = None
         error = sending.done.exception()
-        problems = [p for p in gathered(error and reason(error), self.world_size) if p]
+        problems = [p for p in gather_objects(error and reason(error), self.world_size) if p]
         if not problems:
             self._enter(sending.kept, sending.report)
             return
-        told = f"training checkpoint of step {sending.kept.step} did not come to its address: {problems[0]}"
+        message = f"training checkpoint of step {sending.kept.step} did not come to its address: {problems[0]}"
         if sending.report is not None:
-            raise CheckpointNotSentError(told)
-        logger.warning(told)
+            raise CheckpointNotSentError(message)
+        logger.warning(message)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[Path]:
@@ -186,11 +198,15 @@ class CheckpointStore:
         if not self.remote:
             yield Path(path)
             return
-        kept = next(
-            (k for k in gathered(self.read()[0], self.world_size)[0] if k.name == Path(path).name),
+        checkpoint = next(
+            (
+                k
+                for k in gather_objects(self.read()[0], self.world_size)[0]
+                if k.name == Path(path).name
+            ),
             None,
         )
-        if problem := "it is not in the index" if kept is None else self.damage(kept):
+        if problem := "it is not in the index" if checkpoint is None else self.damage(checkpoint):
             raise OSError(f"training checkpoint {path} at its address: {problem}")
         yield self._scratch / Path(path).name
         self.release()
@@ -201,94 +217,106 @@ class CheckpointStore:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _enter(self, mine: Kept, report: dict[str, Any] | None) -> None:
-        """Name a checkpoint whose files are all there in the index; `mine` has this worker's."""
-        parts = gathered(mine.digests, self.world_size)
-        whole = Kept(
-            mine.name, mine.step, {file: digest for part in parts for file, digest in part.items()}
+    def _enter(self, entry: SavedCheckpoint, report: dict[str, Any] | None) -> None:
+        """Name a checkpoint whose files are all there in the index; `entry` has this worker's."""
+        parts = gather_objects(entry.digests, self.world_size)
+        whole = SavedCheckpoint(
+            entry.name,
+            entry.step,
+            {file: digest for part in parts for file, digest in part.items()},
         )
         if self.rank == 0:
-            kept, reports = self.read()
-            kept = [*(k for k in kept if k.step < mine.step), whole][-KEEP:]
+            checkpoints, reports = self.read()
+            checkpoints = [*(k for k in checkpoints if k.step < entry.step), whole][-KEEP:]
             reports = [
-                *(r for r in reports if r["step"] < mine.step),
+                *(r for r in reports if r["step"] < entry.step),
                 *([report] if report is not None else []),
             ]
-            self._write(kept, reports)
-            self._remove_all_but({k.name for k in kept})
-        gathered(None, self.world_size)  # nobody goes on before the index says so
+            self._write(checkpoints, reports)
+            self._remove_all_but({k.name for k in checkpoints})
+        gather_objects(None, self.world_size)  # nobody goes on before the index says so
 
     # ---- reading ----------------------------------------------------------------------------------------------
 
-    def newest_whole(self) -> tuple[Kept | None, list[dict[str, Any]], list[str]]:
+    def newest_whole(self) -> tuple[SavedCheckpoint | None, list[dict[str, Any]], list[str]]:
         """The newest checkpoint that is as it was written, the reports up to it, and what is wrong with newer ones."""
-        kept, reports = gathered(self.read() if self.rank == 0 else None, self.world_size)[0]
+        checkpoints, reports = gather_objects(
+            self.read() if self.rank == 0 else None, self.world_size
+        )[0]
         damage: list[str] = []
-        for candidate in reversed(kept):
+        for candidate in reversed(checkpoints):
             wrong = self.damage(candidate)
             if wrong is None:
                 return candidate, [r for r in reports if r["step"] <= candidate.step], damage
             damage.append(f"checkpoint of step {candidate.step} passed over: {wrong}")
         return None, [], damage
 
-    def damage(self, kept: Kept) -> str | None:
+    def damage(self, checkpoint: SavedCheckpoint) -> str | None:
         """What is wrong with a checkpoint, of which every worker looks at a part. One at an address is fetched."""
         everyone = range(self.world_size)
         if self.remote:
-            hosts = gathered(socket.gethostname(), self.world_size)
+            hosts = gather_objects(socket.gethostname(), self.world_size)
             everyone = [rank for rank in everyone if hosts[rank] == hosts[self.rank]]
             private(self._scratch)
-        mine = sorted(kept.digests)[list(everyone).index(self.rank) :: len(everyone)]
+        files = sorted(checkpoint.digests)[list(everyone).index(self.rank) :: len(everyone)]
         return next(
-            (problem for problem in gathered(self._damage(kept, mine), self.world_size) if problem),
+            (
+                problem
+                for problem in gather_objects(self._damage(checkpoint, files), self.world_size)
+                if problem
+            ),
             None,
         )
 
-    def folder(self, kept: Kept) -> Path:
+    def folder(self, checkpoint: SavedCheckpoint) -> Path:
         """Where a checkpoint lies; that of an address once `damage` has looked, until `release`."""
-        return (self._scratch if self.remote else self.root) / kept.name
+        return (self._scratch if self.remote else self.root) / checkpoint.name
 
     def release(self) -> None:
         """What was fetched has been read."""
-        gathered(None, self.world_size)
+        gather_objects(None, self.world_size)
         if self.remote:
             shutil.rmtree(self._scratch, ignore_errors=True)
-        gathered(None, self.world_size)
+        gather_objects(None, self.world_size)
 
     def keep_only(self, name: str | None) -> None:
         """Of a run that has ended: remove all checkpoints but one, or all of them. The reports stay."""
-        kept, reports = self.read()
-        if left := [k for k in kept if k.name != name]:
-            self._write([k for k in kept if k not in left], reports)
+        checkpoints, reports = self.read()
+        if left := [k for k in checkpoints if k.name != name]:
+            self._write([k for k in checkpoints if k not in left], reports)
         with contextlib.suppress(OSError):  # a worker that is being stopped may still be writing
             self._remove_all_but({str(name)})
 
     # ---- files ------------------------------------------------------------------------------------------------
 
-    def _damage(self, kept: Kept, files: list[str]) -> str | None:
+    def _damage(self, checkpoint: SavedCheckpoint, files: list[str]) -> str | None:
         """What is wrong with some files of a checkpoint."""
         for file in files:
             try:
                 if self.remote:
-                    fetch(self.files, str(self.root / kept.name / file), self.folder(kept) / file)
-                digest = sha256(self.folder(kept) / file)
+                    fetch(
+                        self.files,
+                        str(self.root / checkpoint.name / file),
+                        self.folder(checkpoint) / file,
+                    )
+                digest = sha256(self.folder(checkpoint) / file)
             except OSError as error:
                 if self.remote and not isinstance(error, FileNotFoundError):
                     raise  # an address that is away is no damage
                 return f"{file} cannot be read ({error.strerror or type(error).__name__})"
-            if digest != kept.digests[file]:
-                return f"{file} is not what was written (SHA-256 {digest[:12]}..., not {kept.digests[file][:12]}...)"
+            if digest != checkpoint.digests[file]:
+                return f"{file} is not what was written (SHA-256 {digest[:12]}..., not {checkpoint.digests[file][:12]}...)"
         return None
 
-    def _write(self, kept: list[Kept], reports: list[dict[str, Any]]) -> None:
+    def _write(self, checkpoints: list[SavedCheckpoint], reports: list[dict[str, Any]]) -> None:
         record = json.dumps(
-            {"checkpoints": [asdict(k) for k in kept], "reports": reports}, indent=1
+            {"checkpoints": [asdict(k) for k in checkpoints], "reports": reports}, indent=1
         )
         if not self.remote:
-            write_whole(self.root / INDEX, record)
+            write_whole(self.root / CHECKPOINT_INDEX, record)
             return
         with self.files.open_output_stream(
-            str(self.root / INDEX)
+            str(self.root / CHECKPOINT_INDEX)
         ) as stream:  # objects are replaced as a whole
             stream.write(record.encode())
 
@@ -299,13 +327,13 @@ class CheckpointStore:
                 self.files.delete_dir(folder)
 
 
-def is_kept(path: str, address: str | None) -> bool:
+def is_saved(path: str, address: str | None) -> bool:
     """Whether the checkpoint of a report is still there. `address`: that of the job which has reported."""
     if address is None:
         return Path(path).is_dir()
-    place = Path(path)
-    store = CheckpointStore(str(place.parent.parent), place.parent.name, address=address)
-    return any(kept.name == place.name for kept in store.read()[0])
+    file = Path(path)
+    store = CheckpointStore(str(file.parent.parent), file.parent.name, address=address)
+    return any(checkpoint.name == file.name for checkpoint in store.read()[0])
 
 
 def reports_of(job: TrainJob) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 if TYPE_CHECKING:
-    from trainers.engine import Engine
+    from trainers.engine import TrainEngine
 
 _NAME = "curve.jsonl"
 _SECONDS = 10.0
@@ -31,7 +31,11 @@ class Curve:
     """Lines of the run in `folder`, of an `engine` on `workers` devices. Each is also given to `show`."""
 
     def __init__(
-        self, folder: Path, engine: Engine, workers: int, show: Callable[[dict[str, Any]], None]
+        self,
+        folder: Path,
+        engine: TrainEngine,
+        workers: int,
+        show: Callable[[dict[str, Any]], None],
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._show = show

@@ -33,7 +33,7 @@ def lowered(settings: TrainSettings) -> TrainSettings | None:
     return None if rows is None else settings.model_copy(update={"micro_batch_size": rows})
 
 
-def lower(job: TrainJob, cause: str, already: bool) -> None:
+def lower_micro_batch(job: TrainJob, cause: str, already: bool) -> None:
     """Have the job go on with a smaller micro-batch from its next start on.
 
     `already`: whether it did so before. Raises JobOutOfMemoryError then, and if a single sequence is too much.
@@ -63,12 +63,12 @@ def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
         relaxation = replace(
             relaxation, settings=lowered(relaxation.settings) or relaxation.settings
         )
-    said = (
+    message = (
         f"out of memory with micro_batch_size {rows}: trained with {settings.device_batch_size} and "
         f"{settings.gradient_accumulation_steps} accumulation steps instead of "
         f"{job.settings.gradient_accumulation_steps}"
     )
-    return replace(job, settings=settings, relaxation=relaxation), [said]
+    return replace(job, settings=settings, relaxation=relaxation), [message]
 
 
 def _note(job: TrainJob) -> Path:

@@ -20,7 +20,7 @@ from ray.util.metrics import Gauge
 from trainers.jobs.train_job import TrainJob
 
 POINTER = "checkpoint.json"  # in what Ray Train knows as a checkpoint
-GAUGES = {
+WORKER_GAUGES = {
     "tokens_per_second": (
         "headfold_tokens_per_second",
         "Tokens a second of a training, all workers together",
@@ -50,8 +50,8 @@ class RayLink:
         return self._watched and ray.train.get_preemption_info() is not None
 
     def show(self, job: TrainJob, line: dict[str, Any]) -> None:
-        self.shown |= line.keys() & GAUGES.keys()
-        set_gauges(job, {key: line[key] for key in line.keys() & GAUGES.keys()})
+        self.shown |= line.keys() & WORKER_GAUGES.keys()
+        set_gauges(job, {key: line[key] for key in line.keys() & WORKER_GAUGES.keys()})
 
     def report(self, metrics: dict[str, Any], last: bool) -> bool:
         if self.pool is None:
@@ -92,5 +92,5 @@ def set_gauges(job: TrainJob, values: dict[str, float]) -> None:
 
 @lru_cache
 def _gauge(key: str) -> Gauge:
-    name, description = GAUGES[key]
+    name, description = WORKER_GAUGES[key]
     return Gauge(name, description, ("search", "trial"))

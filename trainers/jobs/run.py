@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from attention.base.memory import settle
+from attention.base.memory import freeze_garbage
 from attention.base.messages import reason
 from attention.io import checkpoint
 from trainers.jobs import best, memory
-from trainers.jobs.checkpoints import CheckpointStore, Kept, gathered
+from trainers.jobs.checkpoints import CheckpointStore, SavedCheckpoint, gather_objects
 from trainers.jobs.link import Link
 from trainers.jobs.share import teacher_of
 from trainers.jobs.train_job import TrainJob
-from trainers.jobs.training import Training
+from trainers.jobs.training import WorkerTraining
 from trainers.loop import TrainingDiverged
 from trainers.shortage import give_back, is_shortage
 
@@ -40,7 +40,7 @@ def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
         if not is_shortage(error):
             raise
         cause = reason(error)
-    memory.lower(fitting, cause, already=bool(notes))
+    memory.lower_micro_batch(fitting, cause, already=bool(notes))
     if link.world_size > 1:
         raise memory.MicroBatchLoweredError(f"rank {link.rank}: {cause}")
     give_back()
@@ -49,11 +49,11 @@ def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
 
 def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     # Here, and not above: who only asks for a job has no need to load DeepSpeed.
-    from trainers.engine import Engine
+    from trainers.engine import TrainEngine
     from trainers.relaxing import relax
-    from trainers.zero import load_model
+    from trainers.zero import load_trainable
 
-    settle()
+    freeze_garbage()
     torch.set_num_threads(max(1, int(job.settings.cpus_per_worker)))
     store = CheckpointStore.of(job, link.rank, link.world_size)
     newest, reports, damage = store.newest_whole()
@@ -73,28 +73,30 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
         except TrainingDiverged as error:
             return {"diverged": f"relaxation: {error}"}
         job = job.after_relaxation(relaxed.model_dir)
-    model = load_model(job.model_dir, job.settings)
+    model = load_trainable(job.model_dir, job.settings)
     with ExitStack() as stack:
         engine = stack.enter_context(
             closing(
-                Engine(model, job.settings, job.schedule_steps, schedule_offset=job.schedule_offset)
+                TrainEngine(
+                    model, job.settings, job.schedule_steps, schedule_offset=job.schedule_offset
+                )
             )
         )
         teacher = stack.enter_context(teacher_of(job, job.settings, engine.device))
-        return Training(job, engine, teacher, link, store, relaxed, [*notes, *damage]).run(
+        return WorkerTraining(job, engine, teacher, link, store, relaxed, [*notes, *damage]).run(
             newest, reports
         )
 
 
 def _ended_before(
-    job: TrainJob, link: Link, newest: Kept | None, reports: list[dict[str, Any]]
+    job: TrainJob, link: Link, newest: SavedCheckpoint | None, reports: list[dict[str, Any]]
 ) -> dict[str, Any] | None:
     """Report again what earlier starts of the job have measured. Returns how the job ended if nothing is left to do,
     else None."""
     last = job.milestones[-1]
-    for known in reports:
-        if not link.report(known, known["step"] == last):
-            return {"stopped": known["step"]}
+    for report in reports:
+        if not link.report(report, report["step"] == last):
+            return {"stopped": report["step"]}
     if (
         newest is not None
         and newest.step == last
@@ -114,4 +116,4 @@ def _is_written(job: TrainJob, report: dict[str, Any]) -> bool:
 
 def _agreed(link: Link, look: Callable[[], Any]) -> Any:
     """What rank 0 finds, on all workers."""
-    return gathered(look() if link.rank == 0 else None, link.world_size)[0]
+    return gather_objects(look() if link.rank == 0 else None, link.world_size)[0]

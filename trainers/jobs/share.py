@@ -76,14 +76,16 @@ def teacher_of(job: TrainJob, settings: TrainSettings, device: torch.device) -> 
     if settings.distillation == "none":
         yield None
     elif settings.zero_stage == 3:
-        with untrained(str(job.teacher_dir), settings, device) as teacher:
+        with frozen_model(str(job.teacher_dir), settings, device) as teacher:
             yield teacher
     else:
         yield _whole_teacher(str(job.teacher_dir), settings, device)
 
 
 @contextmanager
-def untrained(folder: str | Path, settings: TrainSettings, device: torch.device) -> Iterator[Any]:
+def frozen_model(
+    folder: str | Path, settings: TrainSettings, device: torch.device
+) -> Iterator[Any]:
     """A checkpoint to run while the body does; with ZeRO 3 it is split over the workers, who run it together."""
     if settings.zero_stage == 3:
         from trainers.zero import SplitModel  # here, and not above: it loads DeepSpeed

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainers.settings import AUTO, Shape, Strategy, TrainSettings
+from trainers.settings import AUTO_STRATEGY, Shape, Strategy, TrainSettings
 
 if TYPE_CHECKING:
     from trainers.relaxations.stage import RelaxationSpec
@@ -69,7 +69,7 @@ class TrainJob:
     keep_best: bool = False
     relaxation: RelaxationSpec | None = None
     accelerator_type: str | None = None
-    placement_strategy: Strategy = AUTO
+    placement_strategy: Strategy = AUTO_STRATEGY
     checkpoint_address: str | None = None
 
     def __post_init__(self) -> None:
@@ -141,8 +141,8 @@ class TrainJob:
     @property
     def relaxation_settings(self) -> TrainSettings:
         """How the relaxation stage is trained: always all weights, since it changes what the heads are."""
-        given = self.relaxation.settings if self.relaxation else None
-        return given or self.settings.model_copy(update={"tuning": "full"})
+        settings = self.relaxation.settings if self.relaxation else None
+        return settings or self.settings.model_copy(update={"tuning": "full"})
 
     def on(self, workers: int) -> TrainJob:
         """The same job on so many workers."""

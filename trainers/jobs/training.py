@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from attention.io import checkpoint, piecewise
 from trainers.jobs import best
-from trainers.jobs.checkpoints import CheckpointStore, Kept
+from trainers.jobs.checkpoints import CheckpointStore, SavedCheckpoint
 from trainers.jobs.curve import Curve
 from trainers.jobs.link import Link
 from trainers.jobs.share import WorkerShare
@@ -22,17 +22,17 @@ from trainers.loop import TrainingDiverged, train
 from trainers.losses import objective
 
 if TYPE_CHECKING:
-    from trainers.engine import Engine
+    from trainers.engine import TrainEngine
     from trainers.relaxing import Relaxed
 
 
-class Training(WorkerShare):
+class WorkerTraining(WorkerShare):
     """One worker's training of a job: where it starts, and what it does at a step and at a milestone."""
 
     def __init__(
         self,
         job: TrainJob,
-        engine: Engine,
+        engine: TrainEngine,
         teacher: Any,
         link: Link,
         store: CheckpointStore,
@@ -64,7 +64,7 @@ class Training(WorkerShare):
         show = partial(link.show, job)
         self.curve = Curve(store.named, engine, self.world_size, show) if self.rank == 0 else None
 
-    def run(self, newest: Kept | None, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    def run(self, newest: SavedCheckpoint | None, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """Train from the checkpoint `newest` of this run, or from where the job starts, to the last milestone.
         `reports`: of the milestones before. Returns what `run_job` does."""
         job = self.job
@@ -102,7 +102,7 @@ class Training(WorkerShare):
             self.finish(self.metrics)
         return {"metrics": self.metrics}
 
-    def _begin(self, newest: Kept | None) -> int:
+    def _begin(self, newest: SavedCheckpoint | None) -> int:
         """The step to go on from."""
         if newest is not None:
             start = self.resume(self.store.folder(newest))
@@ -207,9 +207,11 @@ class Training(WorkerShare):
         metrics["time"] = time.time()
         self._save(step, metrics)
         if job.keep_best and self.link.rank == 0:
-            kept, reports = self.store.read()
+            checkpoints, reports = self.store.read()
             named = [
-                report for k in kept for report in [r for r in reports if r["step"] <= k.step][-1:]
+                report
+                for k in checkpoints
+                for report in [r for r in reports if r["step"] <= k.step][-1:]
             ]
             best.remove_other_bests(job.out_dir, [metrics] if last else named)
         self.metrics = metrics
@@ -228,15 +230,17 @@ class Training(WorkerShare):
 
     def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
         """Write the weights down if none were better so far, and add to the report which are the best."""
-        known = {key: self.metrics[key] for key in best.BEST if key in self.metrics}
+        best_so_far = {key: self.metrics[key] for key in best.BEST_KEYS if key in self.metrics}
         step = metrics["step"]
         # Never with NaN; of equal steps the earlier one stays.
-        if metrics["loss"] < known.get("best_loss", math.inf):
+        if metrics["loss"] < best_so_far.get("best_loss", math.inf):
             out = self.job.out_dir if last else best.best_folder(self.job.out_dir, step)
-            known = dict(zip(best.BEST, (step, metrics["loss"], metrics["kl"], out), strict=True))
+            best_so_far = dict(
+                zip(best.BEST_KEYS, (step, metrics["loss"], metrics["kl"], out), strict=True)
+            )
             if not last:  # the finished weights are written in any case
                 self._write(out)
-        metrics |= known
+        metrics |= best_so_far
 
     def _write(self, folder: str) -> None:
         """The weights as they are now, by rank 0, a file at a time; all workers take part."""

@@ -30,9 +30,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from trainers.jobs.ray_link import RayLink, set_gauges
 from trainers.jobs.train_job import TrainJob
 from trainers.loop import TrainingDiverged
-from trainers.settings import AUTO, Shape
+from trainers.settings import AUTO_STRATEGY, Shape
 
-__all__ = ["TrainJob", "TrainingDiverged", "metrics_of", "run_training", "serve_pool"]
+__all__ = ["TrainJob", "TrainingDiverged", "job_metrics", "run_training", "serve_pool"]
 
 RESIZE_SECONDS = 600.0
 """How often a job whose number of workers may grow does, where its checkpoints do not tell: it goes on from the newest
@@ -56,22 +56,22 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
     config = {"job": job.to_json()}
     minutes = job.checkpoint_minutes
     resize_seconds = RESIZE_SECONDS if minutes is None else 60 * minutes
-    places = job.shape, job.run_name, job.storage_path
+    keys = job.shape, job.run_name, job.storage_path
     trainer = _trainer(
-        _work, config, *places, job.max_failures, callbacks, resize_seconds=resize_seconds
+        _work, config, *keys, job.max_failures, callbacks, resize_seconds=resize_seconds
     )
     # In the main thread Ray Train takes over Ctrl-C for good, and what it sets keeps the run's controller, a process,
     # alive for as long as this one [2.60]
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
     try:
-        return metrics_of(job, trainer.fit().return_value)
+        return job_metrics(job, trainer.fit().return_value)
     finally:
         if in_main_thread:
             signal.signal(signal.SIGINT, before)
 
 
-def metrics_of(job: TrainJob, ended: dict[str, Any] | None) -> dict[str, Any]:
+def job_metrics(job: TrainJob, ended: dict[str, Any] | None) -> dict[str, Any]:
     """The last report, from what `run_job` returned. Raises TrainingDiverged."""
     if ended and "diverged" in ended:
         raise TrainingDiverged(ended["diverged"])
@@ -90,8 +90,8 @@ def serve_pool(pool: Any, group: str, shape: Shape, storage_path: str) -> None:
     returned, or {"failed"} with the traceback. Returns when all workers have ended; raises when one has died, or failed
     beside others.
     """
-    given = {"pool": pool, "group": group, "device": shape.device}
-    _trainer(_serve, given, shape, group, storage_path, 0, preemptions=0).fit()
+    entry = {"pool": pool, "group": group, "device": shape.device}
+    _trainer(_serve, entry, shape, group, storage_path, 0, preemptions=0).fit()
 
 
 def _trainer(
@@ -120,7 +120,7 @@ def _trainer(
             use_gpu=bool(gpus),
             resources_per_worker=resources,
             accelerator_type=accelerator_type,
-            placement_strategy="PACK" if strategy == AUTO else strategy,
+            placement_strategy="PACK" if strategy == AUTO_STRATEGY else strategy,
         ),
         run_config=RunConfig(
             name=name,
@@ -170,10 +170,10 @@ def _serve(config: dict[str, Any]) -> None:
     link = RayLink(pool, group)
     worker = ray.get_runtime_context().current_actor
     for number in itertools.count():
-        given: Any = ray.get(pool.next.remote(group, link.rank, number, worker))
-        if given is None:
+        task: Any = ray.get(pool.next.remote(group, link.rank, number, worker))
+        if task is None:
             return
-        job = TrainJob.from_json(given)
+        job = TrainJob.from_json(task)
         try:
             ended = run_job(job, link)
         except Exception:

@@ -1,5 +1,5 @@
 """Relaxations: trained ways from a checkpoint's heads to a plan's. One file a part, a class, collected by the axis."""
 
-from trainers.relaxations.base import RELAXATION, Relaxation, is_coarser, lifted
+from trainers.relaxations.base import RELAXATION_TRAINING, Relaxation, is_coarser, lifted
 
-__all__ = ["RELAXATION", "Relaxation", "is_coarser", "lifted"]
+__all__ = ["RELAXATION_TRAINING", "Relaxation", "is_coarser", "lifted"]

@@ -29,11 +29,11 @@ from attention.plan import AttentionPlan, LayerPlan, PlanError
 from attention.plan_parts import groups_of
 from trainers.loop import ParameterGroup
 
-RELAXATION = Axis("relaxation", "trainers.relaxations")
-Groups = tuple[tuple[int, ...], ...]
+RELAXATION_TRAINING = Axis("relaxation", "trainers.relaxations")
+HeadGroups = tuple[tuple[int, ...], ...]
 
 
-def pooled(rows: Tensor, groups: Groups) -> Tensor:
+def pooled(rows: Tensor, groups: HeadGroups) -> Tensor:
     """The mean of each group's rows, `[S, ...]` -> `[G, ...]`."""
     return torch.stack([rows[list(group)].double().mean(0) for group in groups]).to(rows.dtype)
 
@@ -163,19 +163,19 @@ class Relaxation(nn.Module, ABC):
 # ---- making room in a model -----------------------------------------------------------------------------------
 
 
-def coarser_groups(old: Sequence[int], new: Sequence[int], where: str) -> Groups:
+def coarser_groups(old: Sequence[int], new: Sequence[int], where: str) -> HeadGroups:
     """Which kept heads of the map `old` each kept head of `new` is made of: (0,1,2,2), (0,0,1,1) -> ((0,1), (2,)).
 
     Raises PlanError if `new` would split a head of `old`.
     """
     owner: dict[int, int] = {}
-    for kept, target in zip(old, new, strict=True):
-        if owner.setdefault(kept, target) != target:
+    for source, target in zip(old, new, strict=True):
+        if owner.setdefault(source, target) != target:
             raise PlanError(
-                f"{where}: query heads that share a head now ({kept}) must share it in the new plan too, got "
+                f"{where}: query heads that share a head now ({source}) must share it in the new plan too, got "
                 f"{tuple(old)} -> {tuple(new)}; lift the model to one head a query head first"
             )
-    return groups_of([owner[kept] for kept in range(len(owner))])
+    return groups_of([owner[source] for source in range(len(owner))])
 
 
 def is_coarser(old: AttentionPlan, new: AttentionPlan) -> bool:
@@ -196,7 +196,9 @@ def lifted(model: PreTrainedModel) -> PreTrainedModel:
     return assemble(model, mha, lift(model))
 
 
-def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel, AttentionPlan]:
+def open_projections(
+    model: PreTrainedModel, plan: AttentionPlan
+) -> tuple[PreTrainedModel, AttentionPlan]:
     """A copy of the model, the same function, whose q, k and v projections are separate `HeadProjection`s in every
     layer, and its plan. Raises PlanError if `plan` does not fit the model.
     """
@@ -230,24 +232,24 @@ def opened(model: PreTrainedModel, plan: AttentionPlan) -> tuple[PreTrainedModel
 StandIn = TypeVar("StandIn", bound=HeadProjection)
 
 
-def put_in_place(
+def replace_projections(
     model: PreTrainedModel,
     old: AttentionPlan,
     new: AttentionPlan,
-    make: Callable[[HeadProjection, Groups], StandIn],
+    make: Callable[[HeadProjection, HeadGroups], StandIn],
 ) -> list[dict[str, StandIn]]:
     """Put `make(projection, groups)` in the place of every k and v projection of an opened model whose heads `new`
     fuses. Returns them by side, for each layer. Raises PlanError if `new` fuses nothing, or splits a head of `old`.
     """
-    made: list[dict[str, StandIn]] = []
+    replaced: list[dict[str, StandIn]] = []
     for index, module in enumerate(family_of(model.config).attention_modules(model)):
-        made.append({})
+        replaced.append({})
         for side, name in (("k", "key_map"), ("v", "value_map")):
             maps = getattr(old.layers[index], name), getattr(new.layers[index], name)
             groups = coarser_groups(*maps, f"layer {index}, {name}")
             if any(len(group) > 1 for group in groups):
-                made[-1][side] = make(getattr(module, f"{side}_proj"), groups)
-                setattr(module, f"{side}_proj", made[-1][side])
-    if not any(made):
+                replaced[-1][side] = make(getattr(module, f"{side}_proj"), groups)
+                setattr(module, f"{side}_proj", replaced[-1][side])
+    if not any(replaced):
         raise PlanError("the plan fuses nothing: it has as many key and value heads as the model")
-    return made
+    return replaced

@@ -26,14 +26,14 @@ from attention.conversion.relaxation_knobs import HARD_CONCRETE, constraint_weig
 from attention.plan import AttentionPlan, PlanError
 from trainers.loop import ParameterGroup
 from trainers.relaxations.base import (
-    RELAXATION,
-    Groups,
+    RELAXATION_TRAINING,
+    HeadGroups,
     HeadProjection,
     Learned,
     Relaxation,
-    opened,
+    open_projections,
     pooled,
-    put_in_place,
+    replace_projections,
 )
 
 _SOURCE = "Jin 2024, sec. 3.5, Eq. 25 to 29; Louizos 2017, Eq. 10 to 13"
@@ -66,7 +66,7 @@ def alive(log_alpha: Tensor) -> Tensor:
     return torch.sigmoid(log_alpha - BETA * math.log(-GAMMA / ZETA))
 
 
-def target(step: int, fall: float) -> float:
+def target_size(step: int, fall: float) -> float:
     """T of Eq. 29: from 1 at step 0 linearly to 0 at step `fall`, and 0 afterwards."""
     return max(0.0, 1 - step / fall) if fall > 0 else 0.0
 
@@ -76,10 +76,10 @@ def size_constraint(mean_mask: Tensor, size: float) -> Tensor:
     return (mean_mask - size) + (mean_mask - size).square()
 
 
-def faded(z: Tensor, own: Tensor, shared: Tensor, head_map: Tensor) -> Tensor:
+def faded(z: Tensor, original: Tensor, shared: Tensor, head_map: Tensor) -> Tensor:
     """Eq. 27 and 28: z W + (1 - z) W~ of the head's group. z `[H]`, own `[H, ...]`, shared `[G, ...]`."""
-    z = z.to(own.dtype).reshape(-1, *(1,) * (own.ndim - 1))
-    return z * own + (1 - z) * shared[head_map]
+    z = z.to(original.dtype).reshape(-1, *(1,) * (original.ndim - 1))
+    return z * original + (1 - z) * shared[head_map]
 
 
 # ---- the relaxation -------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class MaskedProjection(HeadProjection):
     head_map: Tensor
     masks: tuple[HardConcrete, int]
 
-    def __init__(self, linear: HeadProjection, groups: Groups) -> None:
+    def __init__(self, linear: HeadProjection, groups: HeadGroups) -> None:
         weight, bias = linear.source()
         super().__init__(weight, bias)
         self.shared_weight = _means(weight, groups)
@@ -120,12 +120,12 @@ class MaskedProjection(HeadProjection):
         )
 
 
-def _means(rows: Tensor, groups: Groups) -> nn.Parameter:
+def _means(rows: Tensor, groups: HeadGroups) -> nn.Parameter:
     """The mean of each group's heads, `[S, ...]` -> `[G, ...]`."""
     return nn.Parameter(pooled(rows.detach(), groups))
 
 
-@RELAXATION.part("hard_concrete", source=_SOURCE, knobs=HARD_CONCRETE)
+@RELAXATION_TRAINING.part("hard_concrete", source=_SOURCE, knobs=HARD_CONCRETE)
 class HardConcrete(Relaxation):
     """Align's pruning training, of a copy of `model`, towards `plan`. `penalty` is Eq. 29 over all masks at once.
 
@@ -148,12 +148,12 @@ class HardConcrete(Relaxation):
         target_fraction: float,
         freeze_fraction: float,
     ) -> None:
-        new, old = opened(model, plan)
+        new, old = open_projections(model, plan)
         if not all(layer.is_identity for layer in old.layers):
             raise PlanError(
                 "relaxation=hard_concrete needs one key and one value head a query head; lift the model first"
             )
-        layers = put_in_place(new, old, plan, MaskedProjection)
+        layers = replace_projections(new, old, plan, MaskedProjection)
         super().__init__(new, plan, layers)
         self.rate = rate_of("hard_concrete", rate, steps)
         self.weight = constraint_weight(weight, rate, steps)
@@ -193,7 +193,7 @@ class HardConcrete(Relaxation):
         log_alpha = self.log_alpha().float()
         if step >= self.freeze:
             return log_alpha.sum() * 0
-        return self.weight * size_constraint(alive(log_alpha).mean(), target(step, self.fall))
+        return self.weight * size_constraint(alive(log_alpha).mean(), target_size(step, self.fall))
 
     def finished(self) -> bool:
         """All masks are frozen at 0, so that collapsing changes nothing."""
@@ -211,7 +211,7 @@ class HardConcrete(Relaxation):
         z = log_alpha * 0 if self.finished() else certain_mask(log_alpha)
         return {
             "mean_mask": float(z.mean()),
-            "target": target(self.step, self.fall),
+            "target": target_size(self.step, self.fall),
             "masks_open": float((z > 0).float().mean()),
         }
 

@@ -25,13 +25,13 @@ from attention.conversion.relaxation_knobs import LAGRANGIAN, rate_of
 from attention.plan import AttentionPlan
 from trainers.loop import ParameterGroup
 from trainers.relaxations.base import (
-    RELAXATION,
-    Groups,
+    RELAXATION_TRAINING,
+    HeadGroups,
     HeadProjection,
     Learned,
     Relaxation,
-    opened,
-    put_in_place,
+    open_projections,
+    replace_projections,
 )
 
 _SOURCE = "Chen 2024 (DHA), sec. 4.2, Eq. 5 to 8, and App. B.2"
@@ -40,7 +40,7 @@ _SOURCE = "Chen 2024 (DHA), sec. 4.2, Eq. 5 to 8, and App. B.2"
 # ---- the equations --------------------------------------------------------------------------------------------
 
 
-def identity_coefficients(groups: Groups, width: int) -> Tensor:
+def identity_coefficients(groups: HeadGroups, width: int) -> Tensor:
     """ω at the start, `[P, width]`: 1 where a head meets itself, 0 elsewhere, so that every head is itself (Eq. 5)."""
     return (
         torch.cat([torch.eye(len(group)).flatten() for group in groups])[:, None]
@@ -49,7 +49,7 @@ def identity_coefficients(groups: Groups, width: int) -> Tensor:
     )
 
 
-def blocks(omega: Tensor, groups: Groups) -> list[Tensor]:
+def group_blocks(omega: Tensor, groups: HeadGroups) -> list[Tensor]:
     """ω `[P, width]` as one `[g, g, width]` a group: `block[h, j]` is what head h takes of head j."""
     pieces = omega.split([len(group) ** 2 for group in groups])
     return [
@@ -58,17 +58,17 @@ def blocks(omega: Tensor, groups: Groups) -> list[Tensor]:
     ]
 
 
-def mix(omega: Tensor, groups: Groups, rows: Tensor) -> Tensor:
+def mix(omega: Tensor, groups: HeadGroups, rows: Tensor) -> Tensor:
     """Eq. 5: head h becomes sum_j diag(ω_hj) rows_j over its group. `rows [S, d, ...]`, ω `[P, d or 1]`."""
     trailing = (1,) * (rows.ndim - 2)
     mixed = [
         (block.reshape(*block.shape, *trailing) * rows[list(group)]).sum(1)
         if rows.ndim == 2
         else torch.einsum("hjd,jdn->hdn", block.expand(-1, -1, rows.shape[1]), rows[list(group)])
-        for block, group in zip(blocks(omega, groups), groups, strict=True)
+        for block, group in zip(group_blocks(omega, groups), groups, strict=True)
     ]
-    place = torch.tensor([head for group in groups for head in group], device=rows.device).argsort()
-    return torch.cat(mixed)[place]
+    order = torch.tensor([head for group in groups for head in group], device=rows.device).argsort()
+    return torch.cat(mixed)[order]
 
 
 def head_distances(block: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def ascending(multiplier: Tensor) -> Tensor:
 class FusedProjection(HeadProjection):
     """The k or v projection of DHA: its original heads, and the coefficients that mix them."""
 
-    def __init__(self, linear: HeadProjection, groups: Groups, per_dimension: bool) -> None:
+    def __init__(self, linear: HeadProjection, groups: HeadGroups, per_dimension: bool) -> None:
         super().__init__(*linear.source())
         self.groups = groups
         omega = identity_coefficients(groups, self.head_dim if per_dimension else 1)
@@ -130,7 +130,7 @@ class FusedProjection(HeadProjection):
     def fusion_loss(self) -> Tensor:
         """Sum over groups and pairs, not normalised; float32."""
         return torch.stack(
-            [fusion_loss(b) for b in blocks(self.coefficients().float(), self.groups)]
+            [fusion_loss(b) for b in group_blocks(self.coefficients().float(), self.groups)]
         ).sum()
 
     def collapsed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -138,7 +138,7 @@ class FusedProjection(HeadProjection):
         rows = []
         shift = []
         for block, group in zip(
-            blocks(self.coefficients().float(), self.groups), self.groups, strict=True
+            group_blocks(self.coefficients().float(), self.groups), self.groups, strict=True
         ):
             mean = block.mean(0)
             rows.append((mean[..., None] * weight[list(group)]).sum(0))
@@ -147,7 +147,7 @@ class FusedProjection(HeadProjection):
         return torch.stack(rows), torch.stack(shift) if shift else None
 
 
-@RELAXATION.part("lagrangian", source=_SOURCE, knobs=LAGRANGIAN)
+@RELAXATION_TRAINING.part("lagrangian", source=_SOURCE, knobs=LAGRANGIAN)
 class Lagrangian(Relaxation):
     """DHA's fusion stage, of a copy of `model`, towards `plan` over `steps` steps. `penalty` is the second term of
     Eq. 8. Nothing is random, so `generator` is not used.
@@ -173,11 +173,13 @@ class Lagrangian(Relaxation):
         multiplier_start: float,
         tolerance: float,
     ) -> None:
-        new, old = opened(model, plan)
+        new, old = open_projections(model, plan)
         super().__init__(
             new,
             plan,
-            put_in_place(new, old, plan, partial(FusedProjection, per_dimension=per_dimension)),
+            replace_projections(
+                new, old, plan, partial(FusedProjection, per_dimension=per_dimension)
+            ),
         )
         self.rate = rate_of("lagrangian", rate, steps)
         self.warmup = round(margin_fraction * steps)
@@ -229,7 +231,7 @@ class Lagrangian(Relaxation):
             block.float().mean(-1).diagonal()
             for layer in self.stand_ins
             for projection in layer.values()
-            for block in blocks(projection.coefficients(), projection.groups)
+            for block in group_blocks(projection.coefficients(), projection.groups)
             if len(block) > 1
         ]
         return {
@@ -251,7 +253,7 @@ class Lagrangian(Relaxation):
             distance = torch.full((heads, heads), torch.inf)
             omega = projection.coefficients().float().cpu()
             for block, group in zip(
-                blocks(omega, projection.groups), projection.groups, strict=True
+                group_blocks(omega, projection.groups), projection.groups, strict=True
             ):
                 index = torch.tensor(group)
                 distance[index[:, None], index] = head_distances(block)

@@ -32,7 +32,7 @@ from attention.modeling.shared_heads import SharedSite, shared_sites
 from attention.modeling.shared_weights import SharedColumns, SharedProjection, stored
 from attention.plan import AttentionPlan, PlanError
 from trainers.loop import ParameterGroup
-from trainers.relaxations.base import RELAXATION, Learned, Relaxation, opened
+from trainers.relaxations.base import RELAXATION_TRAINING, Learned, Relaxation, open_projections
 
 _Block = tuple[int, int]  # layer, head
 
@@ -77,7 +77,7 @@ class Beside:
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         # By a call, for ZeRO 3.
         stars = {id(star): from_centre(star()) for star, _ in self.parts.values()}
-        lines = torch.cat([stars[id(star)][place] for star, place in self.parts.values()])
+        lines = torch.cat([stars[id(star)][index] for star, index in self.parts.values()])
         if self.columns:
             return output + F.linear(args[0].index_select(-1, self.places), lines.T)
         x = args[0]
@@ -133,15 +133,15 @@ def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
             blocks.double().mean(0).to(blocks.dtype),
             columns,
         )
-        for place, (layer, block) in enumerate(members):
-            parts.setdefault(layer, {})[block] = (star, place)
+        for index, (layer, block) in enumerate(members):
+            parts.setdefault(layer, {})[block] = (star, index)
         yield star
     for layer, at_blocks in parts.items():
         projection = site.projection(layer)
         projection.register_forward_hook(Beside(site, at_blocks, projection.weight.device))
 
 
-@RELAXATION.part(
+@RELAXATION_TRAINING.part(
     "pull_together", source="Cao 2024: PostShare", knobs=PULL_TOGETHER, needs=("shares",)
 )
 class PullTogether(Relaxation):
@@ -166,7 +166,7 @@ class PullTogether(Relaxation):
             raise PlanError(
                 "relaxation=pull_together needs a plan with shared heads or MLP blocks, got none"
             )
-        plain, old = opened(model, plan)
+        plain, old = open_projections(model, plan)
         if not all(layer.is_identity for layer in (*old.layers, *plan.layers)):
             raise PlanError(
                 "relaxation=pull_together shares whole heads, query, key and value; model and plan must keep one key "

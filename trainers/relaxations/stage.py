@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 from trainers.loop import LossFunction
-from trainers.relaxations.base import RELAXATION, Relaxation, is_coarser, lifted
+from trainers.relaxations.base import RELAXATION_TRAINING, Relaxation, is_coarser, lifted
 from trainers.settings import TrainSettings
 
 
@@ -43,7 +43,7 @@ class RelaxationSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plans", tuple(self.plans))
-        object.__setattr__(self, "knobs", RELAXATION.get(self.name).settings(self.knobs))
+        object.__setattr__(self, "knobs", RELAXATION_TRAINING.get(self.name).settings(self.knobs))
         if self.steps < 1 or self.save_every < 1:
             raise ValueError(
                 f"steps and save_every must be at least 1, got {self.steps} and {self.save_every}"
@@ -102,7 +102,7 @@ class RelaxationSpec:
         if not is_coarser(plan_of(model), plan):
             model = lifted(model)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + stage)
-        return RELAXATION.get(self.name)(
+        return RELAXATION_TRAINING.get(self.name)(
             model, plan, steps=self.steps, generator=generator, **self.knobs
         )
 

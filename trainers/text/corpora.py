@@ -98,30 +98,30 @@ class Conversation(str):
         """From messages of either form. Raises DataError naming `field` for anything else."""
         plain: list[dict[str, Any]] = []
         for message in messages:
-            known = {name: value for name, value in message.items() if value is not None}
-            if "from" in known and "value" in known:
-                known = {
-                    "role": ROLES.get(str(known["from"]), known["from"]),
-                    "content": known["value"],
+            fields = {name: value for name, value in message.items() if value is not None}
+            if "from" in fields and "value" in fields:
+                fields = {
+                    "role": ROLES.get(str(fields["from"]), fields["from"]),
+                    "content": fields["value"],
                 }
-            if not isinstance(known.get("role"), str) or not (
-                {"content", "tool_calls"} & set(known)
+            if not isinstance(fields.get("role"), str) or not (
+                {"content", "tool_calls"} & set(fields)
             ):
                 raise DataError(
                     f"{field}: expected messages with role and content (or from and value), got one with "
-                    f"{sorted(known)}"
+                    f"{sorted(fields)}"
                 )
-            plain.append(known)
-        made = cls(json.dumps(plain, ensure_ascii=False, sort_keys=True))
-        made.field = field
-        return made
+            plain.append(fields)
+        conversation = cls(json.dumps(plain, ensure_ascii=False, sort_keys=True))
+        conversation.field = field
+        return conversation
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         return json.loads(self)
 
 
-def held_out(identity: str, one_in: int = HOLD_OUT) -> bool:
+def is_held_out(identity: str, one_in: int = HOLD_OUT) -> bool:
     """True for about one document in `one_in`, by the md5 digest of what identifies it: the same in every process."""
     return _md5(identity) % one_in == 0
 
@@ -206,19 +206,21 @@ class Corpus:
 
     def _library(self, side: Side, seed: int | None) -> Iterator[str]:
         names = [(file, file.relative_to(LIBRARY).as_posix()) for file in self.files]
-        files = [f for f, name in names if side == "all" or held_out(name) == (side == "held_out")]
+        files = [
+            f for f, name in names if side == "all" or is_held_out(name) == (side == "held_out")
+        ]
         for file in _shuffled(files, seed):
             yield file.read_text(encoding="utf-8", errors="replace")
 
     def _builtin(self, side: Side, seed: int | None, mixed: bool) -> Iterator[str]:
         """Topics and as much code, by turns; then the rest of the code, unless `mixed`."""
         topics = help_topics()
-        kept = sorted(
+        names = sorted(
             name
             for name in topics
-            if side == "all" or held_out(name, TOPICS_HELD_OUT) == (side == "held_out")
+            if side == "all" or is_held_out(name, TOPICS_HELD_OUT) == (side == "held_out")
         )
-        prose = [topics[name] for name in _shuffled(kept, seed)]
+        prose = [topics[name] for name in _shuffled(names, seed)]
         # Shuffled always: files in the order of their names would be those of a few packages
         code = self._library(side, 0 if seed is None else seed)
         characters = [0, 0]
@@ -243,7 +245,7 @@ class Corpus:
         if seed is not None:
             stream = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         for text in _texts(stream, text_field, self):
-            apart = held_out(text) if not more else document_digest(text) in more
+            apart = is_held_out(text) if not more else document_digest(text) in more
             if self.wholly_held_out or side == "all" or apart == (side == "held_out"):
                 yield text
 
@@ -261,17 +263,19 @@ class Corpus:
         if not lengths:
             return frozenset()
         if len(lengths) == 1:
-            found = "1 document" if documents == 1 else f"{documents} documents, all of them equal"
+            description = (
+                "1 document" if documents == 1 else f"{documents} documents, all of them equal"
+            )
             raise DataError(
                 f"{self.source}: expected at least two different documents, so that one can be held out to measure on, "
-                f"found {found}; give more text, or other text to measure on (--eval-data)"
+                f"found {description}; give more text, or other text to measure on (--eval-data)"
             )
         order = sorted(lengths, key=lambda text: (_md5(text) % HOLD_OUT, _md5(text)))
-        wanted = min(HELD_OUT_CHARACTERS, LARGEST_SHARE * sum(lengths.values()))
+        needed = min(HELD_OUT_CHARACTERS, LARGEST_SHARE * sum(lengths.values()))
         chosen: list[str] = []
         characters = 0
         for text in order[:-1]:
-            if characters >= wanted and not held_out(text):
+            if characters >= needed and not is_held_out(text):
                 break
             chosen.append(text)
             characters += lengths[text]
@@ -319,8 +323,8 @@ def resolve(source: str) -> Corpus:
         # The topics themselves.
         code = tuple(file for file in files if file.parent.name != "pydoc_data")
         return Corpus(source, BUILTIN, source, _digest(*parts, *help_topics().values()), files=code)
-    if source.startswith(synthetic_corpus.PREFIX):
-        name = source.removeprefix(synthetic_corpus.PREFIX)
+    if source.startswith(synthetic_corpus.SYNTHETIC_PREFIX):
+        name = source.removeprefix(synthetic_corpus.SYNTHETIC_PREFIX)
         try:
             synthetic_corpus.tasks_of(name, True)
         except ValueError as error:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.base.progress import Stage, stage
+from attention.base.progress import ProgressStage, stage
 from trainers.text.corpora import (
     BUILTIN,
     HOLD_OUT,
@@ -34,10 +34,10 @@ from trainers.text.corpora import (
     resolve,
 )
 from trainers.text.token_sets import (
-    FORMAT,
     SHARD_TOKENS,
+    TOKEN_SET_FORMAT,
     Layout,
-    Place,
+    TextPosition,
     TokenSequences,
     TokenSetWriter,
     is_complete,
@@ -48,23 +48,23 @@ from trainers.text.tokenising import (
     Tokenise,
     TokenReader,
     beginning,
-    blocks,
     check_end_token,
     largest_id,
     pool,
+    text_blocks,
     tokenise_here,
     tokenizer_digest,
 )
 
 Split = Literal["train", "eval", "calibration"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-SMALL = 16_000_000  # tokens of a text that one process reads and tokenises in seconds
+SMALL_TEXT = 16_000_000  # tokens of a text that one process reads and tokenises in seconds
 POOL = 4_000_000  # tokens of text at most from which evaluation and calibration sequences are spaced evenly
 CALIBRATION_SPREAD = (
     64  # calibration keeps one sequence in so many: few long documents must not stand for all
 )
 _COMPARED = 64_000_000  # characters of the other text that a whole evaluation text is compared with
-TOKENS = 16_384  # to calibrate and to measure on by default, or as many as there are
+CALIBRATION_TOKENS = 16_384  # to calibrate and to measure on by default, or as many as there are
 LENGTH = 2048  # tokens of a sequence by default
 _SHORTEST = 64  # tokens of the sequences that little text is cut to
 FEWEST = (
@@ -125,7 +125,7 @@ class TextCut:
         """Raises DataError for a source that is not there, and for one whose files are too small for a text that takes
         long to read; of a SMALL one reading tells how many tokens there are."""
         most = self.corpus.most_tokens
-        if most is not None and self.tokens > max(most, SMALL):
+        if most is not None and self.tokens > max(most, SMALL_TEXT):
             raise DataError(
                 f"{self.source}: {self.split} needs {self.tokens} tokens, and all its text has {most} at most; ask for "
                 "fewer tokens or give more text"
@@ -135,7 +135,7 @@ class TextCut:
         self, tokenizer: Any, cache_dir: str | Path, shard_tokens: int = SHARD_TOKENS
     ) -> Path:
         """Where in `cache_dir` the token set lies, or will: the name holds everything that it depends on."""
-        key = json.dumps([FORMAT, shard_tokens, self._made_of(tokenizer)], sort_keys=True)
+        key = json.dumps([TOKEN_SET_FORMAT, shard_tokens, self._made_of(tokenizer)], sort_keys=True)
         return Path(cache_dir) / f"{self.split}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
     def _made_of(self, tokenizer: Any) -> dict[str, Any]:
@@ -160,16 +160,16 @@ class TextCut:
         """Documents in order. `left_out`: takes those that also stand in `apart_from`."""
         seed = self.seed + (CALIBRATION_SEED if self.split == "calibration" else 0)
         side: Side = "held_out" if self.split == "eval" else "train"
-        own = {"division": self.division, "mixed": self.split != "train"}
+        options = {"division": self.division, "mixed": self.split != "train"}
         texts = self.corpus.documents(
-            side, self.text_field, None if self.split == "eval" else seed, **own
+            side, self.text_field, None if self.split == "eval" else seed, **options
         )
         if self.apart_from is None:
             yield from texts
             return
-        others = self._others()
+        other_texts = self._others()
         for text in texts:
-            if document_digest(text) not in others:
+            if document_digest(text) not in other_texts:
                 yield text
             elif left_out is not None:
                 left_out.append(text)
@@ -177,24 +177,24 @@ class TextCut:
     def _others(self) -> set[bytes]:
         """Digests of the documents of `apart_from`, of its first COMPARED characters in the order that a calibration
         reads them in."""
-        found: set[bytes] = set()
+        digests: set[bytes] = set()
         characters = 0
         other = resolve(self.apart_from or self.source)
         for text in other.documents(
             "train", self.text_field, self.seed + CALIBRATION_SEED, "whole", mixed=True
         ):
-            found.add(document_digest(text))
+            digests.add(document_digest(text))
             characters += len(text)
             if characters >= _COMPARED:
                 break
-        return found
+        return digests
 
     def in_memory(self, tokenizer: Any) -> np.ndarray:
         """The sequences, `[N, T]` int32. Raises DataError when there is too little text."""
         if self.split != "train":
             return self.pooled(tokenizer).sequences(self)
         check_end_token(tokenizer)
-        reader = TokenReader(tokenise_here(blocks(self._texts()), tokenizer), Place())
+        reader = TokenReader(tokenise_here(text_blocks(self._texts()), tokenizer), TextPosition())
         ids = reader.take(self.sequences * self.sequence_length)
         return PooledTokens(ids, reader.place.documents, beginning(tokenizer)).sequences(self)
 
@@ -203,7 +203,7 @@ class TextCut:
         check_end_token(tokenizer)
         left_out: list[str] = []
         most = POOL if self.split == "eval" else min(POOL, CALIBRATION_SPREAD * self.tokens)
-        tokens = tokenise_here(blocks(self._texts(left_out)), tokenizer)
+        tokens = tokenise_here(text_blocks(self._texts(left_out)), tokenizer)
         ids, documents = pool(tokens, max(self.tokens, most))
         return PooledTokens(ids, documents, beginning(tokenizer), len(left_out))
 
@@ -226,13 +226,13 @@ class TextCut:
         tokens = self.sequences * self.sequence_length
         with stage(
             f"tokenising {self.split} of {self.source}", tokens, "tokens", start=begun
-        ) as told:
+        ) as progress:
             for run in missing:
                 start = writer.start(run[0])
                 # Passed over, not tokenised again.
                 texts = islice(self._texts(), start.documents, None)
-                reader = TokenReader(tokenise(blocks(texts), tokenizer), start)
-                self._write_run(writer, run, reader, beginning(tokenizer), told)
+                reader = TokenReader(tokenise(text_blocks(texts), tokenizer), start)
+                self._write_run(writer, run, reader, beginning(tokenizer), progress)
         writer.finish()
 
     def _write_run(
@@ -241,22 +241,22 @@ class TextCut:
         run: list[int],
         reader: TokenReader,
         first: list[int],
-        told: Stage,
+        progress: ProgressStage,
     ) -> None:
         length = self.sequence_length
         layout = writer.layout
         done = run[0] * layout.sequences_per_shard * length
         for number in run:
-            wanted = layout.rows(number) * length
-            ids = reader.take(wanted)
-            if len(ids) < wanted:
+            tokens_needed = layout.rows(number) * length
+            ids = reader.take(tokens_needed)
+            if len(ids) < tokens_needed:
                 raise self.too_few(done + len(ids), reader.place.documents)
             writer.write(number, _begun(ids.reshape(-1, length), first), reader.place)
-            told.to(done := done + wanted)
+            progress.to(done := done + tokens_needed)
 
     def too_few(self, tokens: int, documents: int, left_out: int = 0) -> DataError:
         """The mistake that a text of so many tokens is."""
-        wanted = self.sequences
+        requested = self.sequences
         length = self.sequence_length
         there = tokens // length
         fewer = f"ask for at most {there * length} tokens or give" if there else "give"
@@ -271,7 +271,7 @@ class TextCut:
             )
             apart = f" ({share} is held out to measure on, by a digest of its text: of equal ones all or none)"
         return DataError(
-            f"{self.source}: {self.split} needs {wanted} sequences of {length} tokens ({wanted * length}), found "
+            f"{self.source}: {self.split} needs {requested} sequences of {length} tokens ({requested * length}), found "
             f"{there} ({tokens} tokens in {documents} documents); {fewer} more text{apart}"
         )
 
@@ -288,14 +288,16 @@ class PooledTokens:
 
     def sequences(self, cut: TextCut) -> np.ndarray:
         """Those of `cut`, `[N, T]` int32, evenly spaced. Raises DataError when there is too little text."""
-        wanted = cut.sequences
+        requested = cut.sequences
         length = cut.sequence_length
         there = len(self.ids) // length
-        if there < (1 if cut.at_most else wanted):
+        if there < (1 if cut.at_most else requested):
             raise cut.too_few(len(self.ids), self.documents, self.left_out)
-        wanted = min(wanted, there)
+        requested = min(requested, there)
         return _begun(
-            self.ids[: there * length].reshape(there, length)[np.arange(wanted) * there // wanted],
+            self.ids[: there * length].reshape(there, length)[
+                np.arange(requested) * there // requested
+            ],
             self.first,
         )
 
@@ -375,7 +377,7 @@ class Texts:
         return TextCut(
             source,
             split,
-            TOKENS if tokens is None else tokens,
+            CALIBRATION_TOKENS if tokens is None else tokens,
             length,
             self.seed,
             self.text_field,
@@ -396,13 +398,13 @@ class Texts:
     ) -> LoadedTexts:
         """Both texts, for a model of so many `positions`; that to calibrate on is empty, `[0, T]`, unless it is wanted
         (`calibrate`). Raises DataError for a source that is not there or has too little text."""
-        wanted: dict[Split, int | None] = {"eval": eval_tokens}
+        requested: dict[Split, int | None] = {"eval": eval_tokens}
         if calibrate:
-            wanted["calibration"] = calibration_tokens
+            requested["calibration"] = calibration_tokens
         length = sequence_length or default_length(
-            positions, *(tokens or TOKENS for tokens in wanted.values())
+            positions, *(tokens or CALIBRATION_TOKENS for tokens in requested.values())
         )
-        cuts = {split: self.cut(split, tokens, length) for split, tokens in wanted.items()}
+        cuts = {split: self.cut(split, tokens, length) for split, tokens in requested.items()}
         pools = {split: cut.pooled(tokenizer) for split, cut in cuts.items()}
         if sequence_length is None:
             length = default_length(
@@ -509,9 +511,9 @@ class BatchStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError for a state of another seed or of other data."""
-        for name, mine in (("seed", self._seed), ("sequences", len(self._sequences))):
-            if state[name] != mine:
+        for name, value in (("seed", self._seed), ("sequences", len(self._sequences))):
+            if state[name] != value:
                 raise ValueError(
-                    f"the stream's {name} must be {mine}, as here, got {state[name]}; start a new stream instead"
+                    f"the stream's {name} must be {value}, as here, got {state[name]}; start a new stream instead"
                 )
         self._position = int(state["position"])

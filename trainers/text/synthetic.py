@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from trainers.text.synthetic_words import DOMAINS, PEOPLE, Domain
+from trainers.text.synthetic_words import DOMAINS, PEOPLE, WordDomain
 
 Encode = Callable[[str], Sequence[int]]
 SHOTS = (2, 3, 4, 5, 6, 7)  # the paper's mixture
@@ -58,7 +58,7 @@ def _pick(words: Sequence[str], count: int, generator: np.random.Generator) -> l
 
 
 def _apart(
-    domain: Domain, table: dict[str, str], count: int, generator: np.random.Generator
+    domain: WordDomain, table: dict[str, str], count: int, generator: np.random.Generator
 ) -> list[str]:
     """Items of which none leads to the answer of another, neither as it is nor transformed."""
     chosen: list[str] = []
@@ -72,20 +72,24 @@ def _apart(
     return chosen
 
 
-def _statements(domain: Domain, pairs: Iterable[tuple[str, str]]) -> str:
+def _statements(domain: WordDomain, pairs: Iterable[tuple[str, str]]) -> str:
     return " ".join(domain.statement.format(person=person, item=item) for person, item in pairs)
 
 
 Drawn = tuple[str, str, str]  # context, whom to look up, the source item
 
 
-def _same_person(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
+def _same_person(
+    domain: WordDomain, table: dict[str, str], generator: np.random.Generator
+) -> Drawn:
     pairs = list(zip(_pick(PEOPLE, 3, generator), _apart(domain, table, 3, generator), strict=True))
     person, item = pairs[generator.integers(3)]
     return _statements(domain, pairs), person, item
 
 
-def _other_person(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
+def _other_person(
+    domain: WordDomain, table: dict[str, str], generator: np.random.Generator
+) -> Drawn:
     twice, once = _pick(PEOPLE, 2, generator)
     items = _apart(domain, table, 3, generator)
     people = [twice, twice, once]
@@ -97,22 +101,24 @@ def _other_person(domain: Domain, table: dict[str, str], generator: np.random.Ge
     )
 
 
-def _ordered(place: int, word: str) -> Callable[..., Drawn]:
-    def draw(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
+def _ordered(position: int, word: str) -> Callable[..., Drawn]:
+    def draw(domain: WordDomain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
         items = _apart(domain, table, 3, generator)
         pairs = zip(_pick(PEOPLE, 3, generator), items, strict=True)
-        return _statements(domain, pairs), f"the {word} one", items[place]
+        return _statements(domain, pairs), f"the {word} one", items[position]
 
     return draw
 
 
-def _odd_one(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
+def _odd_one(domain: WordDomain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
     common, odd = _apart(domain, table, 2, generator)
     listed = [(common, common, odd)[i] for i in generator.permutation(3)]
     return domain.listing.format(items=", ".join(listed)), "the one listed once", odd
 
 
-def _other_class(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
+def _other_class(
+    domain: WordDomain, table: dict[str, str], generator: np.random.Generator
+) -> Drawn:
     while True:
         inside, outside = _pick(list(domain.classes), 2, generator)
         pair = _pick(domain.classes[inside], 2, generator)
@@ -127,13 +133,13 @@ def _other_class(domain: Domain, table: dict[str, str], generator: np.random.Gen
     )
 
 
-def _same_item(domain: Domain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
+def _same_item(domain: WordDomain, table: dict[str, str], generator: np.random.Generator) -> Drawn:
     pairs = list(zip(_pick(PEOPLE, 3, generator), _pick(domain.items, 3, generator), strict=True))
     person, item = pairs[generator.integers(3)]
     return _statements(domain, pairs), item, person
 
 
-PATTERNS: dict[str, Callable[[Domain, dict[str, str], np.random.Generator], Drawn]] = {
+PATTERNS: dict[str, Callable[[WordDomain, dict[str, str], np.random.Generator], Drawn]] = {
     "same person": _same_person,
     "other person": _other_person,
     "first": _ordered(0, "first"),
@@ -149,14 +155,14 @@ PATTERNS: dict[str, Callable[[Domain, dict[str, str], np.random.Generator], Draw
 
 def all_tasks() -> tuple[Task, ...]:
     """Every pattern with every transformation that fits it, sorted; of a person (`same item`) only the name is said."""
-    made = []
+    tasks = []
     for pattern in PATTERNS:
         for domain in DOMAINS.values():
             if pattern == "other class" and not domain.other_class:
                 continue
-            wanted = ["copy"] if pattern == "same item" else list(domain.answers)
-            made += [Task(pattern, domain.name, transformation) for transformation in wanted]
-    return tuple(sorted(made))
+            names = ["copy"] if pattern == "same item" else list(domain.answers)
+            tasks += [Task(pattern, domain.name, transformation) for transformation in names]
+    return tuple(sorted(tasks))
 
 
 def split_tasks(
@@ -164,22 +170,22 @@ def split_tasks(
 ) -> tuple[list[Task], list[Task]]:
     """(tasks to train on, `held_out` tasks to test on): every pattern and every transformation of the second is also in
     the first, but no pair of them. Raises ValueError if so many cannot be held out."""
-    kept = set(tasks)
+    training = set(tasks)
     out = list[Task]()
     for task in (sorted(tasks)[i] for i in generator.permutation(len(tasks))):
-        rest = kept - {task}
+        rest = training - {task}
         pattern_stays = any(t.pattern == task.pattern for t in rest)
         change_stays = any(
             (t.domain, t.transformation) == (task.domain, task.transformation) for t in rest
         )
         if len(out) < held_out and pattern_stays and change_stays:
-            kept = rest
+            training = rest
             out = [*out, task]
     if len(out) < held_out:
         raise ValueError(
             f"of {len(tasks)} tasks at most {len(out)} can be held out, got held_out={held_out}"
         )
-    return sorted(kept), sorted(out)
+    return sorted(training), sorted(out)
 
 
 def draw(task: Task, generator: np.random.Generator) -> Example:

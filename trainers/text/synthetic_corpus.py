@@ -26,11 +26,11 @@ from trainers.text.synthetic import (
 )
 from trainers.text.synthetic_words import DOMAINS, PEOPLE
 
-PREFIX = "synthetic:"
+SYNTHETIC_PREFIX = "synthetic:"
 HELD_OUT = 2_000  # documents
 _SHOTS = 3  # of a document
 # Of an example that is asked: of the paper's 2 to 7 those that fit a short context.
-ASKED_SHOTS = (2, 3, 4)
+PROMPT_SHOTS = (2, 3, 4)
 NEW_PAIRS = 15
 _TRAINING, HOLDING, ASKING = range(3)  # streams of random numbers
 
@@ -48,7 +48,9 @@ def fingerprint() -> str:
 def tasks_of(name: str, train: bool) -> Sequence[Task]:
     """The tasks of one side of a source. Raises ValueError for an unknown name."""
     if name not in names():
-        raise ValueError(f"{PREFIX}{name}: expected one of {', '.join(names())} behind {PREFIX}")
+        raise ValueError(
+            f"{SYNTHETIC_PREFIX}{name}: expected one of {', '.join(names())} behind {SYNTHETIC_PREFIX}"
+        )
     if name == "new-pairs":
         return split_tasks(all_tasks(), NEW_PAIRS, np.random.default_rng(0))[0 if train else 1]
     return [task for task in all_tasks() if name in ("all", task.pattern.replace(" ", "-"))]
@@ -58,23 +60,23 @@ def documents(name: str, train: bool, seed: int | None) -> Iterator[str]:
     """Episodes of random tasks; those to train on by `seed` and without end, those held out always the same."""
     generator = np.random.default_rng([0, HOLDING] if not train else [seed or 0, _TRAINING])
     tasks = tasks_of(name, train)
-    made = 0
-    while train or made < HELD_OUT:
+    count = 0
+    while train or count < HELD_OUT:
         example = episode(tasks[int(generator.integers(len(tasks)))], _SHOTS, generator)
         yield f"{example.prompt} {example.answer}.\n"
-        made += 1
+        count += 1
 
 
-def score(
+def score_held_out(
     model: Any, tokenizer: Any, name: str, per_task: int = 12, *, first: Sequence[int] = ()
 ) -> Score:
     """How a model answers the held-out tasks of `synthetic:name`, always the same examples; the paper has 12 a task
     (App. F). `first`: tokens that every prompt begins with."""
-    asked = examples(
-        tasks_of(name, False), per_task, np.random.default_rng([0, ASKING]), ASKED_SHOTS
+    prompts = examples(
+        tasks_of(name, False), per_task, np.random.default_rng([0, ASKING]), PROMPT_SHOTS
     )
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    return evaluate_tasks(model, asked, encode, first=first)
+    return evaluate_tasks(model, prompts, encode, first=first)

@@ -19,7 +19,7 @@ PEOPLE = _split(
 
 
 @dataclass(frozen=True)
-class Domain:
+class WordDomain:
     """A kind of things. `classes`: class -> its items; `statement`: of a person and an item; `listing`: of items alone;
     `other_class`: names what is outside a class ("" if no class may be asked for); `transformations`: phrase that asks
     for it -> answer of every item, by name. `copy` is always among them."""
@@ -43,15 +43,15 @@ def _domain(
     statement: str,
     listing: str,
     other_class: str,
-    asked: Mapping[str, tuple[str, Mapping[str, str]]],
-) -> Domain:
+    questions: Mapping[str, tuple[str, Mapping[str, str]]],
+) -> WordDomain:
     members = {key: tuple(words.split()) for key, words in classes.items()}
     items = [item for words in members.values() for item in words]
-    phrases = {"copy": "the word was"} | {key: phrase for key, (phrase, _) in asked.items()}
+    phrases = {"copy": "the word was"} | {key: phrase for key, (phrase, _) in questions.items()}
     answers = {"copy": {item: item for item in items}} | {
-        key: table for key, (_, table) in asked.items()
+        key: table for key, (_, table) in questions.items()
     }
-    return Domain(name, members, statement, listing, other_class, phrases, answers)
+    return WordDomain(name, members, statement, listing, other_class, phrases, answers)
 
 
 _THINGS = {
@@ -92,7 +92,7 @@ def _inverse(classes: Mapping[str, str]) -> dict[str, str]:
     return {item: name for name, words in classes.items() for item in words.split()}
 
 
-DOMAINS: dict[str, Domain] = {
+DOMAINS: dict[str, WordDomain] = {
     domain.name: domain
     for domain in (
         _domain(

@@ -29,7 +29,7 @@ from torch import Tensor
 from attention.io.files import sha256, write_whole, written_whole
 from trainers.text.corpora import DataError
 
-FORMAT = 1
+TOKEN_SET_FORMAT = 1
 # Tokens of a shard: what a killed run makes again at most, and what its writer holds in memory.
 SHARD_TOKENS = 2**21
 _INDEX = "index.json"
@@ -37,7 +37,7 @@ _UNFINISHED = "unfinished.json"
 TENSOR = "sequences"
 
 
-class Place(NamedTuple):
+class TextPosition(NamedTuple):
     """A place in a text: after so many whole documents, and so many `tokens` of the next one."""
 
     documents: int = 0
@@ -50,11 +50,11 @@ class Shard:
 
     size: int
     sha256: str
-    end: Place
+    end: TextPosition
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Shard:
-        return cls(int(record["size"]), str(record["sha256"]), Place(*record["end"]))
+        return cls(int(record["size"]), str(record["sha256"]), TextPosition(*record["end"]))
 
 
 @dataclass(frozen=True)
@@ -110,25 +110,25 @@ class TokenSequences:
     def __getitem__(self, rows: slice | Sequence[int]) -> Tensor:
         """Some sequences, `[rows, T]` int64. Raises DataError if a shard has gone or is damaged."""
         numbers = range(len(self))[rows] if isinstance(rows, slice) else rows
-        found = np.empty((len(numbers), self.shape[1]), dtype=np.int64)
-        places: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for place, row in enumerate(numbers):
+        result = np.empty((len(numbers), self.shape[1]), dtype=np.int64)
+        rows_by_shard: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for position, row in enumerate(numbers):
             if not 0 <= row < len(self):
                 raise IndexError(f"row {row} of {len(self)} sequences")
-            places[row // self._per_shard].append((place, row % self._per_shard))
-        for number, wanted in places.items():
+            rows_by_shard[row // self._per_shard].append((position, row % self._per_shard))
+        for number, positions in rows_by_shard.items():
             file = shard_file(self.folder, number)
             try:
                 # Opened anew each time: a mapping that stays would count every page ever read as this process's memory
                 with safe_open(file, "numpy") as shard:
                     sequences = shard.get_slice(TENSOR)
-                    for place, row in wanted:
-                        found[place] = sequences[row : row + 1][0]
+                    for position, row in positions:
+                        result[position] = sequences[row : row + 1][0]
             except (OSError, SafetensorError) as error:
                 raise DataError(
                     f"{file} cannot be read: {error}; start again, and it is made again"
                 ) from None
-        return torch.from_numpy(found)
+        return torch.from_numpy(result)
 
 
 class TokenSetWriter:
@@ -137,11 +137,11 @@ class TokenSetWriter:
     def __init__(self, folder: str | Path, layout: Layout) -> None:
         self._folder = Path(folder)
         self.layout = layout
-        known = _read(self._folder / _UNFINISHED) or _read(self._folder / _INDEX) or {}
+        state = _read(self._folder / _UNFINISHED) or _read(self._folder / _INDEX) or {}
         self._shards: dict[int, Shard] = {}
-        if known.get("layout") == json.loads(json.dumps(asdict(layout))):
+        if state.get("layout") == json.loads(json.dumps(asdict(layout))):
             self._shards = {
-                int(number): Shard.from_dict(shard) for number, shard in known["shards"].items()
+                int(number): Shard.from_dict(shard) for number, shard in state["shards"].items()
             }
         self._whole = {
             number for number, shard in self._shards.items() if self._intact(number, shard)
@@ -153,11 +153,11 @@ class TokenSetWriter:
         runs = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
         return [[number for _, number in run] for _, run in runs]
 
-    def start(self, number: int) -> Place:
+    def start(self, number: int) -> TextPosition:
         """Where in the text a shard begins, once the one before it has been written."""
-        return self._shards[number - 1].end if number else Place()
+        return self._shards[number - 1].end if number else TextPosition()
 
-    def write(self, number: int, sequences: np.ndarray, end: Place) -> None:
+    def write(self, number: int, sequences: np.ndarray, end: TextPosition) -> None:
         """`sequences` `[rows, T]`; `end`: where in the text the next shard begins. Raises ValueError for a token id
         that the set's type cannot hold."""
         if sequences.max() > np.iinfo(self.layout.dtype).max:
@@ -178,7 +178,7 @@ class TokenSetWriter:
         return file.is_file() and file.stat().st_size == shard.size and sha256(file) == shard.sha256
 
     def _write(self, name: str) -> None:
-        record: dict[str, Any] = {"format": FORMAT, "layout": asdict(self.layout)}
+        record: dict[str, Any] = {"format": TOKEN_SET_FORMAT, "layout": asdict(self.layout)}
         record["shards"] = {number: asdict(shard) for number, shard in sorted(self._shards.items())}
         if name == _INDEX:
             cut = [self.layout.sequences, self.layout.sequence_length]
@@ -210,7 +210,7 @@ def write_sequences(
     writer = TokenSetWriter(folder, layout)
     for number in range(layout.shards):
         first = number * layout.sequences_per_shard
-        writer.write(number, sequences[first : first + layout.rows(number)].numpy(), Place())
+        writer.write(number, sequences[first : first + layout.rows(number)].numpy(), TextPosition())
     writer.finish()
 
 
@@ -236,4 +236,4 @@ def _read(file: Path) -> dict[str, Any] | None:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
+    return record if isinstance(record, dict) and record.get("format") == TOKEN_SET_FORMAT else None

@@ -18,25 +18,25 @@ import numpy as np
 
 from attention.base.messages import reason
 from trainers.text.corpora import Conversation, DataError
-from trainers.text.token_sets import Place
+from trainers.text.token_sets import TextPosition
 
 DOCUMENTS_AT_ONCE = 256
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 BLOCK_CHARACTERS = 1_000_000  # a block ends with the document that reaches it
 
 
-class Block(NamedTuple):
+class TokenBlock(NamedTuple):
     """Token ids `[n]` int32 of some documents, each with beginning and end, and where each of them ends in `ids`."""
 
     ids: np.ndarray
     ends: np.ndarray
 
 
-Tokenise = Callable[[Iterable[list[str]], Any], Iterator[Block]]
+Tokenise = Callable[[Iterable[list[str]], Any], Iterator[TokenBlock]]
 """`tokenise(blocks, tokenizer)`: the tokens of each block of documents, in the order of the blocks."""
 
 
-def blocks(texts: Iterator[str]) -> Iterator[list[str]]:
+def text_blocks(texts: Iterator[str]) -> Iterator[list[str]]:
     """Documents in lists. No list goes beyond a multiple of DOCUMENTS_AT_ONCE documents."""
     block: list[str] = []
     characters = 0
@@ -51,7 +51,7 @@ def blocks(texts: Iterator[str]) -> Iterator[list[str]]:
         yield block
 
 
-def tokenise(texts: list[str], tokenizer: Any) -> Block:
+def tokenise(texts: list[str], tokenizer: Any) -> TokenBlock:
     """The tokens of one block: of nothing but the block and the tokenizer. Raises DataError for conversations that the
     tokenizer's chat template does not take."""
     first = beginning(tokenizer)
@@ -66,7 +66,7 @@ def tokenise(texts: list[str], tokenizer: Any) -> Block:
         else:
             document = [*first, *ids, end]
         documents.append(np.array(document, dtype=np.int32))
-    return Block(np.concatenate(documents), np.cumsum([len(ids) for ids in documents]))
+    return TokenBlock(np.concatenate(documents), np.cumsum([len(ids) for ids in documents]))
 
 
 def beginning(tokenizer: Any) -> list[int]:
@@ -74,9 +74,9 @@ def beginning(tokenizer: Any) -> list[int]:
     for GPT-2 and Qwen."""
     plain = _ids(["a"], tokenizer)[0]
     whole = list(tokenizer("a")["input_ids"])
-    places = range(len(whole) - len(plain) + 1)
+    starts = range(len(whole) - len(plain) + 1)
     return whole[
-        : next((place for place in places if whole[place : place + len(plain)] == plain), 0)
+        : next((start for start in starts if whole[start : start + len(plain)] == plain), 0)
     ]
 
 
@@ -110,7 +110,7 @@ def _ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
     ]
 
 
-def tokenise_here(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[Block]:
+def tokenise_here(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[TokenBlock]:
     """In this process, one block after the other, the documents of a block on all cores."""
     for block in texts:
         with _on_all_cores():
@@ -137,7 +137,7 @@ class TokenReader:
     """Takes runs of tokens from blocks, and knows where in the text it is. The blocks begin with the document of
     `start`."""
 
-    def __init__(self, tokens: Iterator[Block], start: Place) -> None:
+    def __init__(self, tokens: Iterator[TokenBlock], start: TextPosition) -> None:
         self._blocks = tokens
         self._before = start.documents
         self._at = start.tokens
@@ -166,13 +166,15 @@ class TokenReader:
         return True
 
     @property
-    def place(self) -> Place:
+    def place(self) -> TextPosition:
         """Before the next token."""
         done = int(np.searchsorted(self._ends, self._at, side="right"))
-        return Place(self._before + done, self._at - (int(self._ends[done - 1]) if done else 0))
+        return TextPosition(
+            self._before + done, self._at - (int(self._ends[done - 1]) if done else 0)
+        )
 
 
-def pool(tokens: Iterator[Block], limit: int) -> tuple[np.ndarray, int]:
+def pool(tokens: Iterator[TokenBlock], limit: int) -> tuple[np.ndarray, int]:
     """All tokens of the first documents that have `limit` together, of a multiple of DOCUMENTS_AT_ONCE; and how many
     documents that are."""
     ids = [np.empty(0, np.int32)]

@@ -32,13 +32,13 @@ def read_tokenizer(source: str | Path) -> Any:
         present = [name for name in VOCABULARIES if (folder / name).is_file()]
         if folder.is_dir() and not present:
             raise _none_at(source) from None
-        said = " ".join((str(error) or type(error).__name__).split())[:300]
+        message = " ".join((str(error) or type(error).__name__).split())[:300]
         what = (
             f"{folder / present[0]} cannot be read"
             if present
             else f"no tokenizer at {str(source)!r}"
         )
-        raise TokenizerError(f"{what}: {said}; copy it again from the model's source") from None
+        raise TokenizerError(f"{what}: {message}; copy it again from the model's source") from None
     files: dict[str, str] = type(tokenizer).vocab_files_names
     if (
         folder.is_dir()

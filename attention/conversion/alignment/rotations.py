@@ -33,30 +33,3 @@ def rotation_from_cross(cross: Tensor, layout: RotaryLayout) -> Tensor:
         rows = torch.tensor(layout.free)
         result[..., rows[:, None], rows] = _orthogonal(cross[..., rows[:, None], rows])
     return result
-
-
-def _cross(x: Tensor, y: Tensor, layout_dim: int | None = None) -> Tensor:
-    if x.dim() != 2 or x.shape != y.shape or (layout_dim is not None and x.shape[0] != layout_dim):
-        wanted = "two [d, N] matrices of one shape" + (
-            f" with d = {layout_dim}" if layout_dim is not None else ""
-        )
-        raise ValueError(f"expected {wanted}, got {tuple(x.shape)} and {tuple(y.shape)}")
-    return y.double() @ x.double().T
-
-
-def procrustes(x: Tensor, y: Tensor) -> Tensor:
-    """The orthogonal P `[d, d]` (float64) that minimises ||P x - y|| for x and y `[d, N]`.
-
-    With SVD(y x^T) = Phi Sigma Psi^T it is Phi Psi^T (Schoenemann 1966; Jin 2024, eq. 4 to 6, which prints the
-    transpose). Raises ValueError if the shapes differ.
-    """
-    return _orthogonal(_cross(x, y))
-
-
-def rotary_procrustes(x: Tensor, y: Tensor, layout: RotaryLayout) -> Tensor:
-    """The P `[d, d]` (float64) that minimises ||P x - y|| among those that commute with RoPE, for x and y `[d, N]`.
-
-    Jin 2024, eq. 14 to 17: one 2-D rotation for each rotary pair. Dims that partial rotary leaves free take a general
-    orthogonal map, which the paper does not treat. Raises ValueError if the shapes differ or are not the layout's.
-    """
-    return rotation_from_cross(_cross(x, y, layout.head_dim), layout)

@@ -18,17 +18,17 @@ from attention.conversion.fusion.rank import (
     RealFit,
     complex_error,
     complex_gram,
+    diagonal_blocks,
     fit_real,
-    own_blocks,
     pair_energy,
     symmetric_root,
 )
 from attention.conversion.fusion.signs import signs, unit_gram
 from attention.geometry import HeadGeometry
-from attention.heads import LayerHeads, distinct
+from attention.heads import LayerHeads, distinct_heads
 
 # Relative size of an eigenvalue of sums in float32 below which a direction counts as absent.
-SINGLE = 1e-6
+SINGLE_PRECISION = 1e-6
 # Multiply-adds of all eigenvalues and eigenvectors of a symmetric matrix, over the cube of its size.
 EIGEN = 9
 
@@ -100,7 +100,7 @@ class KeyCost(Cost):
         self.layout = geometry.rotary
         self.qk_norm = geometry.qk_norm and not geometry.whole_norm
         heads = under_norm(heads) if geometry.whole_norm else heads
-        first, which = distinct(heads.k, heads.k_bias)
+        first, which = distinct_heads(heads.k, heads.k_bias)
         # In float32, as the products that were summed up in the moment.
         rows = augmented(heads.k, heads.k_bias)[first].float()
         if self.qk_norm:
@@ -156,8 +156,8 @@ class KeyCost(Cost):
             gram = gram * own_sign[..., :, None] * own_sign[..., None, :]
         gram = gram.sum(0)
         tiny = torch.finfo(gram.dtype).tiny
-        own = gram.diagonal(dim1=1, dim2=2).clamp_min(tiny)
-        cosine = gram.mean(2) / (own * gram.mean((1, 2)).clamp_min(tiny)[:, None]).sqrt()
+        power = gram.diagonal(dim1=1, dim2=2).clamp_min(tiny)
+        cosine = gram.mean(2) / (power * gram.mean((1, 2)).clamp_min(tiny)[:, None]).sqrt()
         return (self.energy[index] * (2 - 2 * cosine)).sum(1)
 
 
@@ -176,7 +176,7 @@ class ValueCost(Cost):
         self.heads = heads
         self.statistics = statistics
         self.metrics = head_metrics(heads)
-        self.first, self.which = distinct(heads.v, heads.v_bias)
+        self.first, self.which = distinct_heads(heads.v, heads.v_bias)
         self._roots: dict[tuple[int, ...], Tensor] = {}
         count, dim, width = heads.v.shape
         rows = float(len(self.first) * dim)
@@ -212,10 +212,12 @@ class ValueCost(Cost):
         cross_gdd = seen_gnd.view(len(group), -1, dim, dim)[each, which].double()
         shared_gdd = (basis_nd.T @ seen_gnd).double()
         values, vectors = torch.linalg.eigh((shared_gdd + shared_gdd.transpose(1, 2)) / 2)
-        alive = values > SINGLE * values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny)
+        alive = values > SINGLE_PRECISION * values[..., -1:].clamp_min(
+            torch.finfo(values.dtype).tiny
+        )
         read = cross_gdd @ vectors
         read = (read * (metrics @ read)).sum(1) * alive / torch.where(alive, values, 1.0)
-        energy = (metrics * own_blocks(own_gnn, which, dim)).sum((1, 2))
+        energy = (metrics * diagonal_blocks(own_gnn, which, dim)).sum((1, 2))
         return (energy - read.sum(1)).clamp_min(0).sum()
 
     def _units(self, group: Tensor) -> tuple[list[int], Tensor]:
@@ -262,9 +264,9 @@ class ValueCost(Cost):
 
     def fit(self, group: Tensor, sweeps: int = 0) -> RealFit:
         """The fit of one group, `[g]` head indices (see `fit_real`); its basis is of the `different` ones."""
-        own = mixed_gram(self.heads, self.statistics, self.different(group), group.tolist())
+        gram = mixed_gram(self.heads, self.statistics, self.different(group), group.tolist())
         return fit_real(
-            own, self.metrics[group.to(self.metrics.device)], self._units(group)[1], sweeps=sweeps
+            gram, self.metrics[group.to(self.metrics.device)], self._units(group)[1], sweeps=sweeps
         )
 
 

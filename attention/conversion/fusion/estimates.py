@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attention.calibration.moments import LayerStatistics, augmented, gram_under
-from attention.conversion.fusion.costs import SINGLE, Cost, head_metrics
+from attention.conversion.fusion.costs import SINGLE_PRECISION, Cost, head_metrics
 from attention.conversion.fusion.rank import symmetric_root
 from attention.heads import LayerHeads
 
@@ -107,14 +107,14 @@ class LeadingValueCost(Cost):
         size = len(pooled.gram)
         basis = subspace(gram, pooled.start(self.num_heads, min(leading, size)), LEADING_STEPS)
         values, vectors = torch.linalg.eigh(basis.T @ (gram @ basis))
-        alive = values > SINGLE * values[-1].clamp_min(torch.finfo(values.dtype).tiny)
+        alive = values > SINGLE_PRECISION * values[-1].clamp_min(torch.finfo(values.dtype).tiny)
         basis = basis @ vectors[:, alive]
         values = values[alive]
         self.predict = gram @ basis / values
         """A, `[H d, K]`."""
         rows = basis.T @ pooled.rows
-        own = [self._own(rows, statistics, head) for head in range(self.num_heads)]
-        self.changes = torch.stack(own) - values.diag()
+        bases = [self._own(rows, statistics, head) for head in range(self.num_heads)]
+        self.changes = torch.stack(bases) - values.diag()
         """cov_h(z) - cov(z), `[H, K, K]`."""
         at = self.predict.view(self.num_heads, pooled.dim, -1)
         self.energy = pooled.energy + (at @ self.changes * at).sum((1, 2), dtype=torch.float64)
@@ -148,7 +148,10 @@ class LeadingValueCost(Cost):
         plain = gram @ basis
         cross = plain.view(members, dim, dim) + predict.view(members, dim, -1) @ moved
         shared = (basis.T @ plain + read.T @ moved).double()
-        ridge = SINGLE * shared.diagonal(dim1=1, dim2=2).mean(1) + torch.finfo(torch.float32).tiny
+        ridge = (
+            SINGLE_PRECISION * shared.diagonal(dim1=1, dim2=2).mean(1)
+            + torch.finfo(torch.float32).tiny
+        )
         shared = (shared + shared.transpose(1, 2)) / 2 + ridge[:, None, None] * torch.eye(dim).to(
             shared
         )

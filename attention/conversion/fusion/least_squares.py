@@ -19,7 +19,7 @@ from attention.conversion.fusion.pooled import Groups, check_lifted, mean_fuse
 from attention.conversion.fusion.rank import complex_gram, fit_complex, fit_real, pair_energy
 from attention.conversion.fusion.signs import with_signs
 from attention.geometry import HeadGeometry
-from attention.heads import KEY_SIDE, LayerHeads, distinct
+from attention.heads import KEY_SIDE, LayerHeads, distinct_heads
 from attention.modeling.rotary import pair_maps
 from attention.plan import LayerPlan
 
@@ -98,15 +98,15 @@ def key_maps(
 ) -> tuple[Tensor, Tensor]:
     """`[g, d, d]` twice: F with k' = sum_i F_i k_i, and E with q'_i = E_i q_i, so that q'_i^T k' ~ q_i^T k_i."""
     layout = geometry.rotary
-    own = list(group)
+    members = list(group)
     heads = replace(
         heads,
-        q=heads.q[own],
-        k=heads.k[own],
+        q=heads.q[members],
+        k=heads.k[members],
         q_bias=_pick(heads.q_bias, group),
         k_bias=_pick(heads.k_bias, group),
     )
-    first, which = distinct(heads.k, heads.k_bias)
+    first, which = distinct_heads(heads.k, heads.k_bias)
     gram = complex_gram(augmented(heads.k, heads.k_bias)[first], statistics.input_moment, layout)[
         :, which
     ][:, :, which]
@@ -193,9 +193,9 @@ def _fuse_values(
         read.append(different)
         columns = heads.o[index].double()
         o[index] = (columns @ fit.back).to(o.dtype)
-        own = mean[index, index]
+        diagonal = mean[index, index]
         shared = torch.einsum("iab,hib->ha", into, mean[index[:, None], different])
-        gap = own - torch.einsum("hab,hb->ha", fit.back, shared)
+        gap = diagonal - torch.einsum("hab,hb->ha", fit.back, shared)
         shift = shift + torch.einsum("hda,ha->d", columns, gap)
     o_bias = heads.o_bias
     if o_bias is not None and statistics.sums_to_one:

@@ -43,7 +43,7 @@ def fit_real(
     which = torch.arange(members, device=grams.device) if which is None else which.to(grams.device)
     basis = _leading_basis(grams.mean(0), symmetric_root(summed(metrics, which, heads)))
     back, errors = _read_back(grams, metrics, which, basis)
-    energy = (metrics * own_blocks(grams, which, dim)).sum()
+    energy = (metrics * diagonal_blocks(grams, which, dim)).sum()
     for _ in range(sweeps):
         if errors.sum() <= CUTOFF * energy:
             break  # the fit is exact already, or there is nothing to fit
@@ -64,7 +64,7 @@ def summed(metrics: Tensor, which: Tensor, heads: int) -> Tensor:
     return metrics.new_zeros(heads, *metrics.shape[1:]).index_add_(0, which, metrics)
 
 
-def own_blocks(grams: Tensor, which: Tensor, dim: int) -> Tensor:
+def diagonal_blocks(grams: Tensor, which: Tensor, dim: int) -> Tensor:
     """Of the Grams `[g, u f, u f]` each member's own head under its own covariance, `[g, f, f]`."""
     members = len(grams)
     heads = grams.shape[1] // dim
@@ -119,7 +119,7 @@ def _read_back(
     values, vectors = torch.linalg.eigh((shared + shared.transpose(1, 2)) / 2)
     alive = _positive(values)
     back = cross @ (vectors * (alive / _safe(values, alive))[:, None, :]) @ vectors.transpose(1, 2)
-    missed = own_blocks(grams, which, dim) - back @ cross.transpose(1, 2)
+    missed = diagonal_blocks(grams, which, dim) - back @ cross.transpose(1, 2)
     return back, torch.einsum("hab,hab->h", metrics, missed).clamp_min(0)
 
 

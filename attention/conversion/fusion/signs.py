@@ -58,7 +58,13 @@ def with_signs(
         chosen = signs(gram[:, index[:, None], index]).T.double()  # [g, U]
         pairs = chosen[:, : layout.dims // 2]
         singles = chosen[:, layout.dims // 2 :]
-        for dims, own in ((layout.first, pairs), (layout.second, pairs), (layout.free, singles)):
-            turns[index[:, None], torch.tensor(dims, dtype=torch.long, device=gram.device)] = own
+        for dims, signs_of_dims in (
+            (layout.first, pairs),
+            (layout.second, pairs),
+            (layout.free, singles),
+        ):
+            turns[index[:, None], torch.tensor(dims, dtype=torch.long, device=gram.device)] = (
+                signs_of_dims
+            )
     turned = torch.diag_embed(turns)
     return heads.mapped(q=turned, k=turned)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from attention.modeling.grouped import NAME, grouped_attention
+from attention.modeling.grouped import ATTENTION_NAME, grouped_attention
 from attention.modeling.running import Streams, entering, run_to
 
 RECORDING = "headfold_recording"
@@ -38,11 +38,11 @@ class Record:
     @property
     def nbytes(self) -> int:
         """Of all tensors, each memory once."""
-        held = (
+        tensors = (
             t.untyped_storage()
             for t in _tensors([self.args, self.kwargs, self.output, self.stream, self.mixed])
         )
-        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in tensors}.values())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -65,14 +65,14 @@ AttentionMaskInterface.register(RECORDING, sdpa_mask)
 
 @contextmanager
 def _recording_mixed(model: PreTrainedModel) -> Iterator[None]:
-    own = model.config._attn_implementation == NAME
+    is_headfold = model.config._attn_implementation == ATTENTION_NAME
     try:
-        if own:
+        if is_headfold:
             model.config._attn_implementation = RECORDING
         yield
     finally:
-        if own:
-            model.config._attn_implementation = NAME
+        if is_headfold:
+            model.config._attn_implementation = ATTENTION_NAME
         _mixed.clear()
 
 
@@ -99,7 +99,7 @@ def recorded(streams: Streams, layer: int) -> Iterator[Record]:
         yield record
 
 
-def held_out(sequences: Tensor) -> tuple[Tensor, Tensor]:
+def split_held_out(sequences: Tensor) -> tuple[Tensor, Tensor]:
     """Sequences to fit on and sequences to check on: every eighth one (at least one) is kept for the check."""
     check = torch.zeros(len(sequences), dtype=torch.bool)
     check[7::8] = True

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from attention.axes import Knob
 from attention.base.progress import stage
-from attention.conversion.refinement.capture import held_out, recorded
+from attention.conversion.refinement.capture import recorded, split_held_out
 from attention.conversion.refinement.original import Original, Text
 from attention.conversion.refinement.refine import REFINEMENT, LayerFit
 from attention.families import family_of, geometry_of
@@ -178,9 +178,9 @@ def heal(
             original.on(part, batch_size), Streams(converted, modules, part, batch_size)
         )
 
-    fit, check = map(side_by_side, held_out(sequences))
-    with stage("refitting output projections", len(layers), "layers") as told:
+    fit, check = map(side_by_side, split_held_out(sequences))
+    with stage("refitting output projections", len(layers), "layers") as progress:
         for layer in layers:
             fits.append(heal_layer(fit, check, layer, first + layer, ridge, carry))
-            told.step()
+            progress.step()
     return tuple(fits)

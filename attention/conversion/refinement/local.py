@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 
 from attention.axes import Knob
 from attention.base.progress import stage
-from attention.conversion.refinement.capture import Record, held_out
+from attention.conversion.refinement.capture import Record, split_held_out
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.original import Original, Text
 from attention.conversion.refinement.parallel import ONE_AT_A_TIME, each_layer, largest
-from attention.conversion.refinement.refine import REFINEMENT, LayerFit, Work
+from attention.conversion.refinement.refine import REFINEMENT, FitWork, LayerFit
 from attention.conversion.refinement.windows import attended, cache_name, uncached, windows
 from attention.families import family_of
 from attention.modeling.model_classes import plan_of
@@ -132,7 +132,7 @@ class FitTexts:
     @classmethod
     def of(cls, original: Original, sequences: Tensor, step_tokens: int = STEP_TOKENS) -> FitTexts:
         """Of `sequences` `[N, T]` a part is kept for the check; a step takes about `step_tokens`."""
-        fit, check = held_out(sequences)
+        fit, check = split_held_out(sequences)
         batch = min(sequences_a_step(sequences.shape[1], step_tokens), len(fit))
         judged = original.on(check)
         step = (
@@ -252,7 +252,7 @@ def fit_module(
     *,
     shared_by: float,
     report: Report = lambda: None,
-) -> tuple[float, float, Work]:
+) -> tuple[float, float, FitWork]:
     """Train `module` (float32) in place; it ends in the best state met on the held-out records, the first included.
     Returns the held-out error before and after, and the work. `shared_by`: key heads of the original for each that the
     converted layer keeps; 1 where no keys are fused. `report` is called after each step.
@@ -267,19 +267,19 @@ def fit_module(
     start = copy.deepcopy(module.state_dict())
     sizes = _rates(module, shared_by)
     best = before
-    made = 0
+    steps_made = 0
     for attempt in range(1 + RETRIES):
         rates = {p: rate * SMALLER**attempt * size for p, size in sizes.items()}
         best, more = _train(module, task, steps, rates, generator, before, report)
-        made += more
+        steps_made += more
         if best < before:
             break
         module.load_state_dict(start)
-    tokens = round(made * task.batch * task.positions)
+    tokens = round(steps_made * task.batch * task.positions)
     return (
         before,
         best,
-        Work(made, tokens, 6.0 * tokens * sum(p.numel() for p in module.parameters())),
+        FitWork(steps_made, tokens, 6.0 * tokens * sum(p.numel() for p in module.parameters())),
     )
 
 
@@ -295,8 +295,8 @@ def _train(
     """Lowest held-out error, the module being left in that state, and the steps made; `rates`: the largest of each
     parameter. Stops halfway if the error is not below `before` by then."""
     best = before
-    kept = copy.deepcopy(module.state_dict())
-    made = 0
+    best_state = copy.deepcopy(module.state_dict())
+    steps_made = 0
     module.requires_grad_(True)
     optimiser = torch.optim.Adam(
         [{"params": [p], "lr": 0.0} for p in rates], betas=BETAS, fused=True
@@ -320,18 +320,18 @@ def _train(
         loss.backward()
         optimiser.step()
         report()
-        made = step + 1
-        if made in checks:
+        steps_made = step + 1
+        if steps_made in checks:
             error = layer_error(module, task.check)
             if error < best:
                 best = error
-                kept = copy.deepcopy(module.state_dict())
-            elif made >= steps // 2 and best == before:
+                best_state = copy.deepcopy(module.state_dict())
+            elif steps_made >= steps // 2 and best == before:
                 break
-    module.load_state_dict(kept)
+    module.load_state_dict(best_state)
     for p in module.parameters():
         p.requires_grad_(False).grad = None
-    return best, made
+    return best, steps_made
 
 
 def at_a_step(module: nn.Module, task: LayerTask, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -358,19 +358,19 @@ def fit_layer(
     called after each step. Raises ValueError for a model with shared heads, whose weights serve other layers as well.
     """
     plan = plan_of(converted)
-    own = plan_of(texts.fit.original.model)
+    converted_plan = plan_of(texts.fit.original.model)
     if shares := plan.head_shares:
         raise ValueError(
             f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
             "train the whole model, or use refinement=heal"
         )
-    if plan.layers[layer] == own.layers[layer]:
+    if plan.layers[layer] == converted_plan.layers[layer]:
         return LayerFit("fit", number, 0.0, 0.0)  # there is nothing to fit
     module = family_of(converted.config).attention_modules(converted)[layer]
     with ONE_AT_A_TIME:
         task = LayerTask.of(texts, layer)
     copied = copy.deepcopy(module).float().eval()
-    shared_by = own.layers[layer].key_heads / plan.layers[layer].key_heads
+    shared_by = converted_plan.layers[layer].key_heads / plan.layers[layer].key_heads
     generator = torch.Generator().manual_seed(number)
     before, after, work = fit_module(
         copied, task, steps, rate, generator, shared_by=shared_by, report=report
@@ -409,7 +409,13 @@ def fit_heal(
         original, sequences[: max(2, fit_tokens // sequences.shape[1])], step_tokens
     )
     modules = family_of(converted.config).attention_modules(converted)
-    steps = layer_steps or [fit_steps] * len(modules)
+    before = plan_of(original.model).layers
+    after = plan_of(converted).layers
+    requested_steps = layer_steps or [fit_steps] * len(modules)
+    # A layer that keeps all heads is not fitted, and must not count as progress.
+    steps = [
+        count if after[layer] != before[layer] else 0 for layer, count in enumerate(requested_steps)
+    ]
 
     def fit(layer: int) -> LayerFit:
         done = 0
@@ -418,12 +424,12 @@ def fit_heal(
             nonlocal done
             if done < steps[layer]:  # a second attempt makes the same steps again
                 done += 1
-                told.step()
+                progress.step()
 
         fitted = fit_layer(converted, texts, layer, first + layer, steps[layer], fit_rate, report)
-        told.step(steps[layer] - done)
+        progress.step(steps[layer] - done)
         return fitted
 
-    with stage("fitting layers", sum(steps), "steps") as told:
+    with stage("fitting layers", sum(steps), "steps") as progress:
         fits = each_layer(len(modules), fit, largest(modules), converted.device)
     return (*fits, *heal(original, converted, sequences, first=first, **knobs))

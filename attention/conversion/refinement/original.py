@@ -19,7 +19,7 @@ from attention.conversion.refinement.capture import Record, recorded
 from attention.families import family_of
 from attention.modeling.running import AT_ONCE, Streams, batch_of
 
-KEPT_BYTES = 512 * 2**20
+STORED_BYTES = 512 * 2**20
 """Most that an `Original` keeps of what its layers do."""
 
 
@@ -27,13 +27,13 @@ def bytes_to_keep(layers: int, tokens: int, width: int, itemsize: int) -> int:
     """Bytes that are kept of so many tokens, of which an eighth is for the check: all that enters and leaves the
     attention of each layer, and what enters the layer."""
     needed = 3 * layers * tokens * width * itemsize
-    return min(needed, KEPT_BYTES) if needed * 7 // 8 <= KEPT_BYTES else 0
+    return min(needed, STORED_BYTES) if needed * 7 // 8 <= STORED_BYTES else 0
 
 
 class Original:
     """An original model; at most `most` bytes are kept of what it does."""
 
-    def __init__(self, model: PreTrainedModel, most: int = KEPT_BYTES) -> None:
+    def __init__(self, model: PreTrainedModel, most: int = STORED_BYTES) -> None:
         self.model = model
         self.room = most
         self.modules = tuple(family_of(model.config).attention_modules(model))

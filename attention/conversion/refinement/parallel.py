@@ -12,7 +12,7 @@ from torch import nn
 
 Result = TypeVar("Result")
 
-SMALL = 4_000_000
+SMALL_LAYER = 4_000_000
 """Parameters of a layer up to which its operations are too short to be spread over threads themselves; above it they
 are not, and several layers at a time would only take several times the memory."""
 
@@ -25,11 +25,11 @@ def largest(modules: Iterable[nn.Module]) -> int:
     return max(sum(p.numel() for p in module.parameters()) for module in modules)
 
 
-def beside(count: int, parameters: int, device: torch.device) -> int:
+def layers_at_once(count: int, parameters: int, device: torch.device) -> int:
     """How many of `count` layers of so many `parameters` are worked on at once: on the CPU as many as torch has
-    threads, if a layer has at most `SMALL` parameters; else one."""
+    threads, if a layer has at most `SMALL_LAYER` parameters; else one."""
     threads = torch.get_num_threads()
-    return 1 if device.type != "cpu" or parameters > SMALL else max(1, min(threads, count))
+    return 1 if device.type != "cpu" or parameters > SMALL_LAYER else max(1, min(threads, count))
 
 
 def each_layer(
@@ -37,11 +37,11 @@ def each_layer(
 ) -> list[Result]:
     """`work(i)` of layers 0 to `count` - 1, in that order whatever ends first.
 
-    As many at a time as `beside` says, each on one thread; one at a time on all of them. The first error is raised once
+    As many at a time as `layers_at_once` says, each on one thread; one at a time on all of them. The first error is raised once
     the layers that had begun have ended.
     """
     threads = torch.get_num_threads()
-    at_once = beside(count, parameters, device)
+    at_once = layers_at_once(count, parameters, device)
     if at_once == 1:
         return [work(i) for i in range(count)]
     try:

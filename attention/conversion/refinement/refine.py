@@ -14,7 +14,7 @@ from attention.conversion.refinement.original import Original
 
 
 @dataclass(frozen=True)
-class Work:
+class FitWork:
     """What it took to optimise single layers: Adam steps, tokens that went through a layer in them (each time that one
     did), and floating-point operations: 6 a parameter of the layer's attention and token, as they are counted for a
     training; the products of attention itself are left out."""
@@ -23,8 +23,8 @@ class Work:
     tokens: int = 0
     flops: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: FitWork) -> FitWork:
+        return FitWork(
             self.optimizer_steps + other.optimizer_steps,
             self.tokens + other.tokens,
             self.flops + other.flops,
@@ -40,7 +40,7 @@ class LayerFit:
     layer: int
     before: float
     after: float
-    work: Work = Work()
+    work: FitWork = FitWork()
 
     @property
     def kept(self) -> bool:
@@ -68,8 +68,8 @@ def refine(
     part = REFINEMENT.get(name)
     knobs = part.settings(settings)
     if "sequences" in part.needs and (sequences is None or len(sequences) < 2):
-        given = "none" if sequences is None else len(sequences)
-        raise ValueError(f"refinement={name} needs at least two calibration sequences, got {given}")
+        count = "none" if sequences is None else len(sequences)
+        raise ValueError(f"refinement={name} needs at least two calibration sequences, got {count}")
     more = {"layer_steps": layer_steps} if "increases" in part.needs else {}
     return part(Original.of(original), converted, sequences, first=first, **more, **knobs)
 

@@ -20,8 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from attention.conversion.sensitivity import BATCH, SummedGradients, check_predicts, drawn_cost
 from attention.families import family_of, geometry_of
 from attention.io.layers.windows import (
-    Head,
     LazyWeights,
+    OutputHead,
     advance,
     embed,
     open_window,
@@ -69,7 +69,7 @@ def write_metrics(
         write_shard(_below(folder, layer), {"stream": stream})
         advance(open_window(weights, config, layer, stream, dtype, device), stream, BATCH)
         progress(layer + 1, 2 * layers)
-    gradients = _above(Head(weights, config, dtype, device), stream)
+    gradients = _above(OutputHead(weights, config, dtype, device), stream)
     for layer in reversed(range(layers)):
         stream = load_file(_below(folder, layer))["stream"]
         metric = _back(open_window(weights, config, layer, stream, dtype, device), gradients)
@@ -78,7 +78,7 @@ def write_metrics(
         progress(2 * layers - layer, 2 * layers)
 
 
-def _above(head: Head, streams: Tensor) -> Tensor:
+def _above(head: OutputHead, streams: Tensor) -> Tensor:
     """Gradients `[N, T, D]` in float32 of the loss of drawn next tokens, by the streams that leave the last layer."""
     generator = torch.Generator(head.device).manual_seed(0)
     gradients = torch.empty(streams.shape)

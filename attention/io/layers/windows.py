@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.families import family_of
-from attention.io.experts import Part, parts_of
-from attention.io.safetensors_files import Stored, WeightsError, opened
-from attention.io.weights import check, check_finite
+from attention.io.experts import PlacedTensor, parts_of
+from attention.io.safetensors_files import Stored, WeightsError, open_safetensors
+from attention.io.weights import check_finite, check_weights
 from attention.modeling.model_classes import plan_of_config
 from attention.modeling.predictions import Final, final
 from attention.modeling.running import entered_by, layer_of, run_to
@@ -36,13 +36,13 @@ class LazyWeights:
     """The tensors of a checkpoint folder by the present model class' names. Nothing is read before it is asked for, and
     no file stays open: pages of a mapped file count as memory of the process.
 
-    Raises WeightsError unless the files hold all that the config's model has (`attention.io.weights.check`), and on
+    Raises WeightsError unless the files hold all that the config's model has (`attention.io.weights.check_weights`), and on
     reading for numbers that are not finite.
     """
 
     def __init__(self, folder: str | Path, config: PretrainedConfig) -> None:
         self.folder = Path(folder)
-        self._places = check(self.folder, config)
+        self._places = check_weights(self.folder, config)
         if not self._places:
             raise WeightsError(
                 f"{self.folder}: transformers changes tensors of a {config.model_type} while it loads them, so that "
@@ -63,7 +63,7 @@ class LazyWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
-    def _parts(self, name: str) -> list[Part]:
+    def _parts(self, name: str) -> list[PlacedTensor]:
         if name not in self._places:
             raise WeightsError(
                 f"{self.folder} has no tensor {name!r}; its config describes none either"
@@ -81,9 +81,9 @@ class LazyWeights:
         for name, target in targets.items():
             for stored, where in self._parts(name):
                 by_file.setdefault(stored.file, []).append((stored.name, target[where]))
-        for own in sorted(by_file):
-            with opened(self.folder / own) as file:
-                for name, target in by_file[own]:
+        for file_name in sorted(by_file):
+            with open_safetensors(self.folder / file_name) as file:
+                for name, target in by_file[file_name]:
                     self._copy(file.get_tensor(name), target, name)
 
     @torch.no_grad()
@@ -97,10 +97,10 @@ class LazyWeights:
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows `ids` (ascending) of a matrix; the others are not kept."""
-        place = self._whole(name)
+        source = self._whole(name)
         parts = []
-        with opened(self.folder / place.file) as file:
-            part = file.get_slice(place.name)
+        with open_safetensors(self.folder / source.file) as file:
+            part = file.get_slice(source.name)
             for start in range(0, part.get_shape()[0], EMBEDDING_ROWS):
                 inside = ids[(ids >= start) & (ids < start + EMBEDDING_ROWS)]
                 if len(inside):
@@ -119,9 +119,9 @@ class LazyWeights:
 
     def one(self, name: str, dtype: torch.dtype) -> Tensor:
         """A whole tensor, floating-point ones in `dtype`, in memory of its own."""
-        place = self._whole(name)
-        with opened(self.folder / place.file) as file:
-            tensor = file.get_tensor(place.name)
+        source = self._whole(name)
+        with open_safetensors(self.folder / source.file) as file:
+            tensor = file.get_tensor(source.name)
             check_finite(self.folder, {name: tensor})
             return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
@@ -193,8 +193,8 @@ def outer_names(model: PreTrainedModel) -> list[str]:
     """Names of the parameters and persistent buffers of a window that are outside of its layer; the embedding first."""
     stem = layer_prefix(model).removesuffix("0.")
     table = _embedding_name(model)
-    others = [name for name in model.state_dict() if not name.startswith(stem) and name != table]
-    return [table, *others]
+    rest = [name for name in model.state_dict() if not name.startswith(stem) and name != table]
+    return [table, *rest]
 
 
 def stored_outer_names(config: PretrainedConfig) -> list[str]:
@@ -226,24 +226,26 @@ def open_window(
     """Layer `layer` of the checkpoint as a window that reads `streams` (see `feed`). Raises WeightsError."""
     model = empty(window_config(config, layer, len(streams)), dtype, device)
     prefix = layer_prefix(model)
-    own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefix)}
-    weights.read_into({of_layer(name, prefix, layer): tensor for name, tensor in own.items()})
+    tensors = {
+        name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefix)
+    }
+    weights.read_into({of_layer(name, prefix, layer): tensor for name, tensor in tensors.items()})
     feed(model, streams)
     return model
 
 
 def feed(model: PreTrainedModel, streams: Tensor) -> None:
     """From now on the layer of a window is entered by `streams[n]` wherever the token id is n. Read anew each time."""
-    seen: dict[str, Tensor] = {}
+    arguments: dict[str, Tensor] = {}
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = args[0] if args else kwargs["input"]
-        seen["rows"] = ids[:, 0].cpu()
+        arguments["rows"] = ids[:, 0].cpu()
 
     def enter(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        stream = streams[seen["rows"]].to(model.device, model.dtype)
+        stream = streams[arguments["rows"]].to(model.device, model.dtype)
         return entered_by(stream, args, kwargs)
 
     model.get_input_embeddings().register_forward_pre_hook(look, with_kwargs=True)
@@ -303,7 +305,7 @@ def embed(
     return streams
 
 
-class Head:
+class OutputHead:
     """What lies above the last layer. The embedding is not read, unless it is also the output matrix. `config`,
     `dtype`: of the original model, and what is computed in."""
 

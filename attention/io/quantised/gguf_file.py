@@ -58,8 +58,8 @@ class GGUFFile:
 
     def field(self, name: str, default: Any = None) -> Any:
         """A value of the header."""
-        found = self.reader.get_field(name)
-        return default if found is None else found.contents()
+        entry = self.reader.get_field(name)
+        return default if entry is None else entry.contents()
 
     @cached_property
     def kinds(self) -> dict[str, int]:
@@ -126,13 +126,13 @@ class GGUFFile:
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         base = float(self.field(f"{architecture}.rope.freq_base", 10_000.0))
         if (factors := self._tensors().get(_ROPE_FREQUENCIES)) is not None:
-            found = llama3_rope(_plain(factors), base)
-            if found is None:
+            scaling = llama3_rope(_plain(factors), base)
+            if scaling is None:
                 raise CheckpointError(
                     f"{str(self.path)!r}: its rotary frequencies ({_ROPE_FREQUENCIES}) are not those of Llama 3; give "
                     "the checkpoint that it was made from"
                 )
-            return {"rope_parameters": found}
+            return {"rope_parameters": scaling}
         if kind == "linear":
             factor = float(self.field(f"{architecture}.rope.scaling.factor", 1.0))
             return {
@@ -162,8 +162,8 @@ class GGUFFile:
             key: self.field(f"tokenizer.ggml.{name}_token_id")
             for key, name in SPECIAL_TOKENS.items()
         }
-        known = {key: int(value) for key, value in ids.items() if value is not None}
-        (folder / GENERATION).write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+        token_ids = {key: int(value) for key, value in ids.items() if value is not None}
+        (folder / GENERATION).write_text(json.dumps(token_ids, indent=2) + "\n", encoding="utf-8")
 
     def _tensors(self) -> dict[str, Any]:
         return {tensor.name: tensor for tensor in self.reader.tensors}
@@ -177,7 +177,11 @@ class GGUFFile:
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config)
         stored = self._tensors().keys()
-        missing = {known for _, _, known in outside_attention(model, form) if known not in stored}
+        missing = {
+            stored_name
+            for _, _, stored_name in outside_attention(model, form)
+            if stored_name not in stored
+        }
         names = ["attn_qkv"] if form.fused else ["attn_q", "attn_k", "attn_v"]
         for layer in range(config.num_hidden_layers):
             missing |= {f"blk.{layer}.{name}.weight" for name in [*names, "attn_output"]} - stored
@@ -259,17 +263,19 @@ def _one_by_one(
     state = model.state_dict()
     # The parts of one tensor (gate and up projections of experts) follow each other.
     unfinished: dict[str, Tensor] = {}
-    for name, part, known in outside_attention(model, form):
+    for name, part, stored_name in outside_attention(model, form):
         for other in [other for other in unfinished if other != name]:
             yield other, unfinished.pop(other)
         whole = unfinished.setdefault(name, torch.empty(state[name].shape, dtype=dtype))
-        whole[part].copy_(reshaped(name, _plain(stored[known]), family, back=True))
+        whole[part].copy_(reshaped(name, _plain(stored[stored_name]), family, back=True))
     yield from unfinished.items()
     names = {layer: name for name, layer in attention_names(model).items()}
     for layer, module in enumerate(family.attention_modules(model)):
         prefix = f"blk.{layer}.attn_"
-        own = {name: _plain(tensor) for name, tensor in stored.items() if name.startswith(prefix)}
-        heads = stored_heads(own, layer, geometry.head_dim)
+        tensors = {
+            name: _plain(tensor) for name, tensor in stored.items() if name.startswith(prefix)
+        }
+        heads = stored_heads(tensors, layer, geometry.head_dim)
         module.to_empty(device="cpu")
         family.write(module, halve(heads, config) if form.interleaved else heads)
         for name, tensor in module.state_dict().items():
@@ -303,10 +309,10 @@ def llama3_rope(factors: Tensor, base: float) -> dict[str, Any] | None:
     elif len(between):
         length = float((smooth[between] * (high - 1) + 1) / turns[between])
     else:  # anywhere between the last frequency that is kept and the first that is divided by the whole factor
-        kept = int((smooth >= 1 - 1e-4).sum())
-        bounds = high / turns[max(kept - 1, 0)], 1 / turns[min(kept, len(turns) - 1)]
+        unscaled = int((smooth >= 1 - 1e-4).sum())
+        bounds = high / turns[max(unscaled - 1, 0)], 1 / turns[min(unscaled, len(turns) - 1)]
         length = float((bounds[0] * bounds[1]).sqrt())
-    found = {
+    scaling = {
         "rope_type": "llama3",
         "rope_theta": base,
         "factor": round(largest, 4),
@@ -315,8 +321,8 @@ def llama3_rope(factors: Tensor, base: float) -> dict[str, Any] | None:
         "original_max_position_embeddings": round(length),
     }
     return (
-        found
-        if torch.allclose(_llama3_factors(found, turns), factors.double(), rtol=2e-4)
+        scaling
+        if torch.allclose(_llama3_factors(scaling, turns), factors.double(), rtol=2e-4)
         else None
     )
 

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.io.safetensors_files import Stored, WeightsError, listed, opened, stored_tensors
+from attention.io.safetensors_files import (
+    Stored,
+    WeightsError,
+    listed,
+    open_safetensors,
+    stored_tensors,
+)
 from attention.io.weights import METHODS
 
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense")
@@ -65,7 +71,7 @@ class PlainTensors:
         cannot be read, and for a weight without its scales."""
         stored = stored_tensors(folder)
         unused = tuple(sorted(name for name in stored if UNUSED.search(name)))
-        left = {name: place for name, place in stored.items() if name not in unused}
+        left = {name: tensor for name, tensor in stored.items() if name not in unused}
         method = method_of(settings)
         make: dict[
             str,
@@ -86,14 +92,14 @@ class PlainTensors:
         recipes: dict[str, _PlainTensor] = {}
         for name in left:
             try:
-                made = make[method](name, left, settings)
+                result = make[method](name, left, settings)
             except ValueError as error:
                 raise WeightsError(f"{folder}: {error}") from None
-            if made is not None:
-                recipes[made[0]] = made[1]
-        used = {place.name for recipe in recipes.values() for place in recipe.sources.values()}
-        copied = {name: place for name, place in left.items() if name not in used}
-        if odd := [name for name, place in copied.items() if place.dtype in _NARROW]:
+            if result is not None:
+                recipes[result[0]] = result[1]
+        used = {tensor.name for recipe in recipes.values() for tensor in recipe.sources.values()}
+        copied = {name: tensor for name, tensor in left.items() if name not in used}
+        if odd := [name for name, tensor in copied.items() if tensor.dtype in _NARROW]:
             kinds = sorted({copied[name].dtype for name in odd})
             raise WeightsError(
                 f"{folder}: {len(odd)} tensors of {', '.join(kinds)} have no scales that belong to them: "
@@ -103,18 +109,20 @@ class PlainTensors:
 
     def sizes(self, dtype: torch.dtype) -> int:
         """Bytes of all plain tensors, those that are made in `dtype`."""
-        made = sum(math.prod(recipe.shape) for recipe in self.recipes.values()) * dtype.itemsize
-        return made + sum(
-            place.numbers * (4 if place.dtype == "F32" else 2) for place in self.copied.values()
+        decoded_bytes = (
+            sum(math.prod(recipe.shape) for recipe in self.recipes.values()) * dtype.itemsize
+        )
+        return decoded_bytes + sum(
+            tensor.numbers * (4 if tensor.dtype == "F32" else 2) for tensor in self.copied.values()
         )
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All plain tensors by name, made ones in `dtype`; the others as they are stored."""
-        for name, place in self.copied.items():
-            yield name, self._read(place)
+        for name, stored in self.copied.items():
+            yield name, self._read(stored)
         for name, recipe in self.recipes.items():
             tensor = recipe.make(
-                {part: self._read(place) for part, place in recipe.sources.items()}
+                {part: self._read(stored) for part, stored in recipe.sources.items()}
             )
             if tuple(tensor.shape) != recipe.shape:
                 raise WeightsError(
@@ -122,9 +130,9 @@ class PlainTensors:
                 )
             yield name, tensor.to(dtype)
 
-    def _read(self, place: Stored) -> Tensor:
-        with opened(self.folder / place.file) as file:
-            return file.get_tensor(place.name).clone()
+    def _read(self, tensor: Stored) -> Tensor:
+        with open_safetensors(self.folder / tensor.file) as file:
+            return file.get_tensor(tensor.name).clone()
 
 
 # ---- FP8 --------------------------------------------------------------------------------------------------------
@@ -134,20 +142,20 @@ def _fp8(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
 ) -> tuple[str, _PlainTensor] | None:
     """A weight of eight bits with `NAME_scale_inv` (a factor of each block) or `NAME_scale` (of all, or of a row)."""
-    place = stored[name]
-    if place.dtype not in ("F8_E4M3", "F8_E5M2"):
+    tensor = stored[name]
+    if tensor.dtype not in ("F8_E4M3", "F8_E5M2"):
         return None
     scale = next((stored[n] for n in (f"{name}_scale_inv", f"{name}_scale") if n in stored), None)
     if scale is None:
         raise ValueError(
-            f"{name} is of {place.dtype} and has neither {name}_scale_inv nor {name}_scale beside it"
+            f"{name} is of {tensor.dtype} and has neither {name}_scale_inv nor {name}_scale beside it"
         )
     block = settings.get("weight_block_size")
 
     def make(parts: Mapping[str, Tensor]) -> Tensor:
         return scaled(parts["weight"], parts["scale"], block)
 
-    return name, _PlainTensor(place.shape, {"weight": place, "scale": scale}, make)
+    return name, _PlainTensor(tensor.shape, {"weight": tensor, "scale": scale}, make)
 
 
 def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
@@ -234,14 +242,14 @@ def _compressed(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
 ) -> tuple[str, _PlainTensor] | None:
     """A weight of eight bits beside its scales, or packed integers (`weight_packed`, `weight_shape`)."""
-    place = stored[name]
+    tensor = stored[name]
     weights = _weights_of(name, settings)
     stem, _, last = name.rpartition(".")
     if last == "weight_packed":
         return f"{stem}.weight", _unpacked(stem, stored, weights)
-    if last != "weight" or place.dtype not in ("F8_E4M3", "F8_E5M2", "I8"):
+    if last != "weight" or tensor.dtype not in ("F8_E4M3", "F8_E5M2", "I8"):
         return None
-    sources = {"weight": place, "scale": _beside(stored, f"{stem}.weight_scale", name)}
+    sources = {"weight": tensor, "scale": _beside(stored, f"{stem}.weight_scale", name)}
     if (zero := stored.get(f"{stem}.weight_zero_point")) is not None:
         sources["zero"] = zero
     block = weights.get("block_structure")
@@ -253,7 +261,7 @@ def _compressed(
             weight -= scaled(ones, parts["zero"], block)
         return scaled(weight, parts["scale"], block)
 
-    return name, _PlainTensor(place.shape, sources, make)
+    return name, _PlainTensor(tensor.shape, sources, make)
 
 
 def _beside(stored: Mapping[str, Stored], name: str, of: str) -> Stored:
@@ -274,8 +282,8 @@ def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any
     shape = _beside(stored, f"{stem}.weight_shape", packed.name)
     sources = {"packed": packed, "scale": scale, "shape": shape}
     for part, last in (("zero", "weight_zero_point"), ("order", "weight_g_idx")):
-        if (place := stored.get(f"{stem}.{last}")) is not None:
-            sources[part] = place
+        if (tensor := stored.get(f"{stem}.{last}")) is not None:
+            sources[part] = tensor
     per_group = int(weights.get("group_size") or 0)
     columns = per_group * scale.shape[-1] if per_group > 0 else packed.shape[-1] * 32 // bits
 

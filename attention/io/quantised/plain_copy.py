@@ -137,14 +137,14 @@ def _of_safetensors(
     )
 
     def write(fresh: Path) -> None:
-        own = {
+        tensors = {
             key: value
             for key, value in fields.items()
             if key != "quantization_config" and key[:1] != "_"
         }
-        own |= {"dtype": str(dtype).removeprefix("torch.")}
+        tensors |= {"dtype": str(dtype).removeprefix("torch.")}
         (fresh / "config.json").write_text(
-            json.dumps(own, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+            json.dumps(tensors, indent=2, sort_keys=True) + "\n", encoding="utf-8"
         )
         copy_files(origin, fresh)
         if weights and plain is not None:

@@ -28,7 +28,7 @@ class TargetError(ValueError):
 
 
 @dataclass(frozen=True)
-class Held:
+class EngineSupport:
     """What an engine keeps of one token: key heads and value heads of each layer, all of `head_dim` numbers, and
     `others` further numbers in all layers together (the key-side weights of composition). `query_heads`: of each layer,
     zeros included; empty where there are no others than the model's."""
@@ -53,7 +53,9 @@ class Held:
         return numbers * BYTES[str(dtype).removeprefix("torch.")]
 
     @classmethod
-    def of(cls, kv_heads: Sequence[int], head_dim: int, query_heads: Sequence[int] = ()) -> Held:
+    def of(
+        cls, kv_heads: Sequence[int], head_dim: int, query_heads: Sequence[int] = ()
+    ) -> EngineSupport:
         """An engine whose KV head is a key head and a value head."""
         return cls(tuple(kv_heads), tuple(kv_heads), head_dim, query_heads=tuple(query_heads))
 
@@ -83,7 +85,7 @@ class Target:
 
     name: str
     engines: tuple[str, ...]
-    held: Callable[[Any, AttentionPlan], Held]
+    held: Callable[[Any, AttentionPlan], EngineSupport]
     lower: Callable[[PreTrainedModel], Lowered]
     write: Callable[[PreTrainedModel, Path, str, Any], str]
     read: Callable[[Path, Any], PreTrainedModel]
@@ -96,8 +98,8 @@ def targets() -> dict[str, Target]:
     found = {}
     for info in pkgutil.iter_modules(__path__):
         if not info.name.startswith("_"):
-            made = importlib.import_module(f"{__name__}.{info.name}").TARGET
-            found[made.name] = made
+            target = importlib.import_module(f"{__name__}.{info.name}").TARGET
+            found[target.name] = target
     return found
 
 
@@ -131,17 +133,17 @@ def target(name: str, more: Sequence[str] = ()) -> Target:
     return targets()[name]
 
 
-def _unknown(name: str, known: Sequence[str]) -> str:
+def _unknown(name: str, names: Sequence[str]) -> str:
     """What is said of a target that does not exist; for software that is named, the target that it loads."""
     plain = str(name).lower().replace("_", "-").replace(" ", "-")
-    listed = f"target must be one of {list(known)}, got {name!r}"
+    listed = f"target must be one of {list(names)}, got {name!r}"
     if plain in GGUF_READERS:
         return f"{listed}: {name} loads GGUF files, which are target gguf"
     if plain in STOCK_READERS:
         return f"{listed}: {name} loads stock folders, which are target gqa (as many KV heads in every layer)"
     if plain in _LIBRARY:
         return f"{listed}: transformers loads target gqa (a stock folder) and target transformers (with code, any plan)"
-    return one_of("target", known, name)
+    return one_of("target", names, name)
 
 
 def kv_bytes_in(name: str, config: Any, plan: AttentionPlan, dtype: torch.dtype | str) -> int:

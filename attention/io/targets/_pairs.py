@@ -100,7 +100,7 @@ def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
     """The inverse of `pad`. Raises ValueError for heads that `pad` has not made of this layer's plan."""
     pairs = pairs_of(layer)
     width = padded.num_heads // padded.k.shape[0]
-    place = {
+    index_of = {
         head: i * width + j
         for i, members in enumerate(pairs.values())
         for j, head in enumerate(members)
@@ -108,7 +108,7 @@ def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
     keys, values = (
         [side.index(head) for head in range(max(side) + 1)] for side in zip(*pairs, strict=True)
     )
-    queries = [place[head] for head in range(layer.num_heads)]
+    queries = [index_of[head] for head in range(layer.num_heads)]
     heads = _chosen(padded, queries, keys, values)
     again = pad(heads, layer, padded.k.shape[0], width)
     for name in (*QUERY_SIDE, *KEY_SIDE, *VALUE_SIDE):

@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 
 from attention.base.messages import reason
 from attention.conversion.convert import unshare
-from attention.io.targets import Held, Lowered, Target, TargetError, gqa, phi
+from attention.io.targets import EngineSupport, Lowered, Target, TargetError, gqa, phi
 from attention.io.targets._gguf.architectures import (
     architecture,
     check_supported,
@@ -30,7 +30,7 @@ from attention.plan import AttentionPlan
 FILE = "model.gguf"
 
 
-def held(config: Any, plan: AttentionPlan) -> Held:
+def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """A count of its own in each layer where llama.cpp has that for the family, else one for all as target gqa. Raises
     TargetError for composition, for what llama.cpp has not, and for a family without groups."""
     check_no_composition(plan, "gguf")
@@ -39,7 +39,9 @@ def held(config: Any, plan: AttentionPlan) -> Held:
     check_supported(config, plan)
     if with_own_counts(config) is not None:
         shapes = shapes_of(plan, architecture(config, plan))
-        return Held.of(kv_heads_of(plan), plan.head_dim, [count * width for count, width in shapes])
+        return EngineSupport.of(
+            kv_heads_of(plan), plan.head_dim, [count * width for count, width in shapes]
+        )
     return gqa.held(config, plan)
 
 
@@ -49,7 +51,9 @@ def lower(model: PreTrainedModel) -> Lowered:
     held(model.config, plan)
     if phi.is_needed(model.config, plan):
         lowered = lower(phi.as_phi(model))
-        return replace(lowered, notes=(*lowered.notes, phi.NOTE, *written_out(plan)), folded=True)
+        return replace(
+            lowered, notes=(*lowered.notes, phi.FOLDED_NORMS_NOTE, *written_out(plan)), folded=True
+        )
     form = architecture(model.config, plan)
     notes = [f"architecture {form.name}", *written_out(plan)]
     if form.own_counts and len(set(kv_heads_of(plan))) > 1:
@@ -62,7 +66,7 @@ def lower(model: PreTrainedModel) -> Lowered:
 def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
     import gguf
 
-    from attention.io.targets._gguf.metadata import describe
+    from attention.io.targets._gguf.metadata import write_metadata
     from attention.io.targets._gguf.tensors import encoded, tensors_of
     from attention.io.targets._gguf.vocabulary import add_vocabulary
 
@@ -70,7 +74,7 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
     form = architecture(model.config, plan)
     writer = gguf.GGUFWriter(folder / FILE, form.name, use_temp_file=True)
     try:
-        describe(writer, model.config, form, plan)
+        write_metadata(writer, model.config, form, plan)
         writer.add_file_type(_FILE_TYPES[dtype])
         add_vocabulary(writer, tokenizer, model.config.vocab_size)
         for name, tensor in tensors_of(model, form):

@@ -17,7 +17,7 @@ from transformers import MistralConfig, PretrainedConfig, PreTrainedModel
 from attention.conversion.convert import unshare
 from attention.families import family_of, geometry_of
 from attention.io import checkpoint
-from attention.io.targets import Held, Lowered, Target, TargetError, _stock
+from attention.io.targets import EngineSupport, Lowered, Target, TargetError, _stock
 from attention.io.targets._pairs import (
     check_no_composition,
     kv_heads_of,
@@ -59,8 +59,8 @@ def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
             f"the norm of a {family.name} spans all heads and would count zero heads too; {way_out}"
         )
     try:
-        made = family.config_class(**fields)
-        fits = geometry_of(made).head_dim == geometry.head_dim
+        config_of_stock = family.config_class(**fields)
+        fits = geometry_of(config_of_stock).head_dim == geometry.head_dim
     except Exception:  # its validation says no
         fits = False
     if not fits:
@@ -68,10 +68,10 @@ def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
             f"a {family.name} of model width {plain.hidden_size} cannot have {heads} query heads of "
             f"{geometry.head_dim}: its stock class derives the one from the other; {way_out}"
         )
-    return made
+    return config_of_stock
 
 
-def held(config: Any, plan: AttentionPlan) -> Held:
+def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """As many KV heads in every layer as the layer with most pairs has. Raises TargetError for composition, for a
     family whose stock form has no groups, and where no stock class takes the padded heads."""
     check_no_composition(plan, "gqa")
@@ -89,7 +89,7 @@ def held(config: Any, plan: AttentionPlan) -> Held:
     if grouped and not plan.is_uniform_gqa:
         _stock_config(config, query_heads, max(counts))
     layers = plan.num_layers
-    return Held.of([max(counts)] * layers, plan.head_dim, [query_heads] * layers)
+    return EngineSupport.of([max(counts)] * layers, plan.head_dim, [query_heads] * layers)
 
 
 def _check_mistral(config: Any, heads: int) -> None:

@@ -20,7 +20,7 @@ from transformers import PhiConfig, PreTrainedModel
 from attention.conversion.convert import build, unshare
 from attention.families import families, family_of, geometry_of
 from attention.heads import LayerHeads
-from attention.io.targets import Held, Lowered, Target, TargetError, _stock, gqa
+from attention.io.targets import EngineSupport, Lowered, Target, TargetError, _stock, gqa
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, widths_of, written_out
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
@@ -32,7 +32,7 @@ _SAME = (
 )  # fmt: skip
 
 
-NOTE = "layer norms' scales and shifts folded into the projections that read them"
+FOLDED_NORMS_NOTE = "layer norms' scales and shifts folded into the projections that read them"
 
 
 def phi_config(config: Any) -> PhiConfig:
@@ -45,13 +45,15 @@ def phi_config(config: Any) -> PhiConfig:
     )
 
 
-def held(config: Any, plan: AttentionPlan) -> Held:
+def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """As target gqa. Raises TargetError for another family, a serial residual or composition."""
     _check(config)
     check_no_composition(plan, "phi")
     count = max(kv_heads_of(plan))
     layers = plan.num_layers
-    return Held.of([count] * layers, plan.head_dim, [count * max(widths_of(plan))] * layers)
+    return EngineSupport.of(
+        [count] * layers, plan.head_dim, [count * max(widths_of(plan))] * layers
+    )
 
 
 def is_needed(config: Any, plan: AttentionPlan) -> bool:
@@ -127,7 +129,11 @@ def lower(model: PreTrainedModel) -> Lowered:
     """The stock Phi form of a GPT-NeoX. Raises TargetError as `held` does."""
     held(model.config, plan_of(model))
     lowered = gqa.lower(as_phi(model))
-    return replace(lowered, notes=(*lowered.notes, NOTE, *written_out(plan_of(model))), folded=True)
+    return replace(
+        lowered,
+        notes=(*lowered.notes, FOLDED_NORMS_NOTE, *written_out(plan_of(model))),
+        folded=True,
+    )
 
 
 TARGET = Target("phi", ("transformers", "vLLM"), held, lower, _stock.write, _stock.read)

@@ -21,7 +21,7 @@ from attention.conversion.convert import unshare
 from attention.families import Family, family_of, window_of
 from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer
-from attention.io.targets import Held, Lowered, Target, TargetError, phi
+from attention.io.targets import EngineSupport, Lowered, Target, TargetError, phi
 from attention.io.targets._pairs import written_out
 from attention.modeling import scores
 from attention.modeling.composition import composing
@@ -45,7 +45,7 @@ FAMILIES = (
 """Families with separate projections under the same names; GPT-NeoX is written as Phi."""
 
 
-def held(config: Any, plan: AttentionPlan) -> Held:
+def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """What the plan itself keeps. Raises TargetError for other families, and for composition beside what it cannot be
     beside."""
     family = family_of(config).name
@@ -68,7 +68,7 @@ def held(config: Any, plan: AttentionPlan) -> Held:
         for side in ("key_heads", "value_heads")
     )
     others = 0 if composed is None else plan.num_layers * composed.cached_values(plan.num_heads)
-    return Held(keys, values, plan.head_dim, others)
+    return EngineSupport(keys, values, plan.head_dim, others)
 
 
 def lower(model: PreTrainedModel) -> Lowered:
@@ -77,7 +77,9 @@ def lower(model: PreTrainedModel) -> Lowered:
     held(model.config, plan)
     if family_of(model.config).name == "gpt_neox":
         lowered = lower(phi.as_phi(model))
-        return replace(lowered, notes=(*lowered.notes, phi.NOTE, *written_out(plan)), folded=True)
+        return replace(
+            lowered, notes=(*lowered.notes, phi.FOLDED_NORMS_NOTE, *written_out(plan)), folded=True
+        )
     file = _CODE if plan.composition is None else COMPOSED
     note = f"{file.name} in the folder is what transformers runs: load with trust_remote_code=True"
     return Lowered(unshare(model), (note, *written_out(plan)))

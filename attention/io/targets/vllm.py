@@ -27,7 +27,7 @@ from attention.families import family_of, geometry_of, window_of
 from attention.heads import LayerHeads
 from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer
-from attention.io.targets import Held, Lowered, Target, TargetError, _stock, gqa, phi
+from attention.io.targets import EngineSupport, Lowered, Target, TargetError, _stock, gqa, phi
 from attention.io.targets._pairs import (
     check_no_composition,
     kv_heads_of,
@@ -47,7 +47,7 @@ _MOST_QUERY_HEADS = 8
 """Times a model's own query heads that may be written, zeros included: beyond it attention is no bargain."""
 
 
-def held(config: Any, plan: AttentionPlan) -> Held:
+def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """A count of its own in each layer for Llama-like families, else one for all as target gqa, or phi for a grouped
     GPT-NeoX. Raises TargetError for composition, for families without groups, and for counts with no small common
     multiple."""
@@ -65,7 +65,7 @@ def held(config: Any, plan: AttentionPlan) -> Held:
             f"layers: one number of query heads that all divide is {heads}, more than {_MOST_QUERY_HEADS} times the "
             f"model's {plan.num_heads}; choose counts that divide each other, or export to target gguf"
         )
-    return Held.of(counts, plan.head_dim, [heads] * plan.num_layers)
+    return EngineSupport.of(counts, plan.head_dim, [heads] * plan.num_layers)
 
 
 def _check_computed(config: Any) -> None:

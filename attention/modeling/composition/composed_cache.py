@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from attention.modeling.growing_cache import GrowingLayer, own_layer
+from attention.modeling.growing_cache import GrowingLayer, cache_layer
 
 
 class ComposedLayer(GrowingLayer):
@@ -23,8 +23,8 @@ class ComposedLayer(GrowingLayer):
 
     def update_weights(self, new: Tensor) -> Tensor:
         """Append the weights of new tokens `[B, T, C]`; returns those of all tokens."""
-        held = self.key_weights
-        self.key_weights = new if held is None else torch.cat([held, new], dim=1)
+        previous = self.key_weights
+        self.key_weights = new if previous is None else torch.cat([previous, new], dim=1)
         return self.key_weights
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -33,11 +33,11 @@ class ComposedLayer(GrowingLayer):
 
     def offload(self) -> None:
         super().offload()
-        self._change(lambda held: held.to("cpu", non_blocking=True))
+        self._change(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         super().prefetch()
-        self._change(lambda held: held.to(self.device, non_blocking=True))
+        self._change(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def reset(self) -> None:
         super().reset()
@@ -45,20 +45,20 @@ class ComposedLayer(GrowingLayer):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        self._change(lambda held: held.index_select(0, beam_idx.to(held.device)))
+        self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         if tokens_to_remove:
-            self._change(lambda held: held[:, : -abs(tokens_to_remove)])
+            self._change(lambda tensor: tensor[:, : -abs(tokens_to_remove)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._change(lambda held: held.repeat_interleave(repeats, dim=0))
+        self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._change(lambda held: held[indices])
+        self._change(lambda tensor: tensor[indices])
 
 
 def composed_layer(cache: Cache, index: int) -> ComposedLayer:
@@ -66,7 +66,7 @@ def composed_layer(cache: Cache, index: int) -> ComposedLayer:
 
     Raises ValueError for any other kind (static, sliding, quantised), and for one that another model has filled.
     """
-    layer = own_layer(cache, index, ComposedLayer)
+    layer = cache_layer(cache, index, ComposedLayer)
     if not isinstance(layer, ComposedLayer):
         filled = " that already holds tokens" if type(layer) in (DynamicLayer, GrowingLayer) else ""
         raise ValueError(

@@ -228,12 +228,12 @@ class HeadComposition(nn.Module):
     @property
     def places(self) -> list[Compose]:
         """The compose functions that are on, in order of use."""
-        return [place for place in (self.before, self.after) if place is not None]
+        return [module for module in (self.before, self.after) if module is not None]
 
     def key_weights(self, x: Tensor) -> Tensor | None:
         """Key-side weights of new tokens for all places, `[B, T, places H(2R+1)]`, as they are cached; None without."""
-        made = [w for place in self.places if (w := place.key_weights(x)) is not None]
-        return torch.cat(made, dim=-1) if made else None
+        weights = [w for module in self.places if (w := module.key_weights(x)) is not None]
+        return torch.cat(weights, dim=-1) if weights else None
 
     def forward(
         self,
@@ -272,11 +272,11 @@ def masked(scores: Tensor, mask: Tensor | None, window: int = 0) -> Tensor:
     distance = torch.arange(S - T, S, device=scores.device)[:, None] - torch.arange(
         S, device=scores.device
     )
-    seen = distance < window if window else None
+    visible = distance < window if window else None
     if mask is None:
-        seen = (distance >= 0) if seen is None else seen & (distance >= 0)
+        visible = (distance >= 0) if visible is None else visible & (distance >= 0)
     elif mask.dtype == torch.bool:
-        seen = mask if seen is None else mask & seen
+        visible = mask if visible is None else mask & visible
     else:
         scores = (scores + mask).clamp(min=lowest)
-    return scores if seen is None else scores.masked_fill(~seen, lowest)
+    return scores if visible is None else scores.masked_fill(~visible, lowest)

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention.modeling.kernels.tables import Tables
 from attention.plan import LayerPlan
 
-__all__ = ["Tables", "available", "decode", "takes"]
+__all__ = ["Tables", "available", "fused_decode", "takes"]
 
 _WIDEST = 128
 # Largest difference from the reference on values of unit variance that passes for rounding.
@@ -48,7 +48,7 @@ def available() -> bool:
     )
 
 
-def decode(
+def fused_decode(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -104,10 +104,11 @@ def difference(
             (plan.value_heads, tokens),
         )
     )
-    out = decode(query, key, value, Tables.of(plan), mask, None).float()
+    out = fused_decode(query, key, value, Tables.of(plan), mask, None).float()
     index = (torch.tensor(m, device=device) for m in (plan.key_map, plan.value_map))
     key, value = (
-        states.float().index_select(1, own) for states, own in zip((key, value), index, strict=True)
+        states.float().index_select(1, index_of_side)
+        for states, index_of_side in zip((key, value), index, strict=True)
     )
-    wanted = scaled_dot_product_attention(query.float(), key, value, attn_mask=mask)
-    return float((out - wanted).abs().max())
+    expected = scaled_dot_product_attention(query.float(), key, value, attn_mask=mask)
+    return float((out - expected).abs().max())

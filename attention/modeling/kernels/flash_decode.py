@@ -192,9 +192,9 @@ def flash_decode(
 
 def split_sizes(tokens: int, programs: int, processors: int, block: int) -> tuple[int, int]:
     """Into how many splits the cache goes, and the tokens of each: enough to keep all processors at work."""
-    wanted = -(-PROGRAMS_A_PROCESSOR * processors // programs)
+    splits_wanted = -(-PROGRAMS_A_PROCESSOR * processors // programs)
     blocks = -(-tokens // block)
-    length = -(-blocks // min(wanted, MOST_SPLITS, blocks)) * block
+    length = -(-blocks // min(splits_wanted, MOST_SPLITS, blocks)) * block
     return -(-tokens // length), length
 
 
@@ -204,10 +204,10 @@ def _mask(
     """Its kind, what the kernel reads, and the strides of batch and tokens."""
     if mask is None:
         return NO_MASK, query, 0, 0
-    own = mask.expand(batch, 1, 1, tokens)
-    if own.dtype == torch.bool:
-        return BOOLEAN, own.view(torch.uint8), own.stride(0), own.stride(3)
-    return ADDITIVE, own, own.stride(0), own.stride(3)
+    expanded = mask.expand(batch, 1, 1, tokens)
+    if expanded.dtype == torch.bool:
+        return BOOLEAN, expanded.view(torch.uint8), expanded.stride(0), expanded.stride(3)
+    return ADDITIVE, expanded, expanded.stride(0), expanded.stride(3)
 
 
 @cache

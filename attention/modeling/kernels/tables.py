@@ -57,9 +57,9 @@ class Tables:
             return self
         if device not in self._copies:
             tensors: dict[str, Any] = {
-                name: held.to(device)
-                for name, held in self.__dict__.items()
-                if isinstance(held, Tensor)
+                name: tensor.to(device)
+                for name, tensor in self.__dict__.items()
+                if isinstance(tensor, Tensor)
             }
             self._copies[device] = Tables(**tensors)
         return self._copies[device]

@@ -135,7 +135,7 @@ class FrontHalving(RungScheduler):
         super().__init__(problem)
         if synchronous and problem.trials is None:
             raise ValueError("a synchronous scheduler must know how many trials there will be")
-        select, expected = partial(pareto.select, ties=ties), problem.trials if synchronous else None
+        select, expected = partial(pareto.select_best, ties=ties), problem.trials if synchronous else None
         self._rungs = Rungs(max(0, problem.rungs - 1), problem.reduction_factor, select, expected)
         self._paused: dict[str, Any] = {}
         self._next: str | None = None

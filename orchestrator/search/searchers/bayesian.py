@@ -82,7 +82,7 @@ class FrontSearch(ListedSearcher):
         if len(seen) <= RECENT + BEST:
             return seen
         older = seen[:-RECENT]
-        kept = sorted(pareto.select([trial.values for trial in older], BEST))
+        kept = sorted(pareto.select_best([trial.values for trial in older], BEST))
         return [*(older[place] for place in kept), *seen[-RECENT:]]
 
     def draws(self, number: int) -> Iterator[Candidate]:

@@ -22,10 +22,10 @@ from orchestrator.serving.decode_times import DecodeTimes
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.tracking.sync import MlflowSync
 from search_spaces.recipes.recipe import Recipe
-from search_spaces.relaxation.stages import OWN
+from search_spaces.relaxation.stages import SETUP_KNOBS
 from trainers.jobs.train_job import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
-from trainers.settings import AUTO, Strategy, TrainSettings
+from trainers.settings import AUTO_STRATEGY, Strategy, TrainSettings
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TrialContext:
     pool: str | None = None  # name of the worker pool; None: every training starts workers of its own
     accelerator_type: str | None = None  # of the workers
     checkpoint_address: str | None = None  # where training checkpoints lie, where storage is an address
-    placement_strategy: Strategy = AUTO
+    placement_strategy: Strategy = AUTO_STRATEGY
     decode_times: DecodeTimes | None = None  # of the engine that the search is for, where decode time is an objective
     task: dict[str, Any] | None = field(default=None, hash=False)
     """`ray.remote` options of the task that plans a trial which trains; None: its own process does."""
@@ -174,7 +174,7 @@ def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettin
         recipe.relaxation,
         tuple(p.to_json() for p in plans),
         max(1, steps // len(plans)),
-        {name: value for name, value in knobs.items() if name not in OWN},
+        {name: value for name, value in knobs.items() if name not in SETUP_KNOBS},
         changed_settings,
         own_schedule=knobs.get("own_schedule", False),
         regroup_steps=knobs.get("regroup_steps", 0),

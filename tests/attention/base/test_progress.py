@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from attention.base import progress
-from attention.base.progress import shown, stage
+from attention.base.progress import show_progress, stage
 from attention.base.timing import clock, duration
 
 
@@ -46,7 +46,7 @@ def test_nothing_is_shown_unless_it_is_asked_for(at: Clock, capsys: pytest.Captu
 
 
 def test_a_log_gets_a_line_every_ten_seconds(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with shown("convert"), stage("fitting layers", 10, "layers") as told:
+    with show_progress("convert"), stage("fitting layers", 10, "layers") as told:
         for _ in range(10):
             at.now += 4
             told.step()
@@ -69,7 +69,7 @@ def test_what_was_done_before_does_not_make_it_seem_faster(at: Clock) -> None:
 
 
 def test_a_stage_within_another_is_not_shown(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with shown("convert"):
+    with show_progress("convert"):
         with stage("outer", 2, "layers") as outer:
             with stage("inner", 1, "steps") as inner:
                 at.now += 20
@@ -85,7 +85,7 @@ def test_a_stage_within_another_is_not_shown(at: Clock, capsys: pytest.CaptureFi
 
 
 def test_a_stage_within_one_that_cannot_be_counted_is_shown(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with shown("search"), stage("original model"), stage("calibrating", 2, "sequences") as told:
+    with show_progress("search"), stage("original model"), stage("calibrating", 2, "sequences") as told:
         at.now += 20
         told.step()
     assert capsys.readouterr().err == "calibrating: 1 of 2 sequences, 0:20 left\n"
@@ -95,7 +95,7 @@ def test_a_log_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch, capsys:
     """However long a step takes, and also where nobody has opened a stage."""
     monkeypatch.setattr(progress, "SAY_SECONDS", 1.0)
     monkeypatch.setattr(progress, "_LOOK_SECONDS", 0.05)
-    with shown("convert"):
+    with show_progress("convert"):
         time.sleep(1.3)
         with stage("calibrating", 4, "layers"):
             time.sleep(1.3)
@@ -140,7 +140,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm-256color")
-    with shown("convert"), stage("fitting layers", 3, "layers") as told:
+    with show_progress("convert"), stage("fitting layers", 3, "layers") as told:
         for _ in range(3):
             told.step()
     assert "fitting layers: 3 of 3 layers" in screen.getvalue()

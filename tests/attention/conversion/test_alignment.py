@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from head_references import activations, as_mha, lifted, logits, watch, with_heads
+from head_references import activations, as_mha, lifted, logits, procrustes, watch, with_heads
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,7 +19,6 @@ from attention.calibration.moments import LayerStatistics
 from attention.calibration.store import Calibration
 from attention.conversion.alignment.generalised import align_group, rotate_keys, rotate_values
 from attention.conversion.alignment.grams import head_gram, pair_similarity
-from attention.conversion.alignment.rotations import procrustes, rotary_procrustes
 from attention.conversion.convert import convert
 from attention.families import families, geometry_of
 from attention.geometry import RotaryLayout
@@ -85,18 +84,18 @@ def test_procrustes_by_hand() -> None:
     x, y = torch.tensor([[1.0, 0], [0, 1]]), torch.tensor([[0.0, -1], [1, 0]])
     quarter = torch.tensor([[0.0, -1], [1, 0]], dtype=torch.float64)
     torch.testing.assert_close(procrustes(x, y), quarter)
-    torch.testing.assert_close(rotary_procrustes(x, y, RotaryLayout(2, 2)), quarter)
+    torch.testing.assert_close(procrustes(x, y, RotaryLayout(2, 2)), quarter)
     # A reflection is out of reach for a rotary pair, in reach for a free map.
     mirrored = torch.tensor([[1.0, 0], [0, -1]]) @ x
     assert torch.linalg.det(procrustes(x, mirrored)) < 0
-    assert torch.linalg.det(rotary_procrustes(x, mirrored + 1e-6, RotaryLayout(2, 2))) > 0
+    assert torch.linalg.det(procrustes(x, mirrored + 1e-6, RotaryLayout(2, 2))) > 0
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rotary_procrustes_recovers_what_commutes_with_rope(name: str) -> None:
     layout = LAYOUTS[name]
     x, rotation = normal(8, 60), commuting(layout, seed=3)
-    found = rotary_procrustes(x, rotation @ x, layout)
+    found = procrustes(x, rotation @ x, layout)
     torch.testing.assert_close(found, rotation)
     torch.testing.assert_close(found @ rope(layout, 7), rope(layout, 7) @ found)
 
@@ -105,25 +104,13 @@ def test_rotary_procrustes_recovers_what_commutes_with_rope(name: str) -> None:
 def test_no_admissible_rotation_is_better(name: str) -> None:
     layout = LAYOUTS[name]
     x, y = normal(8, 40), normal(8, 40, seed=1)
-    best = rotary_procrustes(x, y, layout)
+    best = procrustes(x, y, layout)
     torch.testing.assert_close(best @ best.T, torch.eye(8, dtype=torch.float64))
     distance = (best @ x - y).norm()
     for seed in range(50):
         assert (commuting(layout, seed) @ x - y).norm() > distance
         skew = commuting(layout, seed) - commuting(layout, seed).T  # a small turn of the same kind
         assert (best @ torch.matrix_exp(0.05 * skew) @ x - y).norm() > distance
-
-
-def test_without_rotary_embedding_both_agree() -> None:
-    x, y = normal(8, 40), normal(8, 40, seed=1)
-    torch.testing.assert_close(procrustes(x, y), rotary_procrustes(x, y, RotaryLayout.none(8)))
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"two \[d, N\] matrices of one shape, got \(3, 5\) and \(3, 6\)"):
-        procrustes(normal(3, 5), normal(3, 6))
-    with pytest.raises(ValueError, match="with d = 8, got"):
-        rotary_procrustes(normal(6, 5), normal(6, 5), RotaryLayout(8, 8))
 
 
 # ---- a group ------------------------------------------------------------------------------------------------------
@@ -145,7 +132,7 @@ def test_generalised_procrustes_is_algorithm_1_on_tokens(name: str) -> None:
     turned = heads.clone()
     for _ in range(3):  # Jin 2024, alg. 1, with the tokens themselves
         mean = turned.mean(0)
-        turned = torch.stack([rotary_procrustes(head, mean, layout) @ head for head in turned])
+        turned = torch.stack([procrustes(head, mean, layout) @ head for head in turned])
     found = align_group(gram_of(heads), layout, iterations=3) @ heads
     torch.testing.assert_close(found, turned, rtol=1e-6, atol=1e-6)
 
@@ -278,7 +265,7 @@ def test_pair_similarity_is_that_of_each_pair_alone(
         tokens = tokens / tokens.norm(dim=1, keepdim=True)
     for i in range(4):
         for j in range(4):
-            moved = rotary_procrustes(tokens[j], tokens[i], layout) @ tokens[j]
+            moved = procrustes(tokens[j], tokens[i], layout) @ tokens[j]
             if criterion == "cos":
                 wanted = torch.cosine_similarity(moved, tokens[i], dim=0).mean()
             else:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.base import progress
-from attention.base.progress import Stage
+from attention.base.progress import ProgressStage
 from attention.calibration import collecting, store
 from attention.calibration.calibrate import calibrate, calibration_digest, weights_of
 from attention.calibration.moments import LayerStatistics, packed, unpacked
@@ -204,10 +204,10 @@ def test_the_model_is_left_as_it_was(tiny_model: Tiny, tiny_tokens: Tensor, monk
     before = {name: value.clone() for name, value in model.state_dict().items()}
     calibrate(model, tiny_tokens)
 
-    def stop(stage: Stage, count: int) -> None:
+    def stop(stage: ProgressStage, count: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Stage, "step", stop)
+    monkeypatch.setattr(ProgressStage, "step", stop)
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, tiny_tokens, batch_size=4)
     assert model.training and model.config._attn_implementation == "sdpa"
@@ -231,7 +231,7 @@ def test_progress_counts_sequences(
     monkeypatch.setattr(progress, "SAY_SECONDS", 0)
     calibrate(tiny_model("llama"), tiny_tokens, batch_size=5)
     assert not capsys.readouterr().err, "a library is silent unless it is asked"
-    with progress.shown("convert"):
+    with progress.show_progress("convert"):
         calibrate(tiny_model("llama"), tiny_tokens, batch_size=5)
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("calibrating: ")]
     assert [line.split(",")[0] for line in told] == [f"calibrating: {n} of 12 sequences" for n in (5, 10, 12)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.conversion.refinement.capture import Record, recorded
-from attention.conversion.refinement.original import KEPT_BYTES, Original, bytes_to_keep
+from attention.conversion.refinement.original import STORED_BYTES, Original, bytes_to_keep
 from attention.families import families, family_of
 from attention.modeling.running import Streams, entering
 
@@ -27,7 +27,7 @@ def tensors(records: list[Record]) -> list[Tensor]:
     return [t for r in records for t in (entering(r.args, r.kwargs), r.output, r.stream)]
 
 
-@pytest.mark.parametrize("most", [0, KEPT_BYTES], ids=["run again", "kept"])
+@pytest.mark.parametrize("most", [0, STORED_BYTES], ids=["run again", "kept"])
 @pytest.mark.parametrize("family", sorted(families()))
 def test_records_are_those_of_a_run_of_their_own(family: str, most: int, tiny_model: Tiny) -> None:
     model = tiny_model(family, num_hidden_layers=4).requires_grad_(False)
@@ -69,7 +69,7 @@ def test_all_is_kept_or_nothing_and_no_more_than_there_is_room_for(tiny_model: T
         list(original.on(IDS.flip(0)).at(1))  # no room is left
         assert original.on(IDS.flip(0)).at(1) is not original.on(IDS.flip(0)).at(1)
     assert bytes_to_keep(32, 16_384, 4096, 4) == 0
-    assert bytes_to_keep(4, 44_000, 256, 4) == KEPT_BYTES, "the part that is fitted on, seven eighths, has room"
+    assert bytes_to_keep(4, 44_000, 256, 4) == STORED_BYTES, "the part that is fitted on, seven eighths, has room"
 
 
 @pytest.mark.parametrize("family", sorted(families()))

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import convert
-from attention.conversion.refinement.capture import held_out, recorded
+from attention.conversion.refinement.capture import recorded, split_held_out
 from attention.conversion.refinement.healing import SideBySide, heal_layer, ridge_refit
 from attention.conversion.refinement.local import FitTexts, LayerTask, at_a_step, fit_module, layer_error, shared_steps
 from attention.conversion.refinement.original import Original
-from attention.conversion.refinement.parallel import SMALL, each_layer
+from attention.conversion.refinement.parallel import SMALL_LAYER, each_layer
 from attention.conversion.refinement.refine import REFINEMENT, refine
 from attention.conversion.refinement.windows import attended
 from attention.families import families, family_of
@@ -224,7 +224,7 @@ def test_the_task_holds_what_the_layer_sees_and_gives(tiny_model: Tiny, tokens: 
     model = tiny_model("llama").requires_grad_(False)
     modules = family_of(model.config).attention_modules(model)
     task = LayerTask.of(FitTexts.of(Original.of(model), tokens, 96), 1)
-    fit, check = held_out(tokens)
+    fit, check = split_held_out(tokens)
     assert task.batch == 4 and task.inputs.shape == (len(fit), 24, 32)
     whole = next(recorded(Streams(model, modules, fit[:4], 4), 1))
     torch.testing.assert_close(task.targets[:4], whole.output)
@@ -238,10 +238,10 @@ def test_a_refit_goes_on_with_what_the_healed_layer_does(family: str, tiny_model
     original, converted = pair(tiny_model, tokens, family)
     modules = family_of(converted.config).attention_modules(converted)
     fit, check = (
-        SideBySide(Original(original).on(part), Streams(converted, modules, part, 8)) for part in held_out(tokens)
+        SideBySide(Original(original).on(part), Streams(converted, modules, part, 8)) for part in split_held_out(tokens)
     )
     assert heal_layer(fit, check, 0, 0, 1e-3, 1.0).kept
-    for both, part in ((fit, held_out(tokens)[0]), (check, held_out(tokens)[1])):
+    for both, part in ((fit, split_held_out(tokens)[0]), (check, split_held_out(tokens)[1])):
         assert both.converted.layer == 1
         afresh = recorded(Streams(converted, modules, part, 8), 1)
         for found, expected in zip(recorded(both.converted, 1), afresh, strict=True):
@@ -295,6 +295,6 @@ def test_an_error_in_one_layer_is_told() -> None:
             each_layer(3, work, 10, torch.device("cpu"))
         assert torch.get_num_threads() == 2 and set(seen) == {1}
         seen.clear()
-        assert each_layer(1, lambda i: torch.get_num_threads(), SMALL + 1, torch.device("cpu")) == [2]
+        assert each_layer(1, lambda i: torch.get_num_threads(), SMALL_LAYER + 1, torch.device("cpu")) == [2]
     finally:
         torch.set_num_threads(threads)

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
+from head_references import procrustes
 
 from attention.calibration.moments import LayerStatistics, packed
-from attention.conversion.alignment.rotations import procrustes, rotary_procrustes
 from attention.conversion.fusion.costs import ValueCost
 from attention.conversion.fusion.least_squares import least_squares_fuse
 from attention.geometry import HeadGeometry, RotaryLayout
@@ -53,7 +53,7 @@ def test_the_angle_of_a_rotary_pair() -> None:
     """Tokens (1, 0) -> (0, 2) and (0, 1) -> (-1, 1): Σ x₁y₂ - x₂y₁ = 2 + 1 = 3, Σ x₁y₁ + x₂y₂ = 0 + 1 = 1, so
     θ = atan2(3, 1): sine 3 / √10, cosine 1 / √10."""
     x, y = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, -1.0], [2.0, 1.0]])
-    found = rotary_procrustes(x, y, RotaryLayout(2, 2))
+    found = procrustes(x, y, RotaryLayout(2, 2))
     wanted = torch.tensor([[1.0, -3.0], [3.0, 1.0]], dtype=torch.float64) / math.sqrt(10)
     torch.testing.assert_close(found, wanted)
     # Every other angle is farther away, in steps of a degree.

@@ -43,7 +43,7 @@ def refusal(folder: Path) -> str:
     """What the early check says; loading and reading layer by layer must say the same, and read no weight before."""
     config = checkpoint.load_config(folder)
     with pytest.raises(WeightsError) as early:
-        weights.check(folder, config)
+        weights.check_weights(folder, config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AutoModelForCausalLM, "from_pretrained", no_reading)
         for attempt in (lambda: checkpoint.load(folder), lambda: LazyWeights(folder, config)):
@@ -86,7 +86,7 @@ def test_whole_checkpoints_pass(family: str, tied: bool, tiny_model: Tiny, tmp_p
     checkpoint.save(convert(model, AttentionPlan((kept, kept), 8)), tmp_path / "own")
     for folder in (tmp_path / "stock", tmp_path / "own"):
         back = checkpoint.load(folder)
-        assert set(weights.check(folder, back.config)) >= set(back.state_dict())
+        assert set(weights.check_weights(folder, back.config)) >= set(back.state_dict())
     if tied:
         prefix = model.base_model_prefix + "."
         edit(tmp_path / "stock", lambda t: {name.removeprefix(prefix): x for name, x in t.items()})

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from attention.conversion.convert import build
 from attention.modeling import decoding
 from attention.modeling.decoding import HeadMaps, decode, decode_by_group, decode_padded
-from attention.modeling.grouped import cache_bytes, expand
+from attention.modeling.grouped import cache_bytes, expand_heads
 from attention.modeling.growing_cache import ROOM, GrowingLayer, cache_argument
 from attention.plan import AttentionPlan, LayerPlan
 from attention.plan_parts import dense
@@ -30,7 +30,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 def reference(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, mask: Tensor | None) -> Tensor:
     """The slow, independent form: every query head gets its own copy. Softmax by hand: with a float32 mask beside a
     float64 query torch's fused attention for CPUs reads the mask wrongly on some of them."""
-    key, value = expand(key, torch.tensor(plan.key_map)), expand(value, torch.tensor(plan.value_map))
+    key, value = expand_heads(key, torch.tensor(plan.key_map)), expand_heads(value, torch.tensor(plan.value_map))
     logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask

@@ -11,7 +11,7 @@ from parameters import extended
 from attention.conversion.convert import assemble, lift
 from attention.families import families
 from attention.heads import LayerHeads
-from attention.modeling.decoding import HeadMaps, Slots, decode
+from attention.modeling.decoding import HeadMaps, HeadSlots, decode
 from attention.modeling.grouped import cache_bytes
 from attention.modeling.growing_cache import cache_argument
 from attention.plan import AttentionPlan, LayerPlan
@@ -153,7 +153,7 @@ def test_decode_equals_loops(maps) -> None:
 
 
 def test_slots_worked_example() -> None:
-    slots = Slots.of((0, 1, 0, 0))
+    slots = HeadSlots.of((0, 1, 0, 0))
     assert (slots.groups, slots.width) == (2, 3)
     assert slots.heads.tolist() == [0, 2, 3, 1, 1, 1] and slots.place.tolist() == [0, 3, 1, 2]
 

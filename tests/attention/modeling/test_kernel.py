@@ -136,7 +136,7 @@ def states(width: int = 8, *, device: str = "cpu", dtype: torch.dtype = torch.fl
 
 
 def test_on_the_cpu_it_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "decode", lambda *a: pytest.fail("taken"))
+    monkeypatch.setattr(kernels, "fused_decode", lambda *a: pytest.fail("taken"))
     assert not kernels.takes(*states(), None)
     assert decoding.decode(*states(), HeadMaps.of(DECOUPLED), None, None).shape == (1, 6, 1, 8)
 

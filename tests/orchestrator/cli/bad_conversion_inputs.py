@@ -7,12 +7,6 @@ from bad_input import QUERY, Bad, weights, writes
 C = "convert --model model --recipe gqa --kv-ratio 0.5"
 
 CONVERSIONS = (
-    Bad(
-        "an option of an earlier version",
-        "convert --model model --recipe gqa --kv-ratio 0.5 --stream",
-        ("--layerwise",),
-    ),
-    Bad("its opposite", "convert --model model --recipe gqa --kv-ratio 0.5 --no-stream", ("--no-layerwise",)),
     Bad("an option misspelt", "convert --model model --recpe gqa --kv-ratio 0.5", ("did you mean --recipe?",)),
     Bad("no model", "convert --recipe gqa --kv-ratio 0.5", ("--model",)),
     Bad("no ratio", "convert --model model --recipe gqa ...", ("kv-ratio",)),

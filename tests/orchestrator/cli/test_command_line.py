@@ -17,6 +17,7 @@ from command_line import run_here
 from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
+from orchestrator import main
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = [sys.executable, str(REPOSITORY / "orchestrator" / "main.py")]
@@ -58,25 +59,58 @@ def test_the_script_runs_from_anywhere_and_hides_no_library(tmp_path: Path) -> N
 
 
 LIGHT = """
-import sys
+import contextlib, io, json, sys
 from orchestrator import main
-try:
-    main.run(sys.argv[1:])
-finally:
-    heavy = {'torch', 'ray', 'mlflow', 'transformers', 'optuna', 'deepspeed'} & set(sys.modules)
-    assert not heavy, heavy
+
+results = []
+for arguments in json.load(sys.stdin):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            main.run(arguments)
+        except SystemExit as end:
+            code = end.code
+    results.append([code, printed.getvalue(), [name for name in sys.argv[1:] if name in sys.modules]])
+print(json.dumps(results))
 """
+HEAVY = ("torch", "ray", "transformers", "mlflow", "deepspeed", "optuna", "peft", "scipy", "datasets", "matplotlib")
+VERBS = tuple(command.callback.__name__ for command in main.app.registered_commands if command.callback)
+MISTAKES = {
+    "no such verb": "serch",
+    "no such option": "convert --modle x",
+    "an option without its value": "convert --model",
+    "a value that cannot be": "export x --target gqa --out o --check-memory 0",
+    "a required option left out": "finetune --model x",
+    "one word too many": "inspect a b",
+    "an unknown key": "search configs/demo.yaml search.num_samplez=4",
+    "a wrong value": "search configs/demo.yaml search.kv_ratios=[1.5]",
+    "no such configuration": "search nothing.yaml",
+    "an unknown key of the demo": "demo search.num_samplez=4",
+    "an unknown key of train": "train --architecture x --steps 1 --learning-rate 1 --out o --set train.rate=1",
+    "an unknown key of finetune": "finetune --model x --steps 1 --learning-rate 1 --out o --set train.rate=1",
+    "an option of its own": "finetune --model x --steps 1 --learning-rate 1 --out o --set train.seed=1",
+    **{f"{verb} of no search": f"{verb} configs" for verb in ("promote", "report", "watch", "ui")},
+}
 
 
-def test_help_needs_no_heavy_import() -> None:
-    done = run([sys.executable, "-c", LIGHT], "--help")
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_mistake_in_a_configuration_is_told_before_anything_heavy_is_imported() -> None:
-    done = run([sys.executable, "-c", LIGHT], "search", "configs/demo.yaml", "search.num_samplez=4")
-    assert done.returncode == 2, done.stderr
-    assert "did you mean num_samples?" in done.stderr
+def test_help_and_mistakes_import_nothing_heavy() -> None:
+    """In one process, whose modules only become more."""
+    helps = [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)]
+    misspelt = [[verb, "--no-such-option"] for verb in VERBS]
+    wrong = [*misspelt, *(words.split() for words in MISTAKES.values())]
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT, *HEAVY],
+        cwd=REPOSITORY,
+        input=json.dumps([*helps, *wrong]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    results = json.loads(done.stdout)
+    assert len(VERBS) > 10 and len(results) == len(helps) + len(wrong)
+    for arguments, (code, printed, heavy) in zip([*helps, *wrong], results, strict=True):
+        assert heavy == [], f"{arguments} imports {heavy}"
+        assert code == (0 if arguments in helps else 2), printed
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_the_stage_of_a_task_is_shown_where_it_is_waited_for(
         return "done"
 
     monkeypatch.setattr(progress, "SAY_SECONDS", 0.5)
-    with progress.shown("search"):
+    with progress.show_progress("search"):
         assert on_cluster(OPTIONS, "original model", work, 3 * relay.EVERY_SECONDS) == "done"
     assert "so far; calibrating: 1 of 4 layers, " in capsys.readouterr().err
 

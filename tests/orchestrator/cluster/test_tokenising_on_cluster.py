@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.needs.texts import LENGTH, MEGA, process, result, write_text
 from orchestrator.cluster.tokenising import tokenise_on_cluster, tokeniser
-from trainers.text.data import SMALL, TextCut, token_set
+from trainers.text.data import SMALL_TEXT, TextCut, token_set
 from trainers.text.token_sets import is_complete, read_sequences
 from trainers.text.tokenising import tokenise_here
 
@@ -31,8 +31,8 @@ def test_tasks_make_the_set_that_one_process_makes(
 
 
 def test_a_small_text_waits_for_no_processes(demo_dir: Path) -> None:
-    assert tokeniser(str(demo_dir), SMALL) is tokenise_here
-    assert tokeniser(str(demo_dir), SMALL + 1) is not tokenise_here
+    assert tokeniser(str(demo_dir), SMALL_TEXT) is tokenise_here
+    assert tokeniser(str(demo_dir), SMALL_TEXT + 1) is not tokenise_here
 
 
 @pytest.mark.extended

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.config.parsing import RENAMED
-from orchestrator.config.schema import ConfigError, ResourcesSection, SearchSection, load_config, parse_config
-from trainers.settings import TrainSettings
+from orchestrator.config.schema import ConfigError, load_config, parse_config
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GOOD: dict[str, Any] = {
@@ -159,22 +157,3 @@ def test_the_shipped_configurations_are_valid(file: Path) -> None:
 def test_the_baseline_always_runs() -> None:
     assert [a.name for a in parse_config(with_value("search.recipes", ["headfold"])).arms] == ["gqa", "headfold"]
     assert [a.name for a in parse_config(with_value("search.baseline", "mqa")).arms] == ["mqa", "gqa", "headfold"]
-
-
-PLACES = {"search": SearchSection, "train": TrainSettings, "resources": ResourcesSection}
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_a_key_of_an_earlier_version_is_refused_with_the_name_it_has_now(old: str) -> None:
-    section = next(name for name, model in PLACES.items() if RENAMED[old] in model.model_fields)
-    record = with_value(f"{section}.{old}", 1)
-    with pytest.raises(ConfigError, match=rf"{section}\.{old}: .* write {section}\.{RENAMED[old]}\b"):
-        parse_config(record)
-
-
-def test_an_arm_and_the_rungs_have_the_new_names_too() -> None:
-    arm = {"recipe": "gqa", "settings": {}}
-    with pytest.raises(ConfigError, match=r"search\.recipes\.0\.settings: .* write search\.recipes\.0\.params"):
-        parse_config(with_value("search.recipes", [arm]))
-    with pytest.raises(ConfigError, match=r"rungs\.settings: .* write rungs\.params"):
-        parse_config(with_value("rungs.settings", {}))

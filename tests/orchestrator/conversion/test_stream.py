@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from attention.base import progress
 from attention.families import families
 from attention.io import checkpoint
-from attention.io.layers.windows import Head, LazyWeights, WeightsError, advance, embed, open_window
+from attention.io.layers.windows import LazyWeights, OutputHead, WeightsError, advance, embed, open_window
 from attention.io.safetensors_files import stored_tensors
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import one_layer, plan_by_layer
@@ -85,7 +85,7 @@ def test_windows_run_the_model_of_every_family(family: str, tiny_model: Tiny, tm
         advance(open_window(weights, config, layer, streams, torch.float32, CPU), streams, 8)
     with torch.no_grad():
         wanted = model(tokens).logits
-    above = Head(weights, config, torch.float32, CPU).final(streams)
+    above = OutputHead(weights, config, torch.float32, CPU).final(streams)
     torch.testing.assert_close(above.head(above.states), wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -200,7 +200,7 @@ def test_the_layer_and_what_is_done_with_it_are_shown(
     """What has no steps to count is told by the layer's number: at real width each takes a minute and more."""
     monkeypatch.setattr(progress, "_LOOK_SECONDS", 0.002)
     lines: list[str] = []
-    with progress.shown("convert", lines.append, 0.0):
+    with progress.show_progress("convert", lines.append, 0.0):
         more = {"progress": lines.append, "recipe_settings": QUICK | {"allocation.fit_steps": 12}}
         convert_layerwise(demo_dir, "headfold", 0.5, tmp_path / "out", **more, **SMALL)
     said = {line.partition(":")[0] for line in lines}

@@ -27,10 +27,10 @@ from orchestrator.resources.size import Size
 from orchestrator.search.searchers import make_searcher
 from orchestrator.search.validation import search_inputs, search_problem
 from orchestrator.storage.journal import load_trials
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.losses import objective
 from trainers.settings import TrainSettings
-from trainers.zero import group_of_one, load_model
+from trainers.zero import group_of_one, load_trainable
 
 
 def config_of(demo_dir: Path, storage: Path, **sections: Any) -> SearchConfig:
@@ -131,7 +131,7 @@ TRAININGS = [
 def test_a_training_checkpoint_is_as_large_as_it_says(changes: dict[str, Any], demo_dir: Path, tmp_path: Path) -> None:
     group_of_one()
     settings = TrainSettings(batch_size=1, **changes)
-    with closing(Engine(load_model(demo_dir, settings), settings, 2)) as engine:
+    with closing(TrainEngine(load_trainable(demo_dir, settings), settings, 2)) as engine:
         engine.step(torch.zeros(1, 8, dtype=torch.long), objective("none", 0.0, None))
         engine.save(tmp_path)
     config = checkpoint.load_config(demo_dir)

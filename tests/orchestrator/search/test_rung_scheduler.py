@@ -173,7 +173,7 @@ def test_with_synchronous_rungs_the_order_of_reports_does_not_matter() -> None:
         done.append({t.trial_id: t.done for t in tune.trials})
     assert all(other == done[0] for other in done)
     first = [(curve[0], t.kv_bytes) for curve, t in zip(curves, trials, strict=True)]
-    chosen = {f"t{n}" for n in pareto.select(first, 10, "epsilon_net")}
+    chosen = {f"t{n}" for n in pareto.select_best(first, 10, "epsilon_net")}
     assert {name for name, rungs in done[0].items() if rungs > 1} == chosen
     assert sum(rungs == 3 for rungs in done[0].values()) == 5
 

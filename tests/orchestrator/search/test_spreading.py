@@ -14,7 +14,7 @@ from orchestrator.conversion import loading
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.prepare import curve_tasks, measure_layer, measure_on_workers
 from orchestrator.search.trials.context import TrialContext
-from search_spaces.planning.curves import Curves, Place, Point
+from search_spaces.planning.curves import CurvePoint, Curves, CurveSite
 from search_spaces.recipes.catalogue import recipe
 from trainers.text.data import load_sequences, write_sequences
 
@@ -47,9 +47,9 @@ def test_processes_that_write_at_once_keep_each_others_points(tmp_path: Path) ->
 
 def _write(file: Path, layer: int) -> None:
     for count in range(1, 26):
-        known: dict[str, Point] = {}
+        known: dict[str, CurvePoint] = {}
         curves = Curves(lambda *_: ((0,),), lambda found, _: [0.5] * len(found), known, file, units=100)
-        curves.of([Place(layer, ("key",))], [count])
+        curves.of([CurveSite(layer, ("key",))], [count])
 
 
 @pytest.mark.extended

@@ -60,7 +60,6 @@ def arm(**fields: Any) -> dict[str, Any]:
         ({"rungs": {"scheduler": "fronts"}}, ["rungs.scheduler", "fronts", "front"]),
         ({"rungs": {"scheduler": "front", "params": {"ties": "first"}}}, ["rungs.params", "ties", "crowding"]),
         ({"rungs": {"params": {"ties": "crowding"}}}, ["rungs.params", "asha", "ties"]),
-        ({"rungs": {"scheduler": "budget"}}, ["rungs.scheduler: budget is called asha now"]),
         ({"search": {"num_samples": 3}}, ["search.num_samples", "3", "optuna or random"]),
         ({"search": {"search_space": {"grouping": ["exactly"]}}}, ["search.search_space", "exactly", "exact"]),
         ({"search": {"search_space": {"groping": ["exact"]}}}, ["search.search_space", "groping"]),

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.io.export import export
-from attention.io.targets import Held, target
+from attention.io.targets import EngineSupport, target
 from attention.plan import AttentionPlan
 from orchestrator.serving import llama_cpp
 from orchestrator.serving.check import check_export, prompts_for
@@ -36,7 +36,7 @@ def exported(demo_model: PreTrainedModel, demo_dir: Path, tmp_path_factory: pyte
     return folder
 
 
-def _found(folder: Path, gguf: Path, tokenizer: Any = None, held: Held | None = None) -> list[str]:
+def _found(folder: Path, gguf: Path, tokenizer: Any = None, held: EngineSupport | None = None) -> list[str]:
     """The reasons of a check of a GGUF file in llama.cpp."""
     model = checkpoint.load(folder / "source")
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder / "source")
@@ -152,7 +152,7 @@ def test_transformers_is_asked_where_headfold_cannot_be_imported(exported: Path)
         folder.mkdir()
         (folder / "transformers_child.py").write_text(probe)
         patch.setattr("orchestrator.serving.transformers.CHILDREN", folder)
-        question = Question(exported / "source", [[1, 2]], 2, "float32", Held.of([1], 32), 2**30)
+        question = Question(exported / "source", [[1, 2]], 2, "float32", EngineSupport.of([1], 32), 2**30)
         with pytest.raises(EngineError, match="No module named 'attention'"):
             ENGINES["transformers"].ask(sys.executable, question)
 

@@ -134,7 +134,7 @@ def test_python_files_in_an_export_run_only_if_asked(
 
 def test_a_file_that_is_broken_is_what_the_engine_says_it_is(converted: Path, tmp_path: Path) -> None:
     whole = (converted / "gguf" / "model.gguf").read_bytes()
-    question = SpeedQuestion(tmp_path, [[1] * 8], 2, 1, "float32", speed.Held.of([4, 1, 4, 1], 32), 2**30)
+    question = SpeedQuestion(tmp_path, [[1] * 8], 2, 1, "float32", speed.EngineSupport.of([4, 1, 4, 1], 32), 2**30)
     (tmp_path / "model.gguf").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(EngineError, match=r"llama\.cpp failed"):
         ENGINES["llama.cpp"].time(sys.executable, question)

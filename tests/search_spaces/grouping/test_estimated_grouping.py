@@ -18,7 +18,7 @@ from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.objectives import least_squares
 from search_spaces.partitions import canonical, random_partition
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.prices import KeptPrices
+from search_spaces.planning.prices import StoredPrices
 from search_spaces.recipes.catalogue import RECIPES
 from search_spaces.site import Site
 
@@ -110,7 +110,7 @@ def test_the_objective_of_dear_values_has_estimates_and_the_same_prices(
     monkeypatch.setattr(least_squares, "DEAR", 0.0)
     dear = least_squares.least_squares(site)
     assert len(dear.estimates) == 2
-    plain.kept = dear.kept = KeptPrices(tmp_path / "prices.safetensors")
+    plain.kept = dear.kept = StoredPrices(tmp_path / "prices.safetensors")
     assert np.array_equal(plain.table(8, (2, 4)), dear.table(8, (2, 4)))
     assert dear.priced == 0  # all were kept
     groups = [(0, 1), (2, 5), (0, 1, 2, 3), (4, 5, 6, 7)]

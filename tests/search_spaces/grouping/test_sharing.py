@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from space_points import points
 
 from attention.heads import LayerHeads
-from attention.modeling.mlp import MlpWeights, mlp_sites, read
+from attention.modeling.mlp import MlpWeights, mlp_sites, read_mlp
 from attention.plan import AttentionPlan, HeadShare, resolve_shares
 from search_spaces.axes import SHARING
 from search_spaces.planning.budgets import check_budget
@@ -169,7 +169,7 @@ def test_the_six_matching_functions() -> None:
 @pytest.mark.parametrize("name", SHARING.names())
 def test_every_part_gives_shares_that_a_plan_takes(name: str, tiny_model) -> None:
     model = tiny_model("llama", num_hidden_layers=3)
-    mlps = [read(site) for site in mlp_sites(model)]
+    mlps = [read_mlp(site) for site in mlp_sites(model)]
     part = SHARING.get(name)
     knobs = part.settings({"mlp": True} if part.knobs else {})
     found = part(SharingProblem(random_layers(3, 4, 1), lambda: mlps), **knobs)

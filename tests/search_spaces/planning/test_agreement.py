@@ -42,7 +42,7 @@ def test_every_site_is_measured_both_ways(
     """On the demo checkpoint the cheap ranks of keys follow the full ones; the moves are scored as anywhere else."""
     context = replace(demo_context, sequences=demo_context.sequences[:1], _trials={})
     monkeypatch.setattr(progress, "SAY_SECONDS", 0)
-    with progress.shown("convert"):
+    with progress.show_progress("convert"):
         found = agreement(context, np.random.default_rng(0), moves=8, tokens=512)
     assert [(a.layer, a.side) for a in found] == [(layer, side) for layer in range(4) for side in ("key", "value")]
     told = capsys.readouterr().err.splitlines()

@@ -22,7 +22,7 @@ from attention.io import checkpoint
 from attention.modeling.losses import language_loss
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.grouping.neighbour import neighbour_partition
-from search_spaces.planning.loss_increases import ESTIMATED, MEASURED, LayerTrials
+from search_spaces.planning.loss_increases import ESTIMATED_INCREASE, MEASURED_INCREASE, LayerTrials
 from search_spaces.planning.planner import PlanningContext, make_plan
 from search_spaces.recipes.catalogue import recipe
 from search_spaces.recipes.recipe import Recipe
@@ -148,13 +148,14 @@ def demo_context(demo_dir: Path, demo_tokenizer: PreTrainedTokenizerBase) -> Pla
 def test_estimates_follow_what_is_measured(demo_context: PlanningContext) -> None:
     """On the demo checkpoint, of single sites without a fit: ranked alike, and mostly within a factor of two."""
     context, geometry = demo_context, demo_context.geometry
-    chosen, found = recipe("least_squares", together=False, refinement="none"), {MEASURED: [], ESTIMATED: []}
+    chosen = recipe("least_squares", together=False, refinement="none")
+    found = {MEASURED_INCREASE: [], ESTIMATED_INCREASE: []}
     for layer in range(geometry.num_layers):
         sites = [{(layer, side): neighbour_partition(8, count)} for side in SIDES for count in (1, 2, 4)]
         plans = [plan_of_sites(site, geometry) for site in sites]
         for increases, values in found.items():
             values += context.increases_of(chosen, [(layer, plan) for plan in plans], tokens=1024, increases=increases)
-    measured, estimated = (np.array(found[name]) for name in (MEASURED, ESTIMATED))
+    measured, estimated = (np.array(found[name]) for name in (MEASURED_INCREASE, ESTIMATED_INCREASE))
     assert spearmanr(measured, estimated).statistic > 0.9
     seen = measured > 1e-3  # smaller ones are as large as what the sample of tokens changes
     assert seen.sum() > 12 and np.median(np.abs(np.log2(estimated[seen] / measured[seen]))) < 1
@@ -167,7 +168,7 @@ def test_an_estimate_foresees_a_longer_refinement(demo_context: PlanningContext)
     def estimate(side: str, fit_steps: int, refined_steps: int) -> float:
         plan = plan_of_sites({(3, side): neighbour_partition(8, 4)}, demo_context.geometry)
         knobs = {"tokens": 1024, "fit_steps": fit_steps, "refined_steps": refined_steps}
-        return demo_context.increases_of(chosen, [(3, plan)], increases=ESTIMATED, **knobs)[0]
+        return demo_context.increases_of(chosen, [(3, plan)], increases=ESTIMATED_INCREASE, **knobs)[0]
 
     short, foreseen, made = estimate("key", 60, 60), estimate("key", 60, 240), estimate("key", 240, 240)
     assert made < short

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured_contexts import MeasuredContext
 
-from attention.base.progress import shown
+from attention.base.progress import show_progress
 from attention.conversion.convert import lift
 from attention.families import geometry_of
 from attention.plan import AttentionPlan
@@ -50,7 +50,7 @@ def test_neighbour_groups_are_consecutive(demo_context) -> None:
 
 def test_what_a_plan_expects_of_each_layer_and_how_far_it_has_come(make_context) -> None:
     context, lines = make_context(), []
-    with shown("convert", lines.append, every=0):
+    with show_progress("convert", lines.append, every=0):
         plan = planned("headfold", 0.5, context, **{"allocation.fit_steps": 2, "allocation.tokens": 48})
     stages = list(dict.fromkeys(line.partition(":")[0] for line in lines))
     assert stages.index("sensitivity of the outputs") < stages.index("what each head count costs")

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from search_spaces.costs import GroupCost
 from search_spaces.grouping.subsets import exact_partition
 from search_spaces.planning.planner import PlanningContext, make_plan
-from search_spaces.planning.prices import KeptPrices, prices_of_site
+from search_spaces.planning.prices import StoredPrices, prices_of_site
 from search_spaces.recipes.catalogue import recipe
 from search_spaces.site import Site
 
@@ -62,7 +62,7 @@ def test_a_damaged_file_is_made_anew(make_context, tmp_path: Path) -> None:
 
 def test_prices_that_are_no_prices_are_not_used(tmp_path: Path) -> None:
     cost = GroupCost(lambda members: float(sum(members)))
-    cost.kept = KeptPrices(tmp_path / "prices.safetensors")
+    cost.kept = StoredPrices(tmp_path / "prices.safetensors")
     cost.kept.add({2: np.array([1.0, np.nan, 1.0]), 3: np.ones(7), 1: np.ones(3)})
     table = cost.table(3)
     assert table[[0b011, 0b101, 0b110, 0b111]].tolist() == [1, 2, 3, 3]
@@ -90,7 +90,7 @@ def test_a_file_is_for_one_model_objective_and_site(make_context, tmp_path: Path
 
 def add_sizes(file: Path, sizes: list[int]) -> None:
     for size in sizes:
-        KeptPrices(file).add({size: np.full(3, float(size))})
+        StoredPrices(file).add({size: np.full(3, float(size))})
 
 
 def test_several_processes_add_to_a_file_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_several_processes_add_to_a_file_and_nothing_is_lost(tmp_path: Path) -> 
     for process in processes:
         process.join(timeout=240)
         assert process.exitcode == 0
-    assert KeptPrices(file).read().keys() == set(range(60))
+    assert StoredPrices(file).read().keys() == set(range(60))
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 

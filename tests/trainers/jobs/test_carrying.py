@@ -19,10 +19,10 @@ import torch
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.evaluation import evaluate
 from trainers.jobs.checkpoints import CheckpointStore
-from trainers.jobs.memory import JobOutOfMemoryError, as_it_fits, lower, lowered
+from trainers.jobs.memory import JobOutOfMemoryError, as_it_fits, lower_micro_batch, lowered
 from trainers.jobs.run import run_job
 from trainers.jobs.worker import TrainJob
 from trainers.relaxations.stage import RelaxationSpec
@@ -165,14 +165,14 @@ def test_a_killed_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A step with more than `limit[0]` rows at once runs out of memory, from the third step of an engine on."""
-    limit, step = [4], Engine.step
+    limit, step = [4], TrainEngine.step
 
-    def limited(self: Engine, batch: torch.Tensor, loss_fn: Any) -> float:
+    def limited(self: TrainEngine, batch: torch.Tensor, loss_fn: Any) -> float:
         if self.settings.device_batch_size > limit[0] and self.steps_done >= 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more")
         return step(self, batch, loss_fn)
 
-    monkeypatch.setattr(Engine, "step", limited)
+    monkeypatch.setattr(TrainEngine, "step", limited)
     yield limit
 
 
@@ -247,9 +247,9 @@ def test_which_micro_batch_is_tried(job: TrainJob, tmp_path: Path) -> None:
     with pytest.raises(
         JobOutOfMemoryError, match="micro_batch_size 1: full; lower train.micro_batch_size or data.sequence_length"
     ):
-        lower(single, "full", already=False)
+        lower_micro_batch(single, "full", already=False)
     eight = replace(single, settings=TrainSettings(batch_size=8))
-    lower(eight, "full", already=False)
+    lower_micro_batch(eight, "full", already=False)
     assert as_it_fits(eight)[0].settings.micro_batch_size == 4
     assert as_it_fits(single) == (single, [])  # the note is of other settings
 

@@ -15,7 +15,7 @@ import torch
 from test_carrying import PLAN, SAME, Alone
 
 from trainers.jobs import checkpoints
-from trainers.jobs.checkpoints import CheckpointNotSentError, CheckpointStore, is_kept
+from trainers.jobs.checkpoints import CheckpointNotSentError, CheckpointStore, is_saved
 from trainers.jobs.run import run_job
 from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
@@ -122,7 +122,7 @@ def test_a_report_waits_for_the_checkpoint_that_it_names(store: CheckpointStore,
     assert steps(store) == [3] and store.read()[1] == [report]
     assert not (tmp_path / "work").exists(), "nothing lies in the folder that the driver sends"
     address = f"file://{tmp_path}/bucket/train"
-    assert is_kept(path, address) and not is_kept(path.replace("03", "04"), address) and not is_kept(path, None)
+    assert is_saved(path, address) and not is_saved(path.replace("03", "04"), address) and not is_saved(path, None)
 
 
 def test_what_does_not_come_is_told_and_leaves_those_before(

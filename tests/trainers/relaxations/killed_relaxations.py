@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import trainers.relaxing
-from attention.base.memory import settle
+from attention.base.memory import freeze_garbage
 from trainers.jobs.train_job import TrainJob
 
 FORK = multiprocessing.get_context("fork")
@@ -75,7 +75,7 @@ def run(job: TrainJob, folder: Path, attempt: int, dies: bool = False) -> list[i
 
 
 def main(folder: Path) -> None:
-    settle()  # else each fork copies the memory of all libraries as soon as it collects
+    freeze_garbage()  # else each fork copies the memory of all libraries as soon as it collects
     ends: dict[str, Any] = {}
     for case in json.loads((folder / "cases.json").read_text()):
         name, job = case["name"], TrainJob.from_json(case["job"])

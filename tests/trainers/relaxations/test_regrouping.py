@@ -132,12 +132,12 @@ def test_stages_that_are_grouped_anew_end_at_the_same_plan(job: TrainJob) -> Non
 def test_a_fusion_stage_with_batch_rate_and_schedule_of_its_own(job: TrainJob, monkeypatch: pytest.MonkeyPatch) -> None:
     rates: list[float] = []
 
-    class Recorded(relaxing.Engine):
+    class Recorded(relaxing.TrainEngine):
         def step(self, *args: Any) -> float:
             rates.append(self.rate)
             return super().step(*args)
 
-    monkeypatch.setattr(relaxing, "Engine", Recorded)
+    monkeypatch.setattr(relaxing, "TrainEngine", Recorded)
     settings = job.settings.model_copy(update={"batch_size": 2, "learning_rate": 1e-2})
     own = changed(job, "own", settings=settings, own_schedule=True)
     relaxed = relaxing.relax(own)

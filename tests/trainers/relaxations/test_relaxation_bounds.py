@@ -21,13 +21,13 @@ from attention.conversion.convert import read_layers
 from attention.families import families, family_of
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.losses import objective
-from trainers.relaxations import RELAXATION
-from trainers.relaxations.lagrangian import blocks
+from trainers.relaxations import RELAXATION_TRAINING
+from trainers.relaxations.lagrangian import group_blocks
 from trainers.relaxations.stage import relaxed_objective
 
 GROUPED = AttentionPlan((LayerPlan((0, 0, 1, 0), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
 SHARED = AttentionPlan((LayerPlan.identity(4),) * 2, 8, (HeadShare(1, 0, 0, 2), HeadShare(1, 3, 0, 2)))
-PARTS = list(RELAXATION)
+PARTS = list(RELAXATION_TRAINING)
 STEPS = 40
 # Rates at which the penalty falls within STEPS steps on a tiny model.
 KNOBS: dict[str, dict[str, Any]] = {
@@ -185,7 +185,7 @@ def draw_together(relaxation: Any, factor: float) -> None:
     else:
         for layer in relaxation.stand_ins:
             for projection in layer.values():
-                for block in blocks(projection.coefficients.value, projection.groups):
+                for block in group_blocks(projection.coefficients.value, projection.groups):
                     mean = block.mean(0, keepdim=True)
                     block.copy_(mean + factor * (block - mean))
 
@@ -204,7 +204,7 @@ def test_step_0_of_every_family(part: Part, family: str, tiny_model: Any, ids: T
 
 
 def test_every_part_says_what_its_penalty_explains() -> None:
-    assert set(EXPLAINED) == set(RELAXATION.names())
+    assert set(EXPLAINED) == set(RELAXATION_TRAINING.names())
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda p: p.name)
@@ -265,7 +265,7 @@ def test_shared_mlp_blocks_are_part_of_the_distance(tiny_model: Any, ids: Tensor
     """The distance is that of the heads, as without shared blocks, and of the blocks of the MLP, nothing else."""
     plan = replace(SHARED, mlp_shares=(HeadShare(1, 1, 0, 1),))
     model = tiny_model("llama")
-    part = RELAXATION.get("pull_together")
+    part = RELAXATION_TRAINING.get("pull_together")
     size, (first, second) = 48 // 4, model.model.layers
     block, slow = slice(size, 2 * size), distance_explains(made(part, model))[0]
     for name in ("gate_proj", "up_proj"):

@@ -93,7 +93,7 @@ def test_stages_and_recovery_share_one_schedule(job: TrainJob, monkeypatch: pyte
     """In this process: the rates of all steps, also where the first stage ends early."""
     rates: list[list[float]] = []
 
-    class Recorded(relaxing.Engine):
+    class Recorded(relaxing.TrainEngine):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             rates.append([])
@@ -102,7 +102,7 @@ def test_stages_and_recovery_share_one_schedule(job: TrainJob, monkeypatch: pyte
             rates[-1].append(self.rate)
             return super().step(*args)
 
-    monkeypatch.setattr(relaxing, "Engine", Recorded)
+    monkeypatch.setattr(relaxing, "TrainEngine", Recorded)
     knobs = KNOBS | ({"tolerance": 1.0} if early else {})  # 1 is where groups of two start
     spec = RelaxationSpec("lagrangian", (HALVED.to_json(), SINGLE.to_json()), 5, knobs)
     short = other(job, f"rates-{early}", relaxation=spec)

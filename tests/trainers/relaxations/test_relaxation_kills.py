@@ -18,7 +18,7 @@ import torch
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.jobs.train_job import TrainJob
-from trainers.relaxations import RELAXATION
+from trainers.relaxations import RELAXATION_TRAINING
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
 from trainers.text.data import write_sequences
@@ -33,7 +33,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "pull_together": {"rate": 0.1},
 }
 SPLITS = [(0, 1), (3, 2)]  # ZeRO stage, workers
-ALL = [(part.name, *split) for part in RELAXATION for split in SPLITS]
+ALL = [(part.name, *split) for part in RELAXATION_TRAINING for split in SPLITS]
 
 
 @pytest.mark.extended
@@ -42,7 +42,7 @@ def test_a_killed_relaxation_goes_on_to_the_same_numbers(
     cases: list[tuple[str, int, int]], tiny_model: Any, tmp_path: Path
 ) -> None:
     ends = run_all(cases, tiny_model, tmp_path)
-    assert {name.split("-")[0] for name in ends} == {part.name for part in RELAXATION}
+    assert {name.split("-")[0] for name in ends} == {part.name for part in RELAXATION_TRAINING}
     for name, ended in ends.items():
         assert set(ended["whole"]) == set(ended["again"]) == {0}, name
         assert -9 in ended["killed"] and ended["unfinished"], name
@@ -65,7 +65,7 @@ def run_all(asked: list[tuple[str, int, int]], tiny_model: Any, folder: Path) ->
         write_sequences(torch.randint(0, 64, (rows, 16), generator=generator), folder / name)
     cases = []
     for name, stage, workers in asked:
-        plan = SHARED if "shares" in RELAXATION.get(name).needs else GROUPED
+        plan = SHARED if "shares" in RELAXATION_TRAINING.get(name).needs else GROUPED
         # Align as its paper trains it, so that the teacher comes back too
         distillation = "kl_bild" if name == "hard_concrete" else "none"
         settings = TrainSettings(

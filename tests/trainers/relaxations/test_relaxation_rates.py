@@ -8,25 +8,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.axes import AUTO
+from attention.axes import AUTO_KNOB
 from attention.conversion.relaxation_knobs import UNFINISHED, constraint_weight, rate_of, too_few_steps
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from orchestrator.search.trials.context import unfinished_relaxations
 from search_spaces.recipes.catalogue import recipe
 from trainers.losses import objective
-from trainers.relaxations import RELAXATION
+from trainers.relaxations import RELAXATION_TRAINING
 from trainers.relaxations.stage import relaxed_objective
 from trainers.settings import TrainSettings
 
 GROUPED = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
 SHARED = AttentionPlan((LayerPlan.identity(4),) * 2, 8, (HeadShare(1, 0, 0, 2), HeadShare(1, 1, 0, 0)))
-PARTS = [part.name for part in RELAXATION]
+PARTS = [part.name for part in RELAXATION_TRAINING]
 STEPS, TOTAL = 19, 24  # of a trial of 24 steps, of which a relaxation has four fifths
 
 
 def relaxed(name: str, model: Any, ids: Tensor, **knobs: Any) -> Any:
     """The relaxation `name` after STEPS steps of AdamW, on the schedule of a training of TOTAL steps."""
-    part, plan = RELAXATION.get(name), SHARED if name == "pull_together" else GROUPED
+    part, plan = RELAXATION_TRAINING.get(name), SHARED if name == "pull_together" else GROUPED
     given = {"freeze_fraction": 1.0} if name == "hard_concrete" else {}
     relaxation = part(model, plan, steps=STEPS, **part.settings(given | knobs))
     settings, own, done = TrainSettings(learning_rate=1e-3), relaxation.parameter_groups(), 0
@@ -64,7 +64,7 @@ def test_at_a_papers_rate_it_does_not_and_that_is_foreseen(
     name: str, rate: float, tiny_model: Any, ids: Tensor
 ) -> None:
     assert relaxed(name, tiny_model("llama"), ids, rate=rate).remaining() > 0.5
-    knobs = RELAXATION.get(name).settings({"rate": rate})
+    knobs = RELAXATION_TRAINING.get(name).settings({"rate": rate})
     told = too_few_steps(name, knobs, STEPS)
     assert told is not None and told.startswith(f"{STEPS} steps are too few for relaxation {name} at rate {rate:g}")
     least = int(told.split("needs ")[1].split()[0])
@@ -73,7 +73,7 @@ def test_at_a_papers_rate_it_does_not_and_that_is_foreseen(
 
 @pytest.mark.parametrize("name", PARTS)
 def test_nothing_is_left_at_the_end_and_all_of_it_at_the_start(name: str, tiny_model: Any) -> None:
-    part, plan = RELAXATION.get(name), SHARED if name == "pull_together" else GROUPED
+    part, plan = RELAXATION_TRAINING.get(name), SHARED if name == "pull_together" else GROUPED
     assert part(tiny_model("llama"), plan, steps=10, **part.settings({})).remaining() == pytest.approx(1.0)
 
 
@@ -90,14 +90,14 @@ def test_nothing_is_left_at_the_end_and_all_of_it_at_the_start(name: str, tiny_m
     ],
 )
 def test_the_rate_follows_the_steps_unless_it_is_a_number(name: str, steps: int, rate: float) -> None:
-    assert rate_of(name, AUTO, steps) == pytest.approx(rate)
+    assert rate_of(name, AUTO_KNOB, steps) == pytest.approx(rate)
     assert rate_of(name, 0.25, steps) == 0.25
 
 
 def test_the_constraint_weighs_as_in_the_paper_beside_a_rate_that_is_a_number() -> None:
-    assert constraint_weight(AUTO, 0.01, 19) == constraint_weight(AUTO, AUTO, 10**6) == 1.0
-    assert constraint_weight(AUTO, AUTO, 19) > 1000
-    assert constraint_weight(7.0, AUTO, 19) == 7.0
+    assert constraint_weight(AUTO_KNOB, 0.01, 19) == constraint_weight(AUTO_KNOB, AUTO_KNOB, 10**6) == 1.0
+    assert constraint_weight(AUTO_KNOB, AUTO_KNOB, 19) > 1000
+    assert constraint_weight(7.0, AUTO_KNOB, 19) == 7.0
 
 
 def test_a_search_foresees_which_recipes_cannot_end() -> None:

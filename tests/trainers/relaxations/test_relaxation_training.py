@@ -13,10 +13,10 @@ from torch import Tensor
 from zero_three import split_small_weights
 
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
-from trainers.engine import Engine
+from trainers.engine import TrainEngine
 from trainers.loop import ParameterGroup, train
 from trainers.losses import objective
-from trainers.relaxations import RELAXATION
+from trainers.relaxations import RELAXATION_TRAINING
 from trainers.relaxations.stage import relaxed_objective
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
@@ -25,7 +25,7 @@ STEPS = 20
 GROUPED = AttentionPlan((LayerPlan((0, 0, 1, 0), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
 SHARED = AttentionPlan((LayerPlan.identity(4),) * 2, 8, (HeadShare(1, 0, 0, 2),), mlp_shares=(HeadShare(1, 1, 0, 1),))
 KNOBS = {"lagrangian": {"rate": 0.05}, "hard_concrete": {"rate": 0.3}, "pull_together": {"rate": 0.05}}
-PARTS = [part.name for part in RELAXATION]
+PARTS = [part.name for part in RELAXATION_TRAINING]
 KINDS = [
     (1, "float32"),
     (3, "float32"),
@@ -42,19 +42,19 @@ def ids() -> Tensor:
 
 
 @pytest.fixture
-def make(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, Engine]]]:
+def make(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, TrainEngine]]]:
     """`make(name, **settings) -> (relaxation, engine)`. With ZeRO 3 even the smallest parameter is split."""
     engines = []
     split_small_weights(monkeypatch)
 
-    def build(name: str, **settings: Any) -> tuple[Any, Engine]:
-        part = RELAXATION.get(name)
+    def build(name: str, **settings: Any) -> tuple[Any, TrainEngine]:
+        part = RELAXATION_TRAINING.get(name)
         dtype = torch.bfloat16 if settings.get("dtype") == "bfloat16" else torch.float32
         plan = SHARED if "shares" in part.needs else GROUPED
         model = tiny_model("llama", attention_bias=True).to(dtype)
         relaxation = part(model, plan, steps=STEPS, **part.settings(KNOBS.get(name, {})))
         chosen = TrainSettings(learning_rate=3e-3, micro_batch_size=4, **settings)
-        engines.append(Engine(relaxation.model, chosen, STEPS, relaxation.parameter_groups()))
+        engines.append(TrainEngine(relaxation.model, chosen, STEPS, relaxation.parameter_groups()))
         return relaxation, engines[-1]
 
     yield build
@@ -62,7 +62,7 @@ def make(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         engine.close()
 
 
-def run(relaxation: Any, engine: Engine, stream: BatchStream, start: int = 0, stop: int = STEPS) -> list[float]:
+def run(relaxation: Any, engine: TrainEngine, stream: BatchStream, start: int = 0, stop: int = STEPS) -> list[float]:
     losses: list[float] = []
     train(
         engine,
@@ -104,7 +104,7 @@ def test_every_zero_stage_trains_as_plain_torch(
     name: str, stage: int, dtype: str, make: Any, tiny_model: Any, ids: Tensor
 ) -> None:
     relaxation, engine = make(name, zero_stage=stage, dtype=dtype)
-    part = RELAXATION.get(name)
+    part = RELAXATION_TRAINING.get(name)
     knobs = part.settings(KNOBS.get(name, {}))
     reference = part(tiny_model("llama", attention_bias=True), relaxation.plan, steps=STEPS, **knobs)
     expected = plain_torch(reference, ids, engine.settings)
@@ -149,7 +149,7 @@ def test_groups_train_at_their_own_rate(make: Any, ids: Tensor) -> None:
 def test_impossible_groups_are_refused(tiny_model: Any) -> None:
     stranger = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="1 parameters of the groups are not parameters of the model"):
-        Engine(tiny_model("llama"), TrainSettings(), 5, [ParameterGroup((stranger,), 0.1)])
+        TrainEngine(tiny_model("llama"), TrainSettings(), 5, [ParameterGroup((stranger,), 0.1)])
     with pytest.raises(ValueError, match="needs at least one parameter"):
         ParameterGroup((), 0.1)
     with pytest.raises(ValueError, match="must be above 0, got 0"):

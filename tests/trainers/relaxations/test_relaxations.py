@@ -15,13 +15,13 @@ from attention.conversion.convert import convert, lift
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, HeadShare, LayerPlan, PlanError
 from trainers.losses import objective
-from trainers.relaxations import RELAXATION, is_coarser, lifted
+from trainers.relaxations import RELAXATION_TRAINING, is_coarser, lifted
 from trainers.relaxations.base import coarser_groups
-from trainers.relaxations.hard_concrete import alive, certain_mask, faded, sampled_mask, size_constraint, target
+from trainers.relaxations.hard_concrete import alive, certain_mask, faded, sampled_mask, size_constraint, target_size
 from trainers.relaxations.lagrangian import (
     ascending,
-    blocks,
     fusion_loss,
+    group_blocks,
     head_distances,
     identity_coefficients,
     margin,
@@ -33,7 +33,7 @@ from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
 FAMILIES = ("llama", "gpt2", "gpt_neox", "opt", "qwen3")
 GROUPED = AttentionPlan((LayerPlan((0, 0, 1, 0), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
 SHARED = AttentionPlan((LayerPlan.identity(4),) * 2, 8, (HeadShare(1, 0, 0, 2), HeadShare(1, 3, 0, 2)))
-PARTS = list(RELAXATION)
+PARTS = list(RELAXATION_TRAINING)
 STEPS = 20
 
 
@@ -174,7 +174,7 @@ def test_eq_5_by_hand_and_against_loops() -> None:
     groups = ((0, 3, 4), (1,), (2, 5))
     omega, rows = normal(14, 8), normal(6, 8, 5, seed=1)
     slow = torch.zeros_like(rows)
-    for block, group in zip(blocks(omega, groups), groups, strict=True):
+    for block, group in zip(group_blocks(omega, groups), groups, strict=True):
         for i, h in enumerate(group):
             for j, other in enumerate(group):
                 slow[h] += torch.diag(block[i, j]) @ rows[other]
@@ -200,7 +200,7 @@ def test_the_normalised_fusion_loss_of_identity_is_two_over_g(tiny_model: Any) -
     single = LayerPlan((0,) * 4, (0,) * 4)
     plan = AttentionPlan((single, LayerPlan.identity(4)), head_dim=8)  # the untouched layer does not count
     for per_dimension in (True, False):
-        relaxation = made(RELAXATION.get("lagrangian"), tiny_model("llama"), plan, per_dimension=per_dimension)
+        relaxation = made(RELAXATION_TRAINING.get("lagrangian"), tiny_model("llama"), plan, per_dimension=per_dimension)
         assert relaxation.fusion_loss().item() == pytest.approx(2 / 4)
 
 
@@ -212,7 +212,9 @@ def test_margin_of_eq_8() -> None:
 
 
 def test_eq_8_is_minimised_by_all_and_maximised_by_the_multiplier(tiny_model: Any) -> None:
-    relaxation = made(RELAXATION.get("lagrangian"), tiny_model("llama"), margin_fraction=0.5, multiplier_start=2.0)
+    relaxation = made(
+        RELAXATION_TRAINING.get("lagrangian"), tiny_model("llama"), margin_fraction=0.5, multiplier_start=2.0
+    )
     loss = relaxation.fusion_loss().item()
     assert relaxation.penalty(5).item() == pytest.approx(2 * (loss - margin(5, 10)))
     relaxation.penalty(5).backward()
@@ -227,7 +229,11 @@ def test_eq_8_is_minimised_by_all_and_maximised_by_the_multiplier(tiny_model: An
 
 def test_dha_draws_heads_together_and_ends_by_itself(tiny_model: Any, ids: Tensor) -> None:
     relaxation = made(
-        RELAXATION.get("lagrangian"), tiny_model("llama"), rate=0.05, margin_fraction=0.2, multiplier_start=50.0
+        RELAXATION_TRAINING.get("lagrangian"),
+        tiny_model("llama"),
+        rate=0.05,
+        margin_fraction=0.2,
+        multiplier_start=50.0,
     )
     before = relaxation.metrics()
     optimise(relaxation, ids, 60)
@@ -242,7 +248,7 @@ def equalise(relaxation: Any) -> None:
     """Give all heads of a group the same coefficients."""
     for layer in relaxation.stand_ins:
         for projection in layer.values():
-            for block in blocks(projection.coefficients.value, projection.groups):
+            for block in group_blocks(projection.coefficients.value, projection.groups):
                 block.copy_(block.mean(0, keepdim=True).expand_as(block))
 
 
@@ -252,7 +258,7 @@ def test_without_fusion_loss_dha_collapses_exactly(
     family: str, per_dimension: bool, tiny_model: Any, ids: Tensor
 ) -> None:
     model = tiny_model(family)
-    relaxation = made(RELAXATION.get("lagrangian"), model, per_dimension=per_dimension)
+    relaxation = made(RELAXATION_TRAINING.get("lagrangian"), model, per_dimension=per_dimension)
     with torch.no_grad():
         for group in relaxation.parameter_groups():
             for p in group.parameters:
@@ -273,7 +279,7 @@ def test_what_collapse_changes_falls_with_the_fusion_loss(tiny_model: Any, ids: 
     """The change is of the order of the square root of the loss, a distance of coefficients."""
     changes, losses = [], []
     for size in (1e-1, 1e-2, 1e-3):
-        relaxation = made(RELAXATION.get("lagrangian"), tiny_model("llama"))
+        relaxation = made(RELAXATION_TRAINING.get("lagrangian"), tiny_model("llama"))
         equalise(relaxation)
         with torch.no_grad():
             for p in relaxation.parameter_groups()[0].parameters:
@@ -285,7 +291,7 @@ def test_what_collapse_changes_falls_with_the_fusion_loss(tiny_model: Any, ids: 
 
 
 def test_stages_of_ever_fewer_heads(tiny_model: Any, ids: Tensor) -> None:
-    part, model = RELAXATION.get("lagrangian"), tiny_model("llama", attention_bias=True)
+    part, model = RELAXATION_TRAINING.get("lagrangian"), tiny_model("llama", attention_bias=True)
     halved = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
     single = AttentionPlan((LayerPlan((0,) * 4, (0, 0, 1, 1)),) * 2, head_dim=8)
     first = made(part, model, halved)
@@ -329,12 +335,12 @@ def test_eq_27_and_eq_29_by_hand() -> None:
     assert torch.equal(mixed, torch.tensor([[4.0], [2.0], [1.0]]))
     assert float(size_constraint(torch.tensor(0.75), 0.25)) == 0.5 + 0.25
     assert float(size_constraint(torch.tensor(0.25), 0.75)) == -0.5 + 0.25  # negative, as printed
-    assert [target(s, 30.0) for s in (0, 15, 30, 90)] == [1, 0.5, 0, 0]
+    assert [target_size(s, 30.0) for s in (0, 15, 30, 90)] == [1, 0.5, 0, 0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_frozen_masks_collapse_exactly(family: str, tiny_model: Any, ids: Tensor) -> None:
-    relaxation = made(RELAXATION.get("hard_concrete"), tiny_model(family))
+    relaxation = made(RELAXATION_TRAINING.get("hard_concrete"), tiny_model(family))
     optimise(relaxation, ids, 3)
     collapsed = logits(relaxation.collapsed_model(), ids)
     assert not relaxation.finished()
@@ -347,7 +353,7 @@ def test_frozen_masks_collapse_exactly(family: str, tiny_model: Any, ids: Tensor
 
 def test_align_starts_at_the_group_means_and_masks_fall(tiny_model: Any, ids: Tensor) -> None:
     model = tiny_model("llama")
-    relaxation = made(RELAXATION.get("hard_concrete"), model, rate=1.0)
+    relaxation = made(RELAXATION_TRAINING.get("hard_concrete"), model, rate=1.0)
     for fresh, own, layer in zip(relaxation.collapse(), lift(model), GROUPED.layers, strict=True):
         for index, group in enumerate(layer.key_groups):
             torch.testing.assert_close(fresh.k[index], own.k[list(group)].mean(0))
@@ -363,7 +369,7 @@ def test_align_starts_at_the_group_means_and_masks_fall(tiny_model: Any, ids: Te
 
 
 def test_noise_is_a_function_of_generator_and_step(tiny_model: Any, ids: Tensor) -> None:
-    part, model = RELAXATION.get("hard_concrete"), tiny_model("llama")
+    part, model = RELAXATION_TRAINING.get("hard_concrete"), tiny_model("llama")
 
     def sample(seed: int, step: int) -> Tensor:
         relaxation = part(model, GROUPED, steps=STEPS, generator=torch.Generator().manual_seed(seed), **part.settings())
@@ -379,7 +385,7 @@ def test_noise_is_a_function_of_generator_and_step(tiny_model: Any, ids: Tensor)
 
 def test_align_wants_one_head_a_query_head(tiny_model: Any) -> None:
     with pytest.raises(PlanError, match="lift the model first"):
-        made(RELAXATION.get("hard_concrete"), tiny_model("llama", num_key_value_heads=2))
+        made(RELAXATION_TRAINING.get("hard_concrete"), tiny_model("llama", num_key_value_heads=2))
 
 
 # ---- PostShare ------------------------------------------------------------------------------------------------
@@ -392,7 +398,7 @@ def test_the_coordinates_of_a_star_by_hand() -> None:
 
 def test_what_shrinks_is_the_distance_of_the_pairs(tiny_model: Any) -> None:
     model = tiny_model("llama", attention_bias=True)
-    relaxation = made(RELAXATION.get("pull_together"), model)
+    relaxation = made(RELAXATION_TRAINING.get("pull_together"), model)
     heads, slow = lift(model), 0.0
     for share in SHARED.shares:
         for name in ("q", "k", "v", "q_bias", "k_bias", "v_bias"):
@@ -408,14 +414,14 @@ def test_the_pull_is_as_strong_as_its_rate_says_whatever_the_model_rate(
 ) -> None:
     """(1 - rate)^2n is left of the squared distance after n steps, up to what Adam moves meanwhile; added to the loss
     under Adam, a penalty of any weight leaves nearly all of it at such a small learning rate."""
-    relaxation = made(RELAXATION.get("pull_together"), tiny_model("llama"), rate=rate)
+    relaxation = made(RELAXATION_TRAINING.get("pull_together"), tiny_model("llama"), rate=rate)
     optimise(relaxation, ids, 10, rate=1e-5)
     assert relaxation.metrics()["distance"] == pytest.approx((1 - rate) ** 20, rel=0.1)
 
 
 def test_the_mean_of_a_star_stays_under_the_pull_alone(tiny_model: Any) -> None:
     """A head of layer 0 and the two that are to share it, as the relaxed model uses them: both sides move."""
-    relaxation = made(RELAXATION.get("pull_together"), tiny_model("llama"))
+    relaxation = made(RELAXATION_TRAINING.get("pull_together"), tiny_model("llama"))
     layers = relaxation.model.model.layers
 
     def used() -> Tensor:
@@ -432,7 +438,7 @@ def test_the_mean_of_a_star_stays_under_the_pull_alone(tiny_model: Any) -> None:
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox"])
 def test_pulled_pairs_meet_and_then_sharing_changes_nothing(family: str, tiny_model: Any, ids: Tensor) -> None:
     plan = replace(SHARED, mlp_shares=(HeadShare(1, 1, 0, 1),))
-    relaxation = made(RELAXATION.get("pull_together"), tiny_model(family), plan, rate=0.5)
+    relaxation = made(RELAXATION_TRAINING.get("pull_together"), tiny_model(family), plan, rate=0.5)
     apart = (logits(relaxation.model, ids) - logits(relaxation.collapsed_model(), ids)).abs().max()
     optimise(relaxation, ids, 20)
     assert relaxation.metrics()["distance"] < 0.05
@@ -452,7 +458,7 @@ def test_outputs_and_single_projections_are_pulled_as_they_are_shared(tiny_model
     model = tiny_model("llama")
     heads = lift(model)
     plan = AttentionPlan(layers, 8, key_shares=share, output_shares=share)
-    relaxation = made(RELAXATION.get("pull_together"), model, plan)
+    relaxation = made(RELAXATION_TRAINING.get("pull_together"), model, plan)
     torch.testing.assert_close(logits(relaxation.model, ids), logits(model, ids), atol=1e-5, rtol=0)
     slow = sum(float((getattr(heads[1], s)[0] - getattr(heads[0], s)[2]).square().sum()) for s in "ko")
     assert sum(star.distance().item() for star in relaxation.stars) == pytest.approx(slow, rel=1e-5)

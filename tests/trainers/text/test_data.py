@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trainers.evaluation import evaluate
-from trainers.text.corpora import DataError, held_out, resolve
+from trainers.text.corpora import DataError, is_held_out, resolve
 from trainers.text.data import TextCut, load_sequences, token_set
 from trainers.text.token_sets import read_sequences
 
@@ -38,7 +38,7 @@ def documents(sequences: torch.Tensor, tokenizer: Any) -> set[str]:
 
 
 def test_sequences_are_the_documents_joined_by_the_end_token(tmp_path: Path, demo_tokenizer: Any) -> None:
-    kept = [s for s in SENTENCES if not held_out(s)][:2]
+    kept = [s for s in SENTENCES if not is_held_out(s)][:2]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": s}) + "\n" for s in kept))
     ids = [demo_tokenizer(s, add_special_tokens=False)["input_ids"] + [0] for s in kept]
     got = load(tmp_path / "a.jsonl", demo_tokenizer, tokens=100, length=50)
@@ -82,8 +82,8 @@ def test_every_local_format_gives_disjoint_splits(kind: str, tmp_path: Path, dem
     train, kept = (list(corpus.documents(side, "text", None)) for side in ("train", "held_out"))
     assert sorted(train + kept) == sorted(SENTENCES)
     assert kept
-    assert all(map(held_out, kept))
-    assert not any(map(held_out, train))
+    assert all(map(is_held_out, kept))
+    assert not any(map(is_held_out, train))
     assert documents(load(source, demo_tokenizer, tokens=20_000), demo_tokenizer) <= set(train)
     assert load(source, demo_tokenizer, "eval", 1024).shape == (16, 64)
 
@@ -120,7 +120,7 @@ def test_a_calibration_comes_from_many_documents(demo_tokenizer: Any) -> None:
 def test_a_split_of_another_name_is_wholly_held_out(jsonl: Path, demo_tokenizer: Any) -> None:
     assert list(resolve(f"{jsonl}:validation").documents("held_out", "text", None)) == SENTENCES
     assert sorted(resolve(f"{jsonl}:train").documents("train", "text", 0)) == sorted(
-        text for text in SENTENCES if not held_out(text)
+        text for text in SENTENCES if not is_held_out(text)
     )
     with pytest.raises(DataError, match="held out and cannot be trained on"):
         load(f"{jsonl}:validation", demo_tokenizer)

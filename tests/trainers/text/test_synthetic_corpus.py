@@ -69,6 +69,6 @@ def test_the_example_tokenizer_has_every_word_and_a_model_can_be_asked(words: Pa
     config = load_config(words)
     torch.manual_seed(0)
     model = build(config, plan_of_config(config)).eval()
-    found = synthetic_corpus.score(model, tokenizer, "odd-one", per_task=2)
+    found = synthetic_corpus.score_held_out(model, tokenizer, "odd-one", per_task=2)
     assert found.count == 2 * len(synthetic_corpus.tasks_of("odd-one", False))
     assert found.accuracy < 0.3 and found.perplexity > 50  # it has learned nothing yet

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainers.text import data
-from trainers.text.corpora import DataError, held_out, resolve
+from trainers.text.corpora import DataError, is_held_out, resolve
 from trainers.text.data import TextCut, Texts, default_length, load_sequences, token_set
 from trainers.text.token_sets import read_sequences
 from trainers.text.tokenising import beginning, tokenise
@@ -38,7 +38,7 @@ def test_twenty_documents_are_enough_to_calibrate_and_to_measure_on(tmp_path: Pa
     kept, rest = (all_documents(source, side, "by_size") for side in ("held_out", "train"))
     assert sorted(kept + rest) == sorted(texts)
     assert 4 <= len(kept) <= 7  # a quarter of the text
-    assert {text for text in texts if held_out(text)} <= set(kept)
+    assert {text for text in texts if is_held_out(text)} <= set(kept)
     assert kept == all_documents(source, "held_out", "by_size")  # the same in any process: by digest
     loaded = Texts(source).load(demo_tokenizer, 512)
     assert len(loaded.held_out) >= data.FEWEST

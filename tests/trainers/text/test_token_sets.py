@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from trainers.text.corpora import DataError
 from trainers.text.data import BatchStream
-from trainers.text.token_sets import Layout, Place, TokenSetWriter, is_complete, read_sequences, write_sequences
+from trainers.text.token_sets import Layout, TextPosition, TokenSetWriter, is_complete, read_sequences, write_sequences
 
 ROWS, LENGTH = 29, 5
 
@@ -87,12 +87,12 @@ def test_the_digest_is_of_the_tokens_and_how_they_are_cut(tmp_path: Path) -> Non
 def test_a_set_without_an_index_is_none(tmp_path: Path) -> None:
     layout = Layout.of(4, 2, 9, 4, {})
     writer = TokenSetWriter(tmp_path, layout)
-    writer.write(0, np.zeros((2, 2), np.int32), Place(1, 3))
+    writer.write(0, np.zeros((2, 2), np.int32), TextPosition(1, 3))
     assert not is_complete(tmp_path)
     with pytest.raises(DataError, match=f"found none at {tmp_path}; build it with token_set"):
         read_sequences(tmp_path)
     again = TokenSetWriter(tmp_path, layout)
-    assert (again.missing(), again.start(1)) == ([[1]], Place(1, 3))
+    assert (again.missing(), again.start(1)) == ([[1]], TextPosition(1, 3))
     other = TokenSetWriter(tmp_path, Layout.of(4, 2, 9, 4, {"seed": 1}))
     assert other.missing() == [[0, 1]]
 
@@ -102,7 +102,7 @@ def test_a_damaged_shard_of_an_unfinished_set_is_written_again_alone(damage: str
     layout = Layout.of(8, 2, 9, 4, {})
     writer = TokenSetWriter(tmp_path, layout)
     for number in range(3):
-        writer.write(number, np.full((2, 2), number), Place(number))
+        writer.write(number, np.full((2, 2), number), TextPosition(number))
     file = tmp_path / "00001.safetensors"
     content = file.read_bytes()
     if damage == "gone":
@@ -110,7 +110,7 @@ def test_a_damaged_shard_of_an_unfinished_set_is_written_again_alone(damage: str
     else:
         file.write_bytes({"cut short": content[:-1], "changed": content[:-1] + b"\1", "empty": b""}[damage])
     again = TokenSetWriter(tmp_path, layout)
-    assert (again.missing(), again.start(1)) == ([[1], [3]], Place(0))
+    assert (again.missing(), again.start(1)) == ([[1], [3]], TextPosition(0))
 
 
 def test_a_shard_that_has_gone_is_named_to_the_reader_and_noticed_before(seven_shards: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from trainers.text.corpora import DataError
 from trainers.text.data import TextCut, load_sequences, token_set
 from trainers.text.token_sets import is_complete, read_sequences
-from trainers.text.tokenising import PARALLELISM, Block, blocks, tokenise, tokenise_here
+from trainers.text.tokenising import PARALLELISM, TokenBlock, text_blocks, tokenise, tokenise_here
 
 LENGTH, SEQUENCES, PER_SHARD = 64, 300, 40
 SHARD_TOKENS = PER_SHARD * LENGTH
@@ -49,7 +49,7 @@ class Counting:
         self.documents: list[str] = []
         self._left = limit
 
-    def __call__(self, texts: Iterable[list[str]], tokenizer: Any) -> Iterator[Block]:
+    def __call__(self, texts: Iterable[list[str]], tokenizer: Any) -> Iterator[TokenBlock]:
         for block in texts:
             if not self._left:
                 raise Killed
@@ -73,7 +73,7 @@ def test_shards_hold_the_concatenation_of_all_documents(cut: TextCut, calm: Path
 def test_how_the_text_is_divided_into_blocks_changes_nothing(
     cut: TextCut, calm: Path, demo_tokenizer: Any, tmp_path: Path
 ) -> None:
-    def one_by_one(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[Block]:
+    def one_by_one(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[TokenBlock]:
         return tokenise_here(small(texts), tokenizer)
 
     other = token_set(cut, demo_tokenizer, tmp_path, shard_tokens=SHARD_TOKENS, tokenise=one_by_one)
@@ -95,7 +95,7 @@ def test_tokens_are_those_of_the_tokenizer_and_its_threads_are_given_back(
 
 
 def test_a_block_is_bounded_in_documents_and_in_characters() -> None:
-    found = list(blocks(iter(["a"] * 300 + ["b" * 600_000] * 3 + ["c"] * 300)))
+    found = list(text_blocks(iter(["a"] * 300 + ["b" * 600_000] * 3 + ["c"] * 300)))
     assert [len(block) for block in found] == [256, 44 + 2, 1 + 209, 91]
     assert [text for block in found for text in block] == ["a"] * 300 + ["b" * 600_000] * 3 + ["c"] * 300
 
@@ -105,7 +105,7 @@ def test_a_killed_run_goes_on_without_tokenising_what_is_written(
     limit: int, cut: TextCut, calm: Path, demo_tokenizer: Any, tmp_path: Path
 ) -> None:
     def run(counting: Counting) -> Path:
-        def one_by_one(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[Block]:
+        def one_by_one(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[TokenBlock]:
             return counting(small(texts), tokenizer)
 
         return token_set(cut, demo_tokenizer, tmp_path, shard_tokens=SHARD_TOKENS, tokenise=one_by_one)

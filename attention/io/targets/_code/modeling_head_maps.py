@@ -66,9 +66,9 @@ class HeadMapsForCausalLM(LlamaForCausalLM):
             attention.num_key_value_groups = 1  # the maps do the repeating
             for name, heads in (("k_proj", max(keys) + 1), ("v_proj", max(values) + 1)):
                 old = getattr(attention, name)
-                made = nn.Linear(
+                projection = nn.Linear(
                     old.in_features, heads * attention.head_dim, bias=old.bias is not None
                 )
-                setattr(attention, name, made)
+                setattr(attention, name, projection)
         self.config._attn_implementation = NAME
         self.post_init()

@@ -66,10 +66,10 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
             f"target gguf has no form for {family}, it takes {', '.join(sorted(OF_FAMILY))}: export to target vllm"
         )
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    known = ("default", "linear", *(["llama3"] if OF_FAMILY[family].interleaved else []))
-    if kind not in known:
+    types = ("default", "linear", *(["llama3"] if OF_FAMILY[family].interleaved else []))
+    if kind not in types:
         raise TargetError(
-            f"target gguf takes a {family} of rope type {', '.join(known)}, got {kind}"
+            f"target gguf takes a {family} of rope type {', '.join(types)}, got {kind}"
         )
     if 0 < window_of(config) < geometry.max_positions:
         raise TargetError(
@@ -123,8 +123,8 @@ def _check_phi(qk_norm: bool, plan: AttentionPlan) -> None:
 def architecture(config: Any, plan: AttentionPlan) -> Architecture:
     """The architecture that a plan is written as."""
     one_shape = len(set(kv_heads_of(plan))) == len(set(widths_of(plan))) == 1
-    own = None if one_shape else with_own_counts(config)
-    return own or OF_FAMILY[family_of(config).name]
+    counts = None if one_shape else with_own_counts(config)
+    return counts or OF_FAMILY[family_of(config).name]
 
 
 def shapes_of(plan: AttentionPlan, form: Architecture) -> list[tuple[int, int]]:

@@ -11,7 +11,9 @@ from attention.io.targets._gguf.architectures import Architecture, shapes_of
 from attention.plan import AttentionPlan
 
 
-def describe(writer: gguf.GGUFWriter, config: Any, form: Architecture, plan: AttentionPlan) -> None:
+def write_metadata(
+    writer: gguf.GGUFWriter, config: Any, form: Architecture, plan: AttentionPlan
+) -> None:
     geometry = geometry_of(config)
     shapes = shapes_of(plan, form)
     heads = [count * width for count, width in shapes]

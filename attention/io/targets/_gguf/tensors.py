@@ -57,12 +57,18 @@ def outside_attention(model: PreTrainedModel, form: Architecture) -> Iterator[tu
         if tied and name.startswith("lm_head."):
             continue
         for part, called in _parts(name, tensor):
-            known = names.get_name(called, try_suffixes=(".weight", ".bias"))
-            if known is None:
+            stored_name = names.get_name(called, try_suffixes=(".weight", ".bias"))
+            if stored_name is None:
                 raise TargetError(
                     f"llama.cpp's {form.name} has no place for {name}; export to another target"
                 )
-            yield name, part, known if known.endswith((".weight", ".bias")) else f"{known}.weight"
+            yield (
+                name,
+                part,
+                stored_name
+                if stored_name.endswith((".weight", ".bias"))
+                else f"{stored_name}.weight",
+            )
 
 
 def _parts(name: str, tensor: Tensor) -> list[tuple[Any, str]]:
@@ -110,8 +116,8 @@ def tensors_of(model: PreTrainedModel, form: Architecture) -> Iterator[tuple[str
     family = family_of(model.config)
     geometry = geometry_of(model.config)
     state = model.state_dict()
-    for name, part, known in outside_attention(model, form):
-        yield known, reshaped(name, state[name][part], family)
+    for name, part, stored_name in outside_attention(model, form):
+        yield stored_name, reshaped(name, state[name][part], family)
     plan = plan_of(model)
     shapes = shapes_of(plan, form)
     for index, (module, layer) in enumerate(
@@ -156,8 +162,8 @@ def fill(model: PreTrainedModel, stored: dict[str, Tensor], form: Architecture) 
     family = family_of(model.config)
     geometry = geometry_of(model.config)
     state = model.state_dict()
-    for name, part, known in outside_attention(model, form):
-        state[name][part].copy_(reshaped(name, stored[known], family, back=True))
+    for name, part, stored_name in outside_attention(model, form):
+        state[name][part].copy_(reshaped(name, stored[stored_name], family, back=True))
     model.tie_weights()
     d = geometry.head_dim
     for index, (module, layer) in enumerate(
@@ -170,19 +176,19 @@ def fill(model: PreTrainedModel, stored: dict[str, Tensor], form: Architecture) 
 
 def stored_heads(stored: dict[str, Tensor], layer: int, head_dim: int) -> LayerHeads:
     """The heads of one layer as they lie in a file."""
-    place = f"blk.{layer}"
-    output = stored[f"{place}.attn_output.weight"]
-    o_bias = stored.get(f"{place}.attn_output.bias")
+    prefix = f"blk.{layer}"
+    output = stored[f"{prefix}.attn_output.weight"]
+    o_bias = stored.get(f"{prefix}.attn_output.bias")
     o = output.unflatten(1, (-1, head_dim)).permute(1, 0, 2)
-    if (fused := stored.get(f"{place}.attn_qkv.weight")) is not None:
+    if (fused := stored.get(f"{prefix}.attn_qkv.weight")) is not None:
         rows = o.shape[0] * head_dim
         counts = (rows, (len(fused) - rows) // 2, (len(fused) - rows) // 2)
         weights = fused.split(counts)
-        bias = stored.get(f"{place}.attn_qkv.bias")
+        bias = stored.get(f"{prefix}.attn_qkv.bias")
         biases = (None, None, None) if bias is None else bias.split(counts)
     else:
-        weights = tuple(stored[f"{place}.{name}.weight"] for name in _PARTS.values())
-        biases = tuple(stored.get(f"{place}.{name}.bias") for name in _PARTS.values())
+        weights = tuple(stored[f"{prefix}.{name}.weight"] for name in _PARTS.values())
+        biases = tuple(stored.get(f"{prefix}.{name}.bias") for name in _PARTS.values())
     q, k, v = (weight.unflatten(0, (-1, head_dim)) for weight in weights)
     q_bias, k_bias, v_bias = (None if bias is None else bias.view(-1, head_dim) for bias in biases)
     return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, o_bias)

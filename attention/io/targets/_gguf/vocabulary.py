@@ -91,8 +91,8 @@ def _add_tokens(
         writer.add_token_merges([" ".join(merge) for merge in merges])
 
 
-def _kind(name: str, known: bool, added: dict[str, Any] | None, fallback: bool) -> int:
-    if not known:
+def _kind(name: str, in_vocabulary: bool, added: dict[str, Any] | None, fallback: bool) -> int:
+    if not in_vocabulary:
         return gguf.TokenType.UNUSED
     if added is not None:
         return gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
