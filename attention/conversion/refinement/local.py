@@ -59,7 +59,7 @@ FIT_DECAY = 1 / 3
 FEW_LAYERS = (
     10  # up to so many that are fitted get the same number of steps; more of them share that sum
 )
-_LEAST_SHARE = 1 / 3
+_LEAST_SHARE = 1 / 4
 """Of the steps that a layer would get among few, the mean among many layers at least: on a public
 model of 30 layers a third of the steps ends 1.1 times as far from the original's output
 (benchmarks/LOG.md)."""
