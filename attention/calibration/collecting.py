@@ -78,7 +78,7 @@ class Collector:
         if (missing := self.sampled - sum(map(len, self.samples))) > 0:
             self.samples.append(x_BTD[:missing].cpu())
         wide = x_BTD.shape[2] + 1
-        # Rows that begin at multiples of 64 bytes: products with D + 1 columns are a third faster then.
+        # Products with D + 1 columns are a third faster where rows begin at multiples of 64 bytes.
         aligned = x_BTD.new_ones(*x_BTD.shape[:2], -(-wide // ALIGNED) * ALIGNED)
         aligned[..., : wide - 1] = x_BTD
         self.x_BTe = aligned[..., :wide]

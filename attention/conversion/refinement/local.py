@@ -56,12 +56,11 @@ FIT_KNOBS = (
 FIT_DECAY = 1 / 3
 """In a local fit of a layer with fused keys the error falls as the number of steps to the power
 -FIT_DECAY, from 60 to 480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
-FEW_LAYERS = (
-    10  # up to so many that are fitted get the same number of steps; more of them share that sum
-)
+FEW_LAYERS = 6
+"""Layers that get the same number of steps each; more of them share the steps of so many."""
 _LEAST_SHARE = 1 / 4
-"""Of the steps that a layer would get among few, the mean among many layers at least: on a public
-model of 30 layers a third of the steps ends 1.1 times as far from the original's output
+"""Mean number of steps of many layers, as a share of those of few, at least. On a public model of
+30 layers a quarter of the steps ends 1.15 times as far from the original's output
 (benchmarks/LOG.md)."""
 NEAR = 2
 """Windows of each sequence that a short fit for planning looks at. Distances among layers are as
