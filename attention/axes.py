@@ -1,8 +1,9 @@
 """Axes of the joint space, the parts on them, and the knobs of each part.
 
-An *axis* is one orthogonal choice (how heads are fused, how they are grouped, ...). A *part* is one option on an
-axis: a function with a citation, in a file of the axis' package. A *knob* is a parameter of a part, declared once; the
-search space, the config check and the docs derive from that declaration.
+An *axis* is one orthogonal choice (how heads are fused, how they are grouped, ...). A *part* is one
+option on an axis: a function with a citation, in a file of the axis' package. A *knob* is a
+parameter of a part, declared once; the search space, the config check and the docs derive from that
+declaration.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ class Knob:
         return self if declared is empty else replace(self, default=declared)
 
     def check(self, value: Any) -> Any:
-        """Return `value` if it is allowed; raise ValueError naming the knob, the value and what is
-        allowed.
+        """Return `value` if it is allowed.
+
+        Raise ValueError naming the knob, the value and what is allowed.
         """
         if self.auto and value == AUTO_KNOB:
             return value
@@ -122,7 +124,8 @@ class Part:
         unknown = sorted(set(values) - set(knobs))
         if unknown:
             raise ValueError(
-                f"{self.axis}={self.name} has no setting {unknown[0]!r}{near(unknown[0], knobs)}; it has "
+                f"{self.axis}={self.name} has no setting {unknown[0]!r}{near(unknown[0], knobs)}; "
+                f"it has "
                 f"{sorted(knobs) or 'none'}"
             )
         try:

@@ -34,7 +34,8 @@ class RotaryLayout:
             or (self.style == "none") != (self.dims == 0)
         ):
             raise ValueError(
-                f"rotary dims must be even and in [0, {self.head_dim}], got {self.dims} ({self.style})"
+                f"rotary dims must be even and in [0, {self.head_dim}], got {self.dims} "
+                f"({self.style})"
             )
 
     @classmethod
@@ -94,8 +95,9 @@ class HeadGeometry:
 
     @property
     def keeps_signs(self) -> bool:
-        """Whether the norm of each head lets signs of rotary pairs pass
-        (`attention.conversion.fusion.signs`).
+        """Whether the norm of each head lets signs of rotary pairs pass.
+
+        See `attention.conversion.fusion.signs`.
         """
         return self.qk_norm and not self.whole_norm and not self.centred_norm
 
@@ -114,11 +116,12 @@ class HeadGeometry:
                 )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_key_value_heads must divide num_attention_heads, got {self.num_kv_heads} and {self.num_heads}"
+                f"num_key_value_heads must divide num_attention_heads, got {self.num_kv_heads} and "
+                f"{self.num_heads}"
             )
 
     def layer(self, index: int) -> HeadGeometry:
-        """Return the geometry of layer `index`: without rotary embedding where that layer has none."""
+        """Return the geometry of layer `index`, which may have no rotary embedding."""
         if self.rotary_layers is None or self.rotary_layers[index]:
             return self
         return replace(self, rotary=RotaryLayout.none(self.head_dim))

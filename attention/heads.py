@@ -73,8 +73,9 @@ class LayerHeads:
         )
 
     def mapped(self, **maps: Tensor) -> LayerHeads:
-        """Return the heads with the named projections (q, k, v) multiplied by maps `[heads, d, d]`, in
-        float64.
+        """Multiply the heads of the named projections (q, k, v) by maps `[heads, d, d]`.
+
+        Biases are mapped, too. The result is in float64.
         """
         changes: dict[str, Tensor | None] = {}
         for name, head_map in maps.items():
@@ -90,8 +91,9 @@ class LayerHeads:
         return replace(self, **changes)
 
     def expand(self, key_map: Sequence[int], value_map: Sequence[int]) -> LayerHeads:
-        """Return one key and one value head per query head by repetition, the lossless lift to MHA
-        (DHA, App. D).
+        """Repeat key and value heads so that each query head has its own.
+
+        This is the lossless lift to multi-head attention (DHA, App. D).
         """
         keys = torch.as_tensor(key_map, device=self.k.device)
         values = torch.as_tensor(value_map, device=self.v.device)
@@ -100,8 +102,9 @@ class LayerHeads:
         )
 
     def permute(self, order: Sequence[int]) -> LayerHeads:
-        """Return the query heads (and the columns of o) in another order; keys and values stay in
-        place.
+        """Return the query heads (and the columns of o) in another order.
+
+        Keys and values stay in place.
         """
         index = torch.as_tensor(order, device=self.q.device)
         return self.changed(QUERY_SIDE, lambda rows: rows[index])

@@ -1,7 +1,7 @@
 """What a plan is: which key head and which value head each query head reads, in every layer.
 
-A plan holds integers and names only; it is frozen, canonical, JSON, and has a digest. MHA, MQA, GQA, uneven groups and
-different groups for keys and values are all one pair of maps.
+A plan holds integers and names only; it is frozen, canonical, JSON, and has a digest. MHA, MQA,
+GQA, uneven groups and different groups for keys and values are all one pair of maps.
 """
 
 from __future__ import annotations
@@ -89,13 +89,16 @@ class AttentionPlan:
                 )
         if self.shares and (self.query_shares or self.key_shares or self.value_shares):
             raise PlanError(
-                "shares are of whole heads: query_shares, key_shares and value_shares must be empty beside"
+                "shares are of whole heads: query_shares, key_shares and value_shares must be "
+                "empty beside"
             )
         for index in sorted({i for s in self.head_shares for i in (s.layer, s.source_layer)}):
             if not self.layers[index].is_identity:
                 raise PlanError(
-                    f"layer {index}: a shared head brings its own key and value, so the layers that share must keep "
-                    f"all {heads} key and value heads, got key_map {self.layers[index].key_map} and value_map "
+                    f"layer {index}: a shared head brings its own key and value, so the layers "
+                    f"that share must keep "
+                    f"all {heads} key and value heads, got key_map {self.layers[index].key_map} "
+                    f"and value_map "
                     f"{self.layers[index].value_map}; group the heads or share them, not both"
                 )
         if self.composition and heads % self.composition.groups:
@@ -133,7 +136,7 @@ class AttentionPlan:
         """Every share of a head, whole or in part."""
         return frozenset(share for side in "qkvo" for share in self.shares_of(side))
 
-    # ---- cost -------------------------------------------------------------------------------------------------
+    # ---- cost ----------------------------------------------------------------------------------
 
     @property
     def num_layers(self) -> int:
@@ -158,7 +161,7 @@ class AttentionPlan:
         return self.kv_heads / (2 * self.num_layers * self.num_heads)
 
     def kv_bytes_per_token(self, dtype: Any = "bfloat16") -> int:
-        """Return the bytes of one token in the KV cache, the key-side weights of composition included.
+        """Return the bytes per token of the KV cache, with the key-side weights of composition.
 
         Args:
             dtype: A torch dtype or its name.
@@ -175,7 +178,7 @@ class AttentionPlan:
 
     @property
     def is_uniform_gqa(self) -> bool:
-        """True if, after permuting heads, the plan is plain GQA with one head count in all layers."""
+        """Whether the plan, heads permuted, is plain GQA with one head count in all layers."""
         return (
             all(layer.is_uniform_gqa for layer in self.layers)
             and len({layer.key_heads for layer in self.layers}) == 1
@@ -183,7 +186,7 @@ class AttentionPlan:
             and self.composition is None
         )
 
-    # ---- JSON -------------------------------------------------------------------------------------------------
+    # ---- JSON ----------------------------------------------------------------------------------
 
     def to_json(self) -> str:
         """Return canonical JSON: equal plans give equal strings."""
@@ -265,7 +268,7 @@ def _listed(record: dict[str, Any], name: str) -> list[Any]:
 
 
 def _built(kind: type[Built], item: Any, where: str) -> Built:
-    """A dataclass from its record: every field there, of its own type, and no other."""
+    """Return a dataclass from its record: every field there, of its own type, and no other."""
     if not isinstance(item, dict):
         raise PlanError(f"{where} must be a JSON object, got {shortened(item)}")
     fields_of_kind = {field.name: field for field in fields(kind)}
@@ -274,7 +277,8 @@ def _built(kind: type[Built], item: Any, where: str) -> Built:
             raise PlanError(f"{where} has no field {name!r}; it has {sorted(fields_of_kind)}")
         if type(value).__name__ != fields_of_kind[name].type:
             raise PlanError(
-                f"{where}: {name} must be of type {fields_of_kind[name].type}, got {shortened(value)}"
+                f"{where}: {name} must be of type {fields_of_kind[name].type}, got "
+                f"{shortened(value)}"
             )
     missing = [
         name

@@ -1,6 +1,6 @@
 """What a plan is made of: the maps of a layer, shared heads, and the composition of heads.
 
-Legend: H query heads a layer, d head dim.
+Legend: H query heads per layer, d head dim.
 """
 
 from __future__ import annotations
@@ -71,11 +71,13 @@ class LayerPlan:
                 raise PlanError(f"{name} must name a kept head for at least one query head, got ()")
             if ids != dense(ids):
                 raise PlanError(
-                    f"{name} must be dense from 0 in order of first appearance, got {shortened(ids)}; use dense()"
+                    f"{name} must be dense from 0 in order of first appearance, got "
+                    f"{shortened(ids)}; use dense()"
                 )
         if len(self.key_map) != len(self.value_map):
             raise PlanError(
-                f"key_map and value_map must have one entry a query head, got {len(self.key_map)} and "
+                f"key_map and value_map must have one entry a query head, got {len(self.key_map)} "
+                f"and "
                 f"{len(self.value_map)}"
             )
 
@@ -120,14 +122,16 @@ class LayerPlan:
 
     @property
     def is_uniform_gqa(self) -> bool:
-        """One map for keys and values, groups of equal size: plain GQA once the query heads are permuted."""
+        """One map for keys and values, groups of equal size.
+
+        Plain GQA once the query heads are permuted.
+        """
         return self.key_map == self.value_map and len({len(g) for g in self.key_groups}) == 1
 
 
 @dataclass(frozen=True, order=True)
 class HeadShare:
-    """Head `head` of layer `layer` uses the weights of head `source_head` of an earlier layer (Cao
-    2024).
+    """A head uses the weights of head `source_head` of the earlier layer `source_layer` (Cao 2024).
 
     They are its Q, K and V weights; in `AttentionPlan.mlp_shares` the neurons, in and out, of a
     block of the MLP.
@@ -141,7 +145,8 @@ class HeadShare:
     def __post_init__(self) -> None:
         if not 0 <= self.source_layer < self.layer:
             raise PlanError(
-                f"share of layer {self.layer} head {self.head}: the source must lie in an earlier layer, "
+                f"share of layer {self.layer} head {self.head}: the source must lie in an earlier "
+                f"layer, "
                 f"got layer {self.source_layer}"
             )
 
@@ -176,16 +181,17 @@ class Composition:
         before_softmax: Whether heads are composed before the softmax, with parameters of their own.
         after_softmax: Whether they are composed after it.
         static_base: A learned H x H matrix in place of the skip; with both sides off this is
-            Talking-Heads attention.
+        Talking-Heads attention.
         groups: Heads are composed within this many groups of neighbouring query heads (section
-            3.2).
-        window: 0 for none; else in local layers a token sees itself and the `window - 1` before it.
-            The window masks attention; the cache keeps all tokens.
+        3.2).
+        window: 0 for none; else in local layers per token sees itself and the `window - 1` before
+            it.
+        The window masks attention; the cache keeps all tokens.
         window_pattern: p local layers to every global one (1, 3, 7 in Table 10), the second layer
-            of every p + 1 being global (**silent**).
+        of every p + 1 being global (**silent**).
         qk_norm: Queries and keys are divided by their root mean square over the head dim, each
-            query head with one learned scale; which norm is **silent** in the paper, this one
-            commutes with RoPE.
+        query head with one learned scale; which norm is **silent** in the paper, this one
+        commutes with RoPE.
         projection: The low-rank branches (Table 9, "dyn. proj.").
         gate: The gates (Table 9, "dyn. gate").
     """
@@ -220,7 +226,8 @@ class Composition:
             )
         if self.groups < 1 or self.window < 0 or self.window_pattern < 1:
             raise PlanError(
-                f"composition: groups and window_pattern must be at least 1 and window at least 0, got "
+                f"composition: groups and window_pattern must be at least 1 and window at least 0, "
+                f"got "
                 f"{self.groups}, {self.window_pattern}, {self.window}"
             )
 
@@ -230,7 +237,10 @@ class Composition:
 
     @property
     def width(self) -> int:
-        """Weights that one side of one place has for a query head: 2R of the projection and 1 of the gate."""
+        """Weights that one side of one place has for a query head.
+
+        2R of the projection and 1 of the gate.
+        """
         return 2 * self.rank * self.projection + self.gate
 
     def cached_values(self, num_heads: int) -> int:
@@ -242,7 +252,10 @@ class Composition:
         return modules * num_heads * self.width if self.key_side else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; fields added later are left out at their default, so that digests stay."""
+        """Return plain values.
+
+        Fields added later are left out at their default, so that digests stay.
+        """
         record = asdict(self)
         return {k: v for k, v in record.items() if k not in ("projection", "gate") or not v}
 

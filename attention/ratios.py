@@ -1,9 +1,11 @@
-"""Shares of a checkpoint's own KV cache: the one place where ratios and numbers of heads are turned into each other.
+"""Shares of a checkpoint's own KV cache.
 
-Legend: L layers, U KV heads a layer that the checkpoint stores.
+The one place where ratios and numbers of heads are turned into each other.
 
-A *KV ratio*, wherever a user gives or reads one, is kept key and value heads over the 2 L U of the checkpoint. What
-composition caches besides heads is not in it, but in the bytes.
+Legend: L layers, U KV heads per layer that the checkpoint stores.
+
+A *KV ratio*, wherever a user gives or reads one, is kept key and value heads over the 2 L U of the
+checkpoint. What composition caches besides heads is not in it, but in the bytes.
 """
 
 from __future__ import annotations
@@ -48,8 +50,7 @@ def whole_heads(kv_ratio: float | Fraction, heads: int) -> int:
 
 
 def most_heads(kv_ratio: float | Fraction, geometry: HeadGeometry) -> int:
-    """Return the most key heads plus value heads that are at most `kv_ratio` of the `own_heads` of a
-    checkpoint.
+    """Return the most key heads plus value heads within `kv_ratio` of a checkpoint's `own_heads`.
 
     A decimal of three digits or more that a fraction of a layer's KV heads was rounded to stands
     for that fraction: 0.333 and 0.3333 of three KV heads are one of them.
@@ -141,12 +142,18 @@ def own_bytes(geometry: HeadGeometry, dtype: Any) -> int:
 
 
 def own_cache(geometry: HeadGeometry, dtype: Any = None) -> str:
-    """Describe the checkpoint's own cache; in bytes where `dtype` (a torch dtype or its name) is
-    given.
+    """Describe the checkpoint's own cache, in bytes if `dtype` is given.
+
+    Args:
+        geometry: That of the checkpoint.
+        dtype: A torch dtype or its name.
     """
     heads = geometry.num_kv_heads
     shared = "" if heads == geometry.num_heads else f" for {geometry.num_heads} query heads"
-    words = f"the checkpoint has {heads} KV head{'s' * (heads > 1)} a layer{shared}, {geometry.num_layers} layers"
+    words = (
+        f"the checkpoint has {heads} KV head{'s' * (heads > 1)} a layer{shared}, "
+        f"{geometry.num_layers} layers"
+    )
     name = str(dtype).removeprefix("torch.")
     if name in BYTES:
         words += f", {own_bytes(geometry, name):,} KV bytes per token in {name}"

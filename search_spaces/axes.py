@@ -1,4 +1,7 @@
-"""The axes that this package adds to the joint space. Their parts live in the packages named here, one file each."""
+"""The axes that this package adds to the joint space.
+
+Their parts live in the packages named here, one file each.
+"""
 
 from __future__ import annotations
 

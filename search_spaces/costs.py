@@ -1,4 +1,6 @@
-"""What a grouping optimises: a score of whole partitions, which for a `GroupCost` is additive over their groups.
+"""What a grouping optimises.
+
+A score of whole partitions, which for a `GroupCost` is additive over their groups.
 
 Legend: n heads (or units) to group.
 """
@@ -22,7 +24,10 @@ REMEMBERED = 1 << 17  # groups: some 30 MB
 
 
 class Objective(Protocol):
-    """A score of whole partitions, higher is better; `scores` gives the same numbers as `score` one by one."""
+    """A score of whole partitions, higher is better.
+
+    `scores` gives the same numbers as `score` one by one.
+    """
 
     def score(self, partition: Partition) -> float: ...
 
@@ -30,13 +35,20 @@ class Objective(Protocol):
 
 
 class GroupCost:
-    """An additive objective from `cost(members) -> float`, lower is better; each group is computed once.
+    """An additive objective from `cost(members) -> float`, lower is better.
 
-    `many(list of members of one size) -> array` computes a batch at once. `remembered` groups are kept at most, the
-    latest; `priced` counts those computed. `programmes`: what exact grouping has worked out, for the next number of
-    groups. `effort`: multiply-adds to price one group of a size after `preparation`, where that is worth a thought.
-    `estimates`: makers of costs that stand for this one in a search, each closer than the one before; none where this
-    one is cheap. `kept`: where the prices of whole sizes are found and left, if that is somewhere.
+    Each group is computed once.
+
+    `many(list of members of one size) -> array` computes a batch at once. `remembered` groups are
+    kept at most, the latest; `priced` counts those computed. `programmes`: what exact grouping has
+    worked out, for the next number of groups. `kept`: where the prices of whole sizes are found and
+    left, if that is somewhere.
+
+    Args:
+        effort: Multiply-adds to price one group of a size after `preparation`, where that is worth
+            a thought.
+        estimates: Makers of costs that stand for this one in a search, each closer than the one
+            before; none where this one is cheap.
     """
 
     def __init__(
@@ -61,7 +73,10 @@ class GroupCost:
         self.priced = 0
 
     def effort(self, num_heads: int, sizes: Iterable[int]) -> float:
-        """Multiply-adds to prepare and to price every group of these sizes; 0 if nobody has said what one takes."""
+        """Multiply-adds to prepare and to price every group of these sizes.
+
+        0 if nobody has said what one takes.
+        """
         if self.effort_of_one is None:
             return 0.0
         return self.preparation + sum(
@@ -95,7 +110,10 @@ class GroupCost:
             del self._known[next(iter(self._known))]
 
     def afresh(self) -> GroupCost:
-        """The same cost, with a count of its own of what is priced: how far a search gets must not depend on others."""
+        """Return the same cost, with a count of its own of what is priced.
+
+        How far a search gets must not depend on others.
+        """
         return GroupCost(
             self.cost,
             self._many,
@@ -106,20 +124,24 @@ class GroupCost:
         )
 
     def score(self, partition: Partition) -> float:
+        """Return minus the total cost of a partition."""
         return -sum(self.cost(group) for group in partition)
 
     def scores(self, partitions: Sequence[Partition]) -> list[float]:
+        """Return the scores of several partitions."""
         costs = dict.fromkeys(group for partition in partitions for group in partition)
         costs = dict(zip(costs, self.costs(costs), strict=True))
         return [-sum(costs[group] for group in partition) for partition in partitions]
 
     def swap_change(self, first: Members, second: Members, a: int, b: int) -> float:
-        """By how much the total cost increases if `a` of `first` and `b` of `second` change places."""
+        """Return the increase of the total cost if `a` of `first` and `b` of `second` swap."""
         new = (exchanged(first, a, b), exchanged(second, b, a))
         return sum(self.cost(group) for group in new) - self.cost(first) - self.cost(second)
 
     def table(self, num_heads: int, sizes: Sequence[int] | None = None) -> np.ndarray:
-        """Costs of all subsets `[2^n]` by bit mask; subsets whose size is not in `sizes` are left at infinity.
+        """Costs of all subsets `[2^n]` by bit mask.
+
+        Subsets whose size is not in `sizes` are left at infinity.
 
         Kept, so that a table of more sizes costs only those that are new.
         """
@@ -147,9 +169,12 @@ class GroupCost:
 
 
 class PairCost(GroupCost):
-    """The cost of a group is the sum of a symmetric pair cost over its pairs; a single head costs nothing.
+    """The cost of a group is the sum of a symmetric pair cost over its pairs.
 
-    `pairs` `[n, n]` is a distance; `from_similarity` turns a similarity round. The diagonal is not read.
+    A single head costs nothing.
+
+    `pairs` `[n, n]` is a distance; `from_similarity` turns a similarity round. The diagonal is not
+    read.
     """
 
     def __init__(self, pairs: np.ndarray) -> None:
@@ -199,7 +224,7 @@ class PairCost(GroupCost):
 
 
 def as_cost(cost: GroupCost | np.ndarray | Callable[[Members], float]) -> GroupCost:
-    """A `GroupCost` from one, from a pair-cost matrix, or from a function of the members."""
+    """Return a `GroupCost` from one, from a pair-cost matrix, or from a function of the members."""
     if isinstance(cost, GroupCost):
         return cost
     return GroupCost(cost) if callable(cost) else PairCost(np.asarray(cost))

@@ -1,12 +1,15 @@
-"""Fronts of points that are to be small in every objective: ranks, which points to keep, hypervolume.
+"""Fronts of points that are to be small in every objective.
 
-Legend: n points, m objectives; `values` [n, m], every entry finite. Point a dominates b if it is nowhere larger and
-somewhere smaller.
+Ranks, which points to keep, hypervolume.
 
-Points are kept in the order of NSGA-II (Deb 2002, sec. III): by rank; inside the rank that does not fit in whole by
-crowding distance (sec. III-B), or by an epsilon-net, the farthest point from those already taken coming next (Schmucker
-2021, sec. 3.2). What the papers leave open: ties go to the earlier point; the epsilon-net starts at the point that is
-smallest in the first objective; objectives are scaled to the range of the points of that rank.
+Legend: n points, m objectives; `values` [n, m], every entry finite. Point a dominates b if it is
+nowhere larger and somewhere smaller.
+
+Points are kept in the order of NSGA-II (Deb 2002, sec. III): by rank; inside the rank that does not
+fit in whole by crowding distance (sec. III-B), or by an epsilon-net, the farthest point from those
+already taken coming next (Schmucker 2021, sec. 3.2). What the papers leave open: ties go to the
+earlier point; the epsilon-net starts at the point that is smallest in the first objective;
+objectives are scaled to the range of the points of that rank.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ FEW = 8
 
 
 def ranks(values: Sequence[Sequence[float]]) -> list[int]:
-    """The rank of each point: 0 on the front, 1 on the front of the others, and so on.
+    """Return the rank of each point: 0 on the front, 1 on the front of the others, and so on.
 
     O(n log n) for one or two objectives (Jensen 2003, sec. III), O(m n^2) for more.
     """
@@ -37,8 +40,9 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
         if previous is not None and tuple(values[i]) == tuple(values[previous]):
             levels[i] = levels[previous]
             continue
-        # Points come by a rising first objective, so that the last objective alone decides which ranks dominate this
-        # one: those whose lowest point so far is not above it. Lowest points increase with the rank.
+        # Points come by a rising first objective, so that the last objective alone decides which
+        # ranks dominate this one: those whose lowest point so far is not above it. Lowest points
+        # increase with the rank.
         last = values[i][-1]
         rank = bisect.bisect_right(lowest, last)
         lowest[rank : rank + 1] = [last]
@@ -48,7 +52,10 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
 
 
 def _ranks_by_pairs(points: np.ndarray) -> list[int]:
-    """`ranks` of points `[n, m]`, each compared with all that come before it in lexicographic order."""
+    """Return `ranks` of points `[n, m]`.
+
+    Each point is compared with all that come before it in lexicographic order.
+    """
     order = np.lexsort(points.T[::-1])
     points, levels = points[order], np.zeros(len(points), dtype=int)
     for i, point in enumerate(points):
@@ -61,9 +68,12 @@ def _ranks_by_pairs(points: np.ndarray) -> list[int]:
 
 
 def crowding(values: Sequence[Sequence[float]]) -> list[float]:
-    """Crowding distance of each point of one rank: the sum over objectives of the gap between its two neighbours.
+    """Crowding distance of each point of one rank.
 
-    Gaps are shares of the objective's range; the ends of each objective are infinitely far from the crowd.
+    The sum over objectives of the gap between its two neighbours.
+
+    Gaps are shares of the objective's range; the ends of each objective are infinitely far from the
+    crowd.
     """
     points = np.asarray(values, dtype=float)
     distance = np.zeros(len(points))
@@ -77,7 +87,10 @@ def crowding(values: Sequence[Sequence[float]]) -> list[float]:
 
 
 def epsilon_net(values: Sequence[Sequence[float]], count: int) -> list[int]:
-    """`count` of the points, each the farthest from those before it (Euclidean, in shares of the ranges)."""
+    """Return `count` of the points, each the farthest from those before it.
+
+    Distances are Euclidean, in shares of the ranges.
+    """
     if len(values) <= FEW:
         return _net_of_few(values, count)
     points = np.asarray(values, dtype=float)
@@ -93,7 +106,10 @@ def epsilon_net(values: Sequence[Sequence[float]], count: int) -> list[int]:
 
 
 def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
-    """`epsilon_net` without arrays: with few different KV bytes a rung of thousands has hundreds of ranks of few."""
+    """`epsilon_net` without arrays.
+
+    With few different KV bytes a rung of thousands has hundreds of ranks of few.
+    """
     columns = [
         (min(column), max(column) - min(column) or 1.0) for column in zip(*values, strict=True)
     ]
@@ -112,7 +128,11 @@ def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
 
 
 def select_best(values: Sequence[Sequence[float]], count: int, ties: str = "crowding") -> list[int]:
-    """The indices of the `count` points to keep, best first. Raises ValueError for an unknown rule for ties."""
+    """Return the indices of the `count` points to keep, best first.
+
+    Raises:
+        ValueError: For an unknown rule for ties.
+    """
     if ties not in TIES:
         raise ValueError(f"ties must be one of {', '.join(TIES)}, got {ties!r}")
     by_rank: dict[int, list[int]] = {}
@@ -135,9 +155,12 @@ def select_best(values: Sequence[Sequence[float]], count: int, ties: str = "crow
 
 
 def hypervolume(values: Sequence[Sequence[float]], reference: Sequence[float]) -> float:
-    """The area that two-objective points dominate, up to `reference`; points beyond it add nothing.
+    """Return the area that two-objective points dominate, up to `reference`.
 
-    Zitzler 1999: the larger, the better the front. Raises ValueError for other than two objectives.
+    Points beyond it add nothing. Zitzler 1999: the larger, the better the front.
+
+    Raises:
+        ValueError: For other than two objectives.
     """
     if len(reference) != 2:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Partitions of heads into groups: the value that every grouping returns.
 
-A partition is a tuple of groups, a group a tuple of head indices. Canonical: members ascend, groups are sorted by
-their first member. Equal partitions are therefore equal tuples, in any process.
+A partition is a tuple of groups, a group a tuple of head indices. Canonical: members ascend, groups
+are sorted by their first member. Equal partitions are therefore equal tuples, in any process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def canonical(groups: Iterable[Iterable[int]]) -> Partition:
 
 
 def largest_group(num_heads: int, groups: int, equal_sizes: bool) -> int:
-    """Members of the largest group allowed: with `equal_sizes` as few as so many groups can have at most."""
+    """Return the number of members of the largest group allowed.
+
+    With `equal_sizes` it is the least that so many groups can have.
+    """
     return -(-num_heads // groups) if equal_sizes else num_heads - groups + 1
 
 
@@ -39,10 +42,11 @@ def group_sizes(num_heads: int, groups: int) -> list[int]:
 
 
 def full_sizes(num_heads: int, groups: int) -> list[int]:
-    """As many full groups as fit and the rest in one smaller group (AsymGQA, Alg. 1: `P[i : i + m]`; Table 1).
+    """Return sizes of as many full groups as fit, and of one smaller group for the rest.
 
-    32 heads in 6 groups are [6, 6, 6, 6, 6, 2], in 11 groups ten of 3 and one of 2. Where no size m gives so many
-    groups (8 heads in 5), sizes differ by at most one, as in `group_sizes`.
+    AsymGQA, Alg. 1: `P[i : i + m]`, and Table 1. 32 heads in 6 groups are [6, 6, 6, 6, 6, 2], in 11
+    groups ten of 3 and one of 2. Where no size m gives so many groups (8 heads in 5), sizes differ
+    by at most one, as in `group_sizes`.
     """
     check_groups(num_heads, groups)
     size = -(-num_heads // groups)
@@ -63,10 +67,10 @@ def cut_into(order: Sequence[int], sizes: Sequence[int]) -> Partition:
 def random_partition(
     num_heads: int, groups: int, generator: np.random.Generator, sizes: Sizes = group_sizes
 ) -> Partition:
-    """A uniformly drawn partition into groups of (nearly) equal size, or of what `sizes` says."""
+    """Return a uniformly drawn partition into groups of (nearly) equal or given `sizes`."""
     return cut_into([int(h) for h in generator.permutation(num_heads)], sizes(num_heads, groups))
 
 
 def expand_units(partition: Partition, units: Sequence[Sequence[int]]) -> Partition:
-    """A partition of units (stored KV heads) as the partition of the query heads that read them."""
+    """Return a partition of units (stored KV heads) as the partition of their query heads."""
     return canonical([h for unit in group for h in units[unit]] for group in partition)

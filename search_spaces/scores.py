@@ -2,8 +2,8 @@
 
 Legend: H query heads, S sequences of T tokens, d head dim, D model dim.
 
-A group's effect on the layer's output depends on its members alone, so it is computed once for each group met, from the
-query heads of that group only; the groups met last are remembered.
+A group's effect on the layer's output depends on its members alone, so it is computed once for each
+group met, from the query heads of that group only; the groups met last are remembered.
 """
 
 from __future__ import annotations
@@ -35,14 +35,20 @@ Norm = Callable[[Tensor], Tensor]
 
 @dataclass
 class LayerOutputScore:
-    """Minus the relative squared error of one layer's attention output on cached inputs, when heads are mean-pooled: 0
-    is the original layer, -1 an error as large as the output.
+    """Minus the relative squared error of one layer's attention output when heads are mean-pooled.
 
-    `heads` are lifted, `inputs` `[S, T, D]` float32, `rotary` the tables (cos, sin) `[T, r]`, `query_norm` and
-    `key_norm` act on `[..., d]` after the projection, `module` is the stock attention: it knows the scale of
-    the scores, a soft cap and a window. Partitions are over `units` (tuples of query heads); `sides` says
-    what is pooled: keys, values or both. The memory held is `inputs`, four times `[H, S, T, d]` and at most
+    0 is the original layer, -1 an error as large as the output. Partitions are over `units` (tuples
+    of query heads). The memory held is `inputs`, four times `[H, S, T, d]` and at most
     `cache_bytes` of remembered groups (never fewer than those of one partition).
+
+    Args:
+        heads: Lifted heads of the layer.
+        inputs: `[S, T, D]` float32.
+        rotary: The tables (cos, sin), `[T, r]`.
+        query_norm: Acts on `[..., d]` after the projection.
+        key_norm: Acts on `[..., d]` after the projection.
+        module: The stock attention, which knows the scale of the scores, a soft cap and a window.
+        sides: What is pooled: keys, values or both.
     """
 
     heads: LayerHeads
@@ -60,7 +66,8 @@ class LayerOutputScore:
     @torch.no_grad()
     def __post_init__(self) -> None:
         self._q = self._rotated(self._project(self.heads.q, self.heads.q_bias), self.query_norm)
-        # Keys are kept before norm and rotation: the mean of weights is the mean of these, not of what follows.
+        # Keys are kept before norm and rotation: the mean of weights is the mean of these, not of
+        # what follows.
         self._k = self._project(self.heads.k, self.heads.k_bias)
         self._v = self._project(self.heads.v, self.heads.v_bias)
         everything = list(range(self.heads.num_heads))
@@ -69,10 +76,16 @@ class LayerOutputScore:
 
     @classmethod
     def from_site(cls, site: Site, *, tokens: int = 2048, length: int = 512) -> LayerOutputScore:
-        """The score of a site on at most `tokens` calibration tokens, from the first `length` of each sequence.
+        """Return the score of a site on at most `tokens` calibration tokens.
 
-        Raises ValueError without stored inputs, without the model where rotary tables or norms are needed, and for
-        norms that are not one for all heads.
+        Args:
+            site: The site.
+            tokens: Most tokens.
+            length: The first so many tokens of each sequence are used.
+
+        Raises:
+            ValueError: Without stored inputs, without the model where rotary tables or norms are
+                needed, and for norms that are not one for all heads.
         """
         inputs = site.need_statistics("objective=layer").inputs
         if not inputs.numel():
@@ -84,11 +97,13 @@ class LayerOutputScore:
         geometry = site.geometry
         if site.model is None and (geometry.rotary.dims or geometry.qk_norm):
             raise ValueError(
-                "objective=layer needs the model for its rotary tables and norms; pass it in the context"
+                "objective=layer needs the model for its rotary tables and norms; pass it in the "
+                "context"
             )
         if site.heads.k_norm is not None:
             raise ValueError(
-                f"objective=layer has no form for {geometry.family}, whose norm of queries and keys has weights of "
+                f"objective=layer has no form for {geometry.family}, whose norm of queries and "
+                f"keys has weights of "
                 "each head's own; use another objective, such as least_squares or model"
             )
         rotary = norms = module = None
@@ -115,7 +130,10 @@ class LayerOutputScore:
 
     @torch.no_grad()
     def scores(self, partitions: Sequence[Partition]) -> list[float]:
-        """`score` of each; new groups are computed together, as many as may be remembered at a time."""
+        """`score` of each.
+
+        New groups are computed together, as many as may be remembered at a time.
+        """
         values = []
         for some in self._fitting(partitions):
             self._make_known(
@@ -130,7 +148,7 @@ class LayerOutputScore:
         return max(self.cache_bytes // (self.inputs.numel() * self.inputs.element_size()), 1)
 
     def _fitting(self, partitions: Sequence[Partition]) -> Iterator[list[Partition]]:
-        """Runs of partitions whose groups together are within the limit."""
+        """Yield the runs of partitions whose groups together are within the limit."""
         some: list[Partition] = []
         groups: set[tuple[int, ...]] = set()
         for partition in partitions:
@@ -153,7 +171,7 @@ class LayerOutputScore:
         )
 
     def _make_known(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Have the effects of all these groups, and forget the oldest of the others as far as they take their place."""
+        """Compute the effects of these groups, forgetting the oldest others to make room."""
         missing = []
         count = len(self._effects)
         for group in groups:
@@ -172,7 +190,7 @@ class LayerOutputScore:
                 self._effects.update(zip(batch, self._effects_of(batch), strict=True))
 
     def _effects_of(self, groups: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """What pooling each of these groups of one size adds to the layer's output, `[S, T, D]` each."""
+        """Return what pooling each of these groups of one size adds to the output, `[S, T, D]`."""
         members = [[h for unit in group for h in self.units[unit]] for group in groups]
         size = len(members[0])
         flat = [h for group_members in members for h in group_members]
@@ -190,7 +208,10 @@ class LayerOutputScore:
         ]
 
     def _mixed(self, members: list[int], k_gSTd: Tensor, v_gSTd: Tensor) -> Tensor:
-        """What the query heads `members` read from these (rotated) keys and values, `[g, S, T, d]`."""
+        """Return what the query heads `members` read from these keys and values, `[g, S, T, d]`.
+
+        The keys are rotated.
+        """
         q_gSTd = self._q[members]
         sinks = self.heads.sinks
         scaling = getattr(self.module, "scaling", None)
@@ -211,7 +232,10 @@ class LayerOutputScore:
         ).transpose(0, 1)
 
     def _output(self, members: list[int], mixed_gSTd: Tensor) -> Tensor:
-        """Their part in the layer's output, `[S, T, D]` (without the output bias, which no grouping changes)."""
+        """Return the part of `members` in the layer's output, `[S, T, D]`, without the output bias.
+
+        No grouping changes that bias.
+        """
         columns_DN = self.heads.o[members].float().permute(1, 0, 2).flatten(1)
         return mixed_gSTd.permute(1, 2, 0, 3).flatten(2) @ columns_DN.T
 
@@ -238,8 +262,9 @@ def _norms(module: Any) -> tuple[Norm, Norm]:
 class ModelScore:
     """Minus the loss of the whole model (AsymGQA takes accuracy), each partition measured once.
 
-    Silent: whether earlier layers are already grouped when a later one is searched. They are here: `plan_with` keeps
-    what was found, as the paper's order "from the first layer to the last" suggests.
+    Silent: whether earlier layers are already grouped when a later one is searched. They are here:
+    `plan_with` keeps what was found, as the paper's order "from the first layer to the last"
+    suggests.
     """
 
     plan_with: Callable[[Partition], AttentionPlan]
@@ -254,5 +279,8 @@ class ModelScore:
         return self._known[partition]
 
     def scores(self, partitions: Sequence[Partition]) -> list[float]:
-        """One whole model after the other: they have nothing in common that could be computed once."""
+        """One whole model after the other.
+
+        They have nothing in common that could be computed once.
+        """
         return [self.score(partition) for partition in partitions]

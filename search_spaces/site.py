@@ -1,4 +1,6 @@
-"""One thing to group: the keys, the values, or both, of one layer, with all that an objective may need to judge it.
+"""One thing to group.
+
+The keys, the values, or both, of one layer, with all that an objective may need to judge it.
 
 Legend: U units: stored KV heads, since query heads that share one are identical and stay together.
 """
@@ -25,10 +27,11 @@ SIDES = ("key", "value")
 class Site:
     """What an objective part is handed. `heads` are lifted; `units[u]`: the query heads of unit u.
 
-    `sides` are the projections that the partition applies to, `by` those that the pair similarity and the group cost
-    look at. Partitions are over units. `similarity` `[U, U]` if the recipe has one; `fusion_distance` `[U, U]` where
-    DHA's search phase was run. `plan_with(partition)` is the plan with this site grouped so and the sites before it as
-    already found; `measure(plan)` its loss in nats a token.
+    `sides` are the projections that the partition applies to, `by` those that the pair similarity
+    and the group cost look at. Partitions are over units. `similarity` `[U, U]` if the recipe has
+    one; `fusion_distance` `[U, U]` where DHA's search phase was run. `plan_with(partition)` is the
+    plan with this site grouped so and the sites before it as already found; `measure(plan)` its
+    loss in nats per token.
     """
 
     layer: int
@@ -45,7 +48,7 @@ class Site:
     measure: Callable[[AttentionPlan], float] | None = None
 
     def need_statistics(self, why: str) -> LayerStatistics:
-        """The statistics, or ValueError saying what to do."""
+        """Return the statistics, or ValueError saying what to do."""
         if self.statistics is None:
             raise ValueError(f"{why} needs calibration statistics; calibrate the model first")
         return self.statistics
@@ -59,7 +62,10 @@ class Site:
 def plan_of_sites(
     partitions: Mapping[tuple[int, str], Partition], geometry: HeadGeometry
 ) -> AttentionPlan:
-    """The plan of partitions of units by (layer, side); sites without one keep what the checkpoint has."""
+    """Return the plan of partitions of units by (layer, side).
+
+    Sites without one keep what the checkpoint has.
+    """
     units = groups_of(geometry.kv_map)
     single_units = tuple((unit,) for unit in range(len(units)))
     layers = []

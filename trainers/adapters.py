@@ -1,7 +1,11 @@
-"""LoRA: a low-rank change of each projection is trained, all else is frozen (Hu 2021; AsymGQA, Tables 1 and 3).
+"""LoRA.
 
-Legend: r rank; a projection `W [out, in]` becomes `W + (alpha / r) B A` with `A [r, in]` and `B [out, r]`, B = 0 at
-first, so that training starts at the given model. AsymGQA's paper is **silent** on r, alpha and which projections.
+A low-rank change of each projection is trained, all else is frozen (Hu 2021; AsymGQA, Tables 1 and
+3).
+
+Legend: r rank; a projection `W [out, in]` becomes `W + (alpha / r) B A` with `A [r, in]` and `B
+[out, r]`, B = 0 at first, so that training starts at the given model. AsymGQA's paper is **silent**
+on r, alpha and which projections.
 """
 
 from __future__ import annotations
@@ -28,11 +32,16 @@ UP = f".lora_B.{_NAME}."
 
 
 def adaptable(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The projections that take an adapter, by name: all of attention and MLP in every decoder layer.
+    """Return the projections that take an adapter, by name.
 
-    Left out are those that lend or borrow blocks: an adapter there would change some users of a weight while training
-    and all of them once it is merged. Raises ValueError if none is left, or for a projection of a kind whose adapter
-    could not be merged.
+    All of attention and MLP in every decoder layer.
+
+    Left out are those that lend or borrow blocks: an adapter there would change some users of a
+    weight while training and all of them once it is merged.
+
+    Raises:
+        ValueError: If none is left, or for a projection of a kind whose adapter could not be
+            merged.
     """
     attention = {id(module) for module in family_of(model.config).attention_modules(model)}
     layers = [
@@ -49,11 +58,13 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Module]:
             projections[name] = module
         elif isinstance(module, nn.Linear | Conv1D | SharedProjection | nn.MultiheadAttention):
             raise ValueError(
-                f"tuning lora: {name} is a {type(module).__name__}, whose adapter could not be merged; use tuning=full"
+                f"tuning lora: {name} is a {type(module).__name__}, whose adapter could not be "
+                f"merged; use tuning=full"
             )
     if not projections:
         raise ValueError(
-            "tuning lora: every projection of this model shares its weights with another layer, none is left to "
+            "tuning lora: every projection of this model shares its weights with another layer, "
+            "none is left to "
             "adapt; use tuning=full"
         )
     return projections
@@ -61,14 +72,20 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a model. `transposed`: by projection, whether its weight is kept as `[in, out]` (GPT-2)."""
+    """The adapters of a model.
+
+    Attributes:
+        transposed: By projection, whether its weight is kept as `[in, out]` (GPT-2).
+    """
 
     scaling: float
     transposed: Mapping[str, bool]
 
     def sources(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Names of the adapted model's state → for each of the plain model what it is made of: the tensor itself, and
-        of a projection that has an adapter the two matrices of it too."""
+        """Names of the adapted model's state → for each of the plain model what it is made of.
+
+        The tensor itself, and of a projection that has an adapter the two matrices of it too.
+        """
         plain = {
             name.replace(BASE, "."): (name,)
             for name in names
@@ -81,7 +98,10 @@ class Adapters:
         return plain | adapted
 
     def merged(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """The plain model's tensor `name`, made of its `sources`. Added in float32 at least, rounded once."""
+        """Return the plain model's tensor `name`, made of its `sources`.
+
+        Added in float32 at least, rounded once.
+        """
         if len(tensors) == 1:
             return tensors[0]
         weight, down, up = tensors
@@ -102,8 +122,11 @@ def add_adapters(
 ) -> Adapters:
     """Freeze a model and give its projections adapters, in place. What it computes stays the same.
 
-    Composition stays trained as it is: it is small, and where it was just added it has nothing to be a change of.
-    Raises ValueError as in `adaptable`, before anything is changed.
+    Composition stays trained as it is: it is small, and where it was just added it has nothing to
+    be a change of.
+
+    Raises:
+        ValueError: As in `adaptable`, before anything is changed.
     """
     from peft import LoraConfig, inject_adapter_in_model
 

@@ -1,4 +1,7 @@
-"""DeepSpeed's configuration: what Headfold decides, and `train.deepspeed` merged into it. DeepSpeed is not loaded."""
+"""DeepSpeed's configuration: what Headfold decides, and `train.deepspeed` merged into it.
+
+DeepSpeed is not loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ ADAM_BYTES = (
 )
 WRITTEN = {
     "zero_optimization": (
-        "sub_group_size", "round_robin_gradients", "parameter_alignment", "legacy_stage1", "offload_optimizer",
-        "offload_param", "zero_quantized_nontrainable_weights",
+        "sub_group_size", "round_robin_gradients", "parameter_alignment", "legacy_stage1",
+        "offload_optimizer", "offload_param", "zero_quantized_nontrainable_weights",
     ),
     "bf16": (),
     "optimizer": (),
@@ -25,10 +28,10 @@ WRITTEN = {
 
 
 def config_of(settings: TrainSettings) -> dict[str, Any]:
-    """The whole configuration that DeepSpeed is given.
+    """Return the whole configuration that DeepSpeed is given.
 
-    Adam is torch's, since DeepSpeed would compile its own; on a GPU it is DeepSpeed's own where the optimiser lies in
-    CPU memory or NVMe, or where `optimizer.params.torch_adam` is false.
+    Adam is torch's, since DeepSpeed would compile its own; on a GPU it is DeepSpeed's own where the
+    optimiser lies in CPU memory or NVMe, or where `optimizer.params.torch_adam` is false.
     """
     compiled = _offloads(settings) and settings.device == "auto" and torch.cuda.is_available()
     optimizer: dict[str, Any] = {
@@ -43,15 +46,19 @@ def config_of(settings: TrainSettings) -> dict[str, Any]:
         "zero_optimization": {"stage": settings.zero_stage},
         "bf16": {"enabled": settings.dtype == "bfloat16"},
         "optimizer": {"type": "AdamW", "params": optimizer},
-        "zero_force_ds_cpu_optimizer": False,  # else torch's Adam is refused where the optimiser lies in CPU memory
+        # Else torch's Adam is refused where the optimiser lies in CPU memory.
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
     return _merged(config, settings.deepspeed)
 
 
 def layout_of(settings: TrainSettings) -> dict[str, Any]:
-    """What the files of a training checkpoint depend on beside the number of workers, for which they can be changed
-    (`trainers.resharding`): only one of the same layout can be gone on with."""
+    """Return what the files of a training checkpoint depend on, but for the number of workers.
+
+    That can be changed (`trainers.resharding`): only a checkpoint of the same layout can be resumed
+    from.
+    """
     layout: dict[str, Any] = {"zero_stage": settings.zero_stage, "dtype": settings.dtype}
     lora = {"tuning": "lora", "lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha}
     layout |= (
@@ -61,7 +68,10 @@ def layout_of(settings: TrainSettings) -> dict[str, Any]:
 
 
 def _written_by(settings: TrainSettings) -> dict[str, Any]:
-    """What of `train.deepspeed` changes the files of a training checkpoint; empty where nothing does."""
+    """Return what of `train.deepspeed` changes the files of a training checkpoint.
+
+    Empty where nothing does.
+    """
     result: dict[str, Any] = {}
     for section, keys in WRITTEN.items():
         section_keys: Any = settings.deepspeed.get(section, {})
@@ -78,7 +88,7 @@ def _offloads(settings: TrainSettings) -> bool:
 
 
 def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with what is `overrides` in its place, section by section."""
+    """Return `base` with `overrides` in its place, section by section."""
     result = dict(base)
     for key, value in overrides.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)

@@ -1,7 +1,9 @@
-"""Keys of DeepSpeed's configuration that `train.deepspeed` may have. DeepSpeed itself is not loaded.
+"""Keys of DeepSpeed's configuration that `train.deepspeed` may have.
 
-A key that Headfold decides itself is refused with the setting to use instead: the loop, the schedule and what reports
-say depend on it.
+DeepSpeed itself is not loaded.
+
+A key that Headfold decides itself is refused with the setting to use instead: the loop, the
+schedule and what reports say depend on it.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ DECIDED = {
 
 KeyTree = Mapping[str, Any]
 OF_ADAM = {
-    "torch_adam": bool, "fused": bool, "foreach": bool, "amsgrad": bool, "bias_correction": bool, "eps": float,
-    "fp32_optimizer_states": bool,
+    "torch_adam": bool, "fused": bool, "foreach": bool, "amsgrad": bool, "bias_correction": bool,
+    "eps": float, "fp32_optimizer_states": bool,
 }  # fmt: skip
 _KEYS: KeyTree = {
     "zero_optimization": None,
@@ -53,14 +55,15 @@ _KEYS: KeyTree = {
 
 
 def check_keys(keys: Mapping[str, Any], known_keys: KeyTree | None = _KEYS, path: str = "") -> None:
-    """Raise ValueError for a key that Headfold decides, that there is not, or whose value is of another type."""
+    """Raise ValueError for a key that Headfold sets, that is unknown, or of another type."""
     for key, value in keys.items():
         name = f"{path}{key}"
         if name in DECIDED:
             raise ValueError(f"{name} is decided by Headfold; {DECIDED[name]}")
         if known_keys is not None and key not in known_keys:
             raise ValueError(
-                f"{name}: unknown key{near(key, known_keys)}; allowed here: {', '.join(sorted(known_keys))}"
+                f"{name}: unknown key{near(key, known_keys)}; allowed here: "
+                f"{', '.join(sorted(known_keys))}"
             )
         kind = known_keys[key] if known_keys is not None else Any
         if kind is None or isinstance(kind, Mapping):

@@ -29,10 +29,11 @@ _OWN = (SCALE, "weight_decay")  # what a group has of its own
 class TrainEngine:
     """DeepSpeed's engine behind five verbs. All workers must make every call together.
 
-    `total_steps` fixes the learning-rate schedule; step 0 lies at `schedule_offset` of it, for a training that is one
-    part of a longer one (below 0: the schedule begins later, with what `load` goes on from). Parameters in `groups`
-    have rates of their own on the same schedule. What `settings.tuning` leaves out is frozen here; with
-    LoRA the model is given its adapters. Without a process group, as in a notebook, a group of one is made.
+    `total_steps` fixes the learning-rate schedule; step 0 lies at `schedule_offset` of it, for a
+    training that is one part of a longer one (below 0: the schedule begins later, with what `load`
+    goes on from). Parameters in `groups` have rates of their own on the same schedule. What
+    `settings.tuning` leaves out is frozen here; with LoRA the model is given its adapters. Without
+    a process group, as in a notebook, a group of one is made.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class TrainEngine:
         zero.group_of_one()
         if dist.get_world_size() != settings.num_workers:
             raise ValueError(
-                f"settings say num_workers {settings.num_workers}, the group has {dist.get_world_size()}"
+                f"settings say num_workers {settings.num_workers}, the group has "
+                f"{dist.get_world_size()}"
             )
         self.settings = settings
         self.total_steps = total_steps
@@ -73,7 +75,10 @@ class TrainEngine:
 
     @property
     def model(self) -> nn.Module:
-        """The model, to evaluate in place. With ZeRO 3 all workers must run each forward pass together."""
+        """The model, to evaluate in place.
+
+        With ZeRO 3 all workers must run each forward pass together.
+        """
         return self._engine.module
 
     @property
@@ -99,10 +104,12 @@ class TrainEngine:
         return None if norm is None else float(norm)
 
     def step(self, batch: Tensor, loss_fn: LossFunction) -> float:
-        """One optimiser step on this worker's rows `[B / W, T]`; the loss before it, the mean over all B rows.
+        """One optimiser step on this worker's rows `[B / W, T]`.
 
-        Where W does not divide B some workers have a row more than others: each counts by its rows. When the loss is
-        not finite the weights are left as they were.
+        The loss before it, the mean over all B rows.
+
+        Where W does not divide B some workers have a row more than others: each counts by its rows.
+        When the loss is not finite the weights are left as they were.
         """
         rank = dist.get_rank()
         # A seed for each step and worker, so that dropout after a resume is what it would have been
@@ -133,9 +140,10 @@ class TrainEngine:
         return mean.item()
 
     def save(self, folder: str | Path, client_state: dict[str, Any] | None = None) -> None:
-        """Trained weights, optimiser state, position and `client_state` (plain values), each worker its own share.
+        """Save weights, optimiser state, position and `client_state`, each worker its own share.
 
-        What `settings.tuning` freezes is left out: `load` is for an engine of the same model.
+        `client_state` is plain values. What `settings.tuning` freezes is left out: `load` is for an
+        engine of the same model.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +163,9 @@ class TrainEngine:
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue where `save` was called, exactly on as many workers; returns its `client_state`.
 
-        Raises ValueError when the checkpoint was written with other settings of ZeRO, another dtype or other adapters.
+        Raises:
+            ValueError: When the checkpoint was written with other settings of ZeRO, another dtype
+                or other adapters.
         """
         file = Path(folder) / LAYOUT
         if not file.is_file():
@@ -165,7 +175,8 @@ class TrainEngine:
         workers = written.pop("num_workers")
         if written != layout:
             raise ValueError(
-                f"training checkpoint {folder} was written with {written}, these settings are {layout}; use the same, "
+                f"training checkpoint {folder} was written with {written}, these settings are "
+                f"{layout}; use the same, "
                 "or start from the finished weights instead (model_dir) with a fresh optimiser"
             )
         anew = self.settings.zero_stage > 0 and workers != dist.get_world_size()
@@ -182,7 +193,8 @@ class TrainEngine:
                 str(readable), tag=TAG, load_module_strict=whole
             )
         for group, options in zip(self._engine.optimizer.param_groups, group_options, strict=True):
-            group |= options  # as the settings say; with ZeRO 3 split anew all groups have the first one's [0.19]
+            # As the settings say; with ZeRO 3 split anew all groups have the first one's [0.19].
+            group |= options
         if anew:
             zero.count_apart(self._engine.basic_optimizer)
         if path is None:
@@ -193,11 +205,12 @@ class TrainEngine:
         return state["client"]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each weight and persistent buffer by name, whole and on the CPU, as it is asked for. All workers must go
-        through them together, and only rank 0 is given any.
+        """Each weight and persistent buffer by name, whole and on the CPU, as it is used.
 
-        With bfloat16 these are the weights that the model computes with, not the optimiser's float32 copies. Adapters
-        are merged: names and shapes are those of the model that was given.
+        All workers must go through them together, and only rank 0 is given any.
+
+        With bfloat16 these are the weights that the model computes with, not the optimiser's
+        float32 copies. Adapters are merged: names and shapes are those of the model that was given.
         """
         state = self._engine.module.state_dict(keep_vars=True)
         adapters = self._adapters
@@ -224,12 +237,16 @@ class TrainEngine:
 def _parameter_groups(
     model: nn.Module, settings: TrainSettings, groups: Sequence[ParameterGroup]
 ) -> list[dict[str, Any]]:
-    """The optimiser's groups: those given, after one of all other parameters that are trained."""
+    """Return the optimiser's groups.
+
+    Those given, after one of all other parameters that are trained.
+    """
     special = {id(p) for group in groups for p in group.parameters}
     trained = [p for p in model.parameters() if p.requires_grad]
     if missing := special - {id(p) for p in trained}:
         raise ValueError(
-            f"{len(missing)} parameters of the groups are not parameters of the model that are trained"
+            f"{len(missing)} parameters of the groups are not parameters of the model that are "
+            f"trained"
         )
     rest = [p for p in trained if id(p) not in special]
     result = [{"params": rest, "weight_decay": settings.weight_decay, SCALE: 1.0}] if rest else []

@@ -1,6 +1,6 @@
 """What a model is worth: held-out loss, distance to the original model, bytes in the cache, speed.
 
-Legend: N sequences, T tokens a sequence, V vocabulary.
+Legend: N sequences, T tokens per sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,14 +20,22 @@ from attention.modeling.growing_cache import cache_of, next_output
 from attention.modeling.predictions import Final, final, in_chunks, mean_cost
 from attention.modeling.running import AT_ONCE, batch_of, evaluating
 from trainers.losses import kl, prediction_losses
-from trainers.shortage import give_back, is_shortage
+from trainers.out_of_memory import free_memory, is_out_of_memory
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out `loss` and `kl` = KL(teacher ‖ model), mean nats a predicted token (`kl` None without a teacher);
-    `tokens`: how many predictions they are means of; `seconds`: wall-clock time; `notes`: of memory that it lacked;
-    `sequence_losses`: mean loss of each sequence, `[N]` float64, None where workers share the sequences."""
+    """Losses of a model on held-out text.
+
+    Attributes:
+        loss: Mean nats per predicted token.
+        kl: KL(teacher ‖ model), mean nats per predicted token; None without a teacher.
+        tokens: The number of predictions that these are means of.
+        seconds: Wall-clock time.
+        notes: On memory that it lacked.
+        sequence_losses: Mean loss of each sequence, `[N]` float64; None where workers share the
+            sequences.
+    """
 
     loss: float
     kl: float | None
@@ -42,7 +50,10 @@ class Evaluation:
         return {"notes": list(self.notes)} if self.notes else {}
 
     def compared(self, original: Evaluation) -> dict[str, Any]:
-        """Fields of a record that say what this model's loss is beside that of the original on the same sequences."""
+        """Return the fields of a record that compare this loss with that of the original.
+
+        Both are on the same sequences.
+        """
         return comparison(self.loss, original.loss, self.sequence_losses, original.sequence_losses)
 
 
@@ -54,10 +65,13 @@ def perplexity(loss: float) -> float:
 def comparison(
     loss: float, original_loss: float, losses: Tensor | None, original_losses: Tensor | None
 ) -> dict[str, Any]:
-    """Increase of a loss with its standard error, and both perplexities. `losses`: of each sequence, `[N]`.
+    """Increase of a loss with its standard error, and both perplexities.
 
-    The error is that of the mean difference over the sequences: both models read the same ones, so how hard a sequence
-    is for either does not count. None for a single sequence.
+    The error is that of the mean difference over the sequences: both models read the same ones, so
+    how hard a sequence is for either does not count. None for a single sequence.
+
+    Args:
+        losses: Of each sequence, `[N]`.
     """
     error = None
     if losses is not None and original_losses is not None and len(losses) > 1:
@@ -73,7 +87,7 @@ def comparison(
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second of reading a prompt (`prefill`) and of generating with the cache (`decode`), one sequence."""
+    """Tokens per second for one sequence, of reading a prompt and of generating with the cache."""
 
     prefill: float
     decode: float
@@ -89,18 +103,23 @@ def evaluate(
     world_size: int = 1,
     reduce: Callable[[Tensor], Any] | None = None,
 ) -> Evaluation:
-    """Score `sequences [N, T]`: T - 1 predictions each, summed in float64 and divided once at the end. `model` may be a
+    """Score `sequences [N, T]`.
+
+    T - 1 predictions each, summed in float64 and divided once at the end. `model` may be a
     `CachedTeacher`, which then knows these sequences.
 
-    Of each batch the teacher's hidden states are computed, then the model's, then the logits of both for a part of the
-    positions at a time (`attention.modeling.predictions`).
-    `batch_size`: sequences at once, at most (`attention.modeling.running.batch_of`).
+    Of each batch the teacher's hidden states are computed, then the model's, then the logits of
+    both for a part of the positions at a time (`attention.modeling.predictions`).
 
-    With several workers each scores the rows of its rank, in equally many forward passes (in which split weights are
-    gathered), and `reduce` must sum a tensor over them in place; every worker returns the same means.
+    With several workers each scores the rows of its rank, in equally many forward passes (in which
+    split weights are gathered), and `reduce` must sum a tensor over them in place; every worker
+    returns the same means.
 
-    Out of memory, it starts again with half the sequences at once, down to one, and `notes` says so; not with
-    `reduce`: a worker that is waited for cannot start again alone.
+    Out of memory, it starts again with half the sequences at once, down to one, and `notes` says
+    so; not with `reduce`: a worker that is waited for cannot start again alone.
+
+    Args:
+        batch_size: Sequences at once, at most (`attention.modeling.running.batch_of`).
     """
     if sequences.ndim != 2 or sequences.shape[0] < 1 or sequences.shape[1] < 2:
         raise ValueError(
@@ -116,9 +135,9 @@ def evaluate(
             )
             break
         except RuntimeError as error:
-            if reduce is not None or at_once == 1 or not is_shortage(error):
+            if reduce is not None or at_once == 1 or not is_out_of_memory(error):
                 raise
-        give_back()
+        free_memory()
         at_once //= 2
         notes = (f"out of memory with {batch_size} sequences at once: evaluated with {at_once}",)
     if reduce is not None:
@@ -136,8 +155,11 @@ TEACHER_BYTES = 256 * 2**20
 
 
 class CachedTeacher:
-    """A teacher that sees each batch once: the hidden states that enter its head, `[B, T, D]`, are kept, up to `most`
-    bytes, for the next model that is compared with it on the same sequences."""
+    """A teacher that sees each batch once.
+
+    The hidden states that enter its head, `[B, T, D]`, are kept, up to `most` bytes, for the next
+    model that is compared with it on the same sequences.
+    """
 
     def __init__(self, model: Any, most: int = TEACHER_BYTES) -> None:
         self.model = model
@@ -156,15 +178,18 @@ class CachedTeacher:
 
 
 def measure_cache(model: Any, tokens: int) -> int:
-    """Bytes that the cache really holds after a prefill of `tokens` tokens, batch 1 (see `cache_bytes`)."""
+    """Return the bytes of the cache (`cache_bytes`) after a prefill of `tokens` tokens, batch 1."""
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=next(model.parameters()).device)
     with evaluating(model):
         return cache_bytes(cache_of(model(ids, use_cache=True)))
 
 
 def decode_speed(model: Any, prompt: Tensor, new: int) -> Speed:
-    """Speed on `prompt [1, T]`, then `new` tokens one at a time, each the likeliest. The first token counts as
-    prefill; a run of both that is not timed comes first, so that start-up costs are not counted."""
+    """Speed on `prompt [1, T]`, then `new` tokens one at a time, each the likeliest.
+
+    The first token counts as prefill; a run of both that is not timed comes first, so that start-up
+    costs are not counted.
+    """
     if prompt.ndim != 2 or prompt.shape[0] != 1 or new < 1:
         raise ValueError(
             f"expected a prompt [1, T] and new >= 1, got shape {tuple(prompt.shape)} and {new}"
@@ -196,7 +221,7 @@ def _now(like: Tensor) -> float:
 def _totals(
     model: Any, teacher: Any, sequences: Tensor, share: Iterable[tuple[list[int], int]]
 ) -> tuple[Tensor, Tensor]:
-    """The sums of `_score` over batches of row numbers, and the mean loss of each row that counts."""
+    """Return the sums of `_score` over batches of rows, and the mean loss of each counted row."""
     module = model.model if isinstance(model, CachedTeacher) else model
     device = next(module.parameters()).device
     totals = torch.zeros(3, dtype=torch.float64, device=device)
@@ -212,7 +237,10 @@ def _totals(
 
 
 def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> tuple[Tensor, Tensor]:
-    """Sums over the first `counted` rows of the batch: loss, KL, predictions, `[3]` float64; mean loss of each row."""
+    """Return the sums over the first `counted` rows of the batch, and the mean loss of each row.
+
+    The sums are loss, KL and predictions, `[3]` float64.
+    """
     reference = None
     if teacher is not None:
         reference = teacher(batch) if isinstance(teacher, CachedTeacher) else final(teacher, batch)
@@ -230,8 +258,10 @@ def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> tuple[Tenso
 
 
 class PredictionCosts:
-    """A `Cost` of a batch: loss, KL (0 without a reference), and 1 for each prediction; `[3]` float64. It remembers the
-    loss of each prediction, in the order of the positions."""
+    """A `Cost` of a batch: loss, KL (0 without a reference), and 1 for each prediction.
+
+    `[3]` float64. It remembers the loss of each prediction, in the order of the positions.
+    """
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
@@ -244,14 +274,17 @@ class PredictionCosts:
         return torch.stack([loss, divergence, torch.ones_like(loss)])
 
     def of_rows(self, rows: int) -> Tensor:
-        """Mean loss of each of the `rows` sequences that have been seen, `[rows]` float64 on the CPU."""
+        """Return the mean loss of each of the `rows` sequences, `[rows]` float64 on the CPU."""
         return torch.cat(self._losses).view(rows, -1).mean(1)
 
 
 def _share(
     count: int, batch_size: int, rank: int, world_size: int
 ) -> Iterator[tuple[list[int], int]]:
-    """Batches of row numbers of one worker, and how many rows of each count; workers with fewer rows repeat row 0."""
+    """Batches of row numbers of one worker, and how many rows of each count.
+
+    Workers with fewer rows repeat row 0.
+    """
     indices = list(range(rank, count, world_size))
     longest = -(-count // world_size)
     real = len(indices)

@@ -1,12 +1,14 @@
 """How far apart DHA's mixes of heads come to lie under the language-model loss alone.
 
-The search phase (sec. 4.3 and App. B.2) groups heads by these distances. The paper begins every fusion process, of 2x,
-4x and 8x, with such steps and groups anew. **Decided here:** the final groups are those of the search phase, since the
-plan of a trial is known before it is trained; what is grouped anew at every stage is which of their heads fuse first.
-The model of these steps is thrown away, and fusing starts from the checkpoint again; whether it should is **silent** in
-the paper, as is the search phase's learning rate.
+The search phase (sec. 4.3 and App. B.2) groups heads by these distances. The paper begins every
+fusion process, of 2x, 4x and 8x, with such steps and groups anew. **Decided here:** the final
+groups are those of the search phase, since the plan of a trial is known before it is trained; what
+is grouped anew at every stage is which of their heads fuse first. The model of these steps is
+thrown away, and fusing starts from the checkpoint again; whether it should is **silent** in the
+paper, as is the search phase's learning rate.
 
-Legend: L layers, H query heads, S heads that a model stores in a layer, p of them in one final group.
+Legend: L layers, H query heads, S heads that a model stores in a layer, p of them in one final
+group.
 """
 
 from __future__ import annotations
@@ -53,12 +55,16 @@ def search_distances(
     rate: float = 1e-2,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """L_head of Eq. 7 between all heads of each layer with one group of all heads: "key" and "value" `[L, H, H]`,
-    symmetric, zero on the diagonal; the smaller, the easier to fuse.
+    """L_head of Eq. 7 between all heads of each layer with one group of all heads.
 
-    Trains all weights of a copy of `model`, lifted, with every head free to mix all heads of its layer. `sequences
-    [N, T]`: training text; `rate`: of the coefficients. With a process group all workers call together. Raises
-    ValueError for a model with one head a layer.
+    "key" and "value" `[L, H, H]`, symmetric, zero on the diagonal; the smaller, the easier to fuse.
+
+    Trains all weights of a copy of `model`, lifted, with every head free to mix all heads of its
+    layer. `sequences [N, T]`: training text; `rate`: of the coefficients. With a process group all
+    workers call together.
+
+    Raises:
+        ValueError: For a model with one head a layer.
     """
     settings = settings.model_copy(update={"tuning": "full"})
     plan = plan_of(model)
@@ -91,7 +97,10 @@ def _lagrangian(
 def _distances(
     relaxation: Lagrangian, settings: TrainSettings, steps: int, stream: Callable[[], BatchStream]
 ) -> dict[str, list[Tensor | None]]:
-    """Those of "key" and "value" in every layer after some steps. `stream` is called when there is a process group."""
+    """Those of "key" and "value" in every layer after some steps.
+
+    `stream` is called when there is a process group.
+    """
     with closing(
         TrainEngine(relaxation.model, settings, steps, relaxation.parameter_groups())
     ) as engine:
@@ -99,14 +108,17 @@ def _distances(
         return {name: relaxation.distances(side) for name, side in (("key", "k"), ("value", "v"))}
 
 
-# ---- which heads of a group are fused first -----------------------------------------------------------------------
+# ---- which heads of a group are fused first ---------------------------------------------------
 
 
 def next_stage(
     model: PreTrainedModel, spec: RelaxationSpec, settings: TrainSettings, stream: BatchStream
 ) -> AttentionPlan:
-    """The plan of a stage before the last: the stored heads of every final group in pairs of least distance, after
-    `spec.regroup_steps` steps of a copy of `model` on `stream`. With a process group all workers call together."""
+    """Return the plan of a stage before the last.
+
+    The stored heads of every final group in pairs of least distance, after `spec.regroup_steps`
+    steps of a copy of `model` on `stream`. With a process group all workers call together.
+    """
     goal = AttentionPlan.from_json(spec.plans[-1])
     if not is_coarser(plan_of(model), goal):
         model = lifted(model)
@@ -125,8 +137,11 @@ def paired_plan(
     keys: Sequence[Tensor | None],
     values: Sequence[Tensor | None],
 ) -> AttentionPlan:
-    """`now` with the stored heads of every group of `goal` in pairs. `keys`, `values`: a layer's distances `[S, S]`, of
-    which those within groups of `goal` are read; None where nothing is to be fused."""
+    """`now` with the stored heads of every group of `goal` in pairs.
+
+    `keys`, `values`: a layer's distances `[S, S]`, of which those within groups of `goal` are read;
+    None where nothing is to be fused.
+    """
     layers = []
     for index, (layer, final) in enumerate(zip(now.layers, goal.layers, strict=True)):
         sides: list[list[tuple[int, ...]]] = []
@@ -142,7 +157,7 @@ def paired_plan(
 
 
 def _within(distance: Tensor | None, group: Sequence[int]) -> HeadGroups:
-    """The stored heads of one final group in pairs."""
+    """Return the stored heads of one final group in pairs."""
     if distance is None or len(group) < 3:  # nothing to fuse, or nothing to choose
         return (tuple(group),)
     inside = distance[list(group)][:, list(group)].tolist()
@@ -152,7 +167,8 @@ def _within(distance: Tensor | None, group: Sequence[int]) -> HeadGroups:
 def pairs(distance: Sequence[Sequence[float]]) -> HeadGroups:
     """Heads 0 .. p-1 in pairs of small total distance, one head left alone where p is odd.
 
-    The closest first, then two pairs at a time exchange a member while that lowers the total: exact for four heads.
+    The closest first, then two pairs at a time exchange a member while that lowers the total: exact
+    for four heads.
     """
     count = len(distance)
     open_heads = set(range(count))

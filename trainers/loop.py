@@ -1,4 +1,4 @@
-"""The one training loop, of brief fine-tuning and of full pre-training, and what it needs of an engine."""
+"""The one training loop, of fine-tuning and of full training, and what it needs of an engine."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ class TrainingDiverged(RuntimeError):
 
 
 class Stepper(Protocol):
-    """What the loop needs of an engine: one optimiser step, returning the loss averaged over all workers."""
+    """What the loop needs of an engine.
+
+    One optimiser step, returning the loss averaged over all workers.
+    """
 
     def step(self, batch: Tensor, loss_fn: LossFunction) -> float: ...
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters with their own peak learning rate (None: the model's), which warms up and falls as all others do.
+    """Parameters with their own peak learning rate, which warms up and falls as all others do.
 
-    `shrink`: the share of a parameter that each step takes away at the peak, beside what Adam's step does and whatever
-    the learning rate (decoupled weight decay, Loshchilov 2019, of shrink / learning rate).
+    Attributes:
+        learning_rate: Peak; None: the model's.
+        shrink: The share of a parameter that each step takes away at the peak, beside what Adam's
+            step does and whatever the learning rate (decoupled weight decay, Loshchilov 2019, of
+            shrink / learning rate).
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -48,7 +54,7 @@ class ParameterGroup:
             raise ValueError(f"shrink of a parameter group must lie in [0, 1], got {self.shrink}")
 
     def options(self, learning_rate: float) -> tuple[float, float]:
-        """The group's learning rate over the model's, and the weight decay that AdamW is to be given."""
+        """Return the group's learning rate over the model's, and its weight decay for AdamW."""
         rate = learning_rate if self.learning_rate is None else self.learning_rate
         return rate / learning_rate, self.shrink / rate
 
@@ -66,18 +72,26 @@ def train(
     until: Callable[[], bool] | None = None,
     losses: list[float] | None = None,
 ) -> int:
-    """Steps `start_step + 1` to `steps`. `on_step(step, loss)` after each; `on_milestone(step, mean loss since the last
-    milestone)` after those in `milestones`. Steps count from the beginning of the whole training, so a resumed run
-    passes what is done as `start_step`, and as `losses`, which is kept up to date, those since the last milestone.
-    `until`, asked after each step, may end the training early. Returns the last step done. Raises TrainingDiverged at
-    the first loss that is not finite.
+    """Return the steps `start_step + 1` to `steps`.
+
+    `on_step(step, loss)` after each; `on_milestone(step, mean loss since the last milestone)` after
+    those in `milestones`. Steps count from the beginning of the whole training, so a resumed run
+    passes what is done as `start_step`, and as `losses`, which is kept up to date, those since the
+    last milestone. `until`, asked after each step, may end the training early.
+
+    Returns:
+        The last step done.
+
+    Raises:
+        TrainingDiverged: At the first loss that is not finite.
     """
     losses = [] if losses is None else losses
     for step in range(start_step + 1, steps + 1):
         loss = engine.step(stream.next(), loss_fn)
         if not math.isfinite(loss):
             raise TrainingDiverged(
-                f"training loss at step {step} of {steps} is {loss}; lower learning_rate or max_grad_norm, "
+                f"training loss at step {step} of {steps} is {loss}; lower learning_rate or "
+                f"max_grad_norm, "
                 "or lengthen warmup_fraction"
             )
         losses.append(loss)

@@ -1,4 +1,4 @@
-"""Losses, all in nats a token.
+"""Losses, all in nats per token.
 
 Legend: B sequences, T tokens, V vocabulary, k logits kept, n = k (k - 1) / 2 pairs of them.
 """
@@ -20,14 +20,22 @@ DISTILLATIONS = ("none", "kl", "kl_bild")
 
 
 def bild(student: Tensor, teacher: Tensor, k: int = 16) -> Tensor:
-    """Bi-directional logit-difference loss (Li 2024, named by Jin 2024, appendix on distillation), mean over tokens.
+    """Return the bi-directional logit-difference loss (Li 2024), mean over tokens.
 
-    Take the k largest logits of one side and the other side's logits at the same places; the differences of all
-    pairs i < j, `[..., n]` on each side, pass a softmax; KL(teacher ‖ student) of the two. Once with the teacher
-    choosing the places and once with the student; the sum of both. Logits `[..., V]`.
+    Jin 2024 only names it, in the appendix on distillation. Take the k largest logits of one side
+    and the other side's logits at the same indices; the differences of all pairs i < j, `[..., n]`
+    on each side, pass a softmax; KL(teacher ‖ student) of the two. Once with the teacher choosing
+    the indices and once with the student; the sum of both. Decided here: no temperature, and the
+    choice of indices is not differentiated.
 
-    Jin 2024 only names the loss. Decided here: no temperature, and the choice of places is not differentiated.
-    Raises ValueError for a k below 3: two logits have one difference, whose softmax is 1 on both sides.
+    Args:
+        student: `[..., V]` logits.
+        teacher: `[..., V]` logits.
+        k: Number of logits.
+
+    Raises:
+        ValueError: For a k below 3: two logits have one difference, whose softmax is 1 on both
+            sides.
     """
     if not 3 <= k <= student.shape[-1]:
         raise ValueError(f"k must lie between 3 and the vocabulary of {student.shape[-1]}, got {k}")
@@ -52,11 +60,12 @@ def _differences(logits: Tensor) -> Tensor:
 def objective(
     distillation: str = "none", weight: float = 0.5, teacher: Any = None
 ) -> Callable[[Any, Tensor], Tensor]:
-    """The training loss as the loop wants it, `f(model, batch [B, T]) -> scalar`.
+    """Return the training loss as the loop wants it, `f(model, batch [B, T]) -> scalar`.
 
-    "none": language modelling. "kl": `(1 - weight)` of it and `weight` of KL(teacher ‖ model) on the same predictions.
-    "kl_bild": KL + BiLD in the place of KL (Jin 2024, Eq. 30; its k is `bild`'s default, its weight 1). Of a teacher
-    only the hidden states are computed before the model runs (`attention.modeling.predictions`).
+    "none": language modelling. "kl": `(1 - weight)` of it and `weight` of KL(teacher ‖ model) on
+    the same predictions. "kl_bild": KL + BiLD in the place of KL (Jin 2024, Eq. 30; its k is
+    `bild`'s default, its weight 1). Of a teacher only the hidden states are computed before the
+    model runs (`attention.modeling.predictions`).
     """
     if distillation not in DISTILLATIONS:
         raise ValueError(f"distillation must be one of {DISTILLATIONS}, got {distillation!r}")

@@ -1,7 +1,7 @@
 """The relaxation stage of a training job: relax, train with the one loop, collapse, save.
 
-Runs inside the workers. All that it leaves lies beside the job's `out_dir`, each step of it written before the next
-begins, so that a killed worker goes on from the last training checkpoint.
+Runs inside the workers. All that it leaves lies beside the job's `out_dir`, each step of it written
+before the next begins, so that a killed worker goes on from the last training checkpoint.
 """
 
 from __future__ import annotations
@@ -36,11 +36,16 @@ HISTORY_POINTS = 40  # entries of the history of a stage, about; its last step i
 
 @dataclass(frozen=True)
 class Relaxed:
-    """What a relaxation stage came to: `model_dir` the collapsed checkpoint, `loss` its held-out loss before any
-    recovery, `steps` and `tokens` over all stages, `position` that of the data stream, `seconds` of work, `history`
-    what was followed while relaxing: the relaxation's own metrics and the loss at some steps, counted over all stages.
-    `remaining`: share of its way that was left at the end (`Relaxation.remaining`), of the stage that has most; None
-    for one that a former version has run.
+    """What a relaxation stage came to.
+
+    `model_dir` the collapsed checkpoint, `loss` its held-out loss before any recovery, `steps` and
+    `tokens` over all stages, `position` that of the data stream, `seconds` of work, `history` what
+    was followed while relaxing: the relaxation's own metrics and the loss at some steps, counted
+    over all stages.
+
+    Attributes:
+        remaining: Share of its way that was left at the end (`Relaxation.remaining`), of the stage
+            that has most; None for one that a former version has run.
     """
 
     model_dir: str
@@ -108,7 +113,8 @@ class _Stage(WorkerShare):
         self.plan = self._regrouped()
         relaxation = self._install()
         groups = relaxation.parameter_groups()
-        # One schedule over all stages and the recovery; what an earlier stage did not use of it stays unused.
+        # One schedule over all stages and the recovery; what an earlier stage did not use of it
+        # stays unused.
         offset = self.index * self.spec.steps
         total = self.job.schedule_steps
         if self.spec.own_schedule:
@@ -170,7 +176,10 @@ class _Stage(WorkerShare):
         dist.barrier()
 
     def _regrouped(self) -> AttentionPlan | None:
-        """The plan of a stage that is grouped anew, found once and kept beside the stage; None: the spec's."""
+        """Return the plan of a stage that is grouped anew, found once and kept beside the stage.
+
+        None: the spec's.
+        """
         if not self.spec.regroup_steps or self.index == len(self.spec.plans) - 1:
             return None
         file = self.folder / "plan.json"

@@ -1,8 +1,11 @@
-"""A training checkpoint of ZeRO 1 to 3 for another number of workers: DeepSpeed's universal form, a file a parameter.
+"""A training checkpoint of ZeRO 1 to 3 for another number of workers.
 
-Checkpoints are written as they always are, each worker its own share. Only where the number of workers has changed is
-one made into the other form, beside it, and removed once all have read it. Its maker holds one worker's old share at a
-time; on the disk the other form takes as much as the checkpoint.
+DeepSpeed's universal form, a file per parameter.
+
+Checkpoints are written as they always are, each worker its own share. Only where the number of
+workers has changed is one made into the other form, beside it, and removed once all have read it.
+Its maker holds one worker's old share at a time; on the disk the other form takes as much as the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -27,11 +30,16 @@ _POLL_SECONDS = 0.5
 def for_any_number(
     folder: str | Path, tag: str, make: Callable[[Path, Path], None]
 ) -> Iterator[Path]:
-    """While the body runs: the checkpoint `tag` in `folder`, as a folder that any number of workers can load it from.
+    """While the body runs.
+
+    The checkpoint `tag` in `folder`, as a folder that any number of workers can load it from.
     `make(source, target)` writes the other form.
 
-    All workers must enter and leave it together. Rank 0 makes it, and the first worker of each node that does not see
-    what rank 0 has made. Raises OSError on all workers if one of them could not.
+    All workers must enter and leave it together. Rank 0 makes it, and the first worker of each node
+    that does not see what rank 0 has made.
+
+    Raises:
+        OSError: On all workers if one of them could not.
     """
     folder = Path(folder)
     host = socket.gethostname()
@@ -62,7 +70,7 @@ def for_any_number(
 
 
 def _outcomes(writing: Future[None] | None) -> list[str | None]:
-    """What went wrong, by rank, once all have finished; None where nothing did."""
+    """Return what went wrong, by rank, once all have finished; None where nothing did."""
     while True:
         with contextlib.suppress(TimeoutError):
             if writing is not None:

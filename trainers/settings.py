@@ -1,4 +1,7 @@
-"""How a model is trained: one set of settings for brief fine-tuning and for full continued pre-training."""
+"""How a model is trained.
+
+One set of settings for brief fine-tuning and for full continued pre-training.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,17 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator below t
 
 
 Strategy = Literal["auto", "PACK", "STRICT_PACK", "SPREAD"]
-"""How workers lie on nodes, in Ray's words; AUTO: whoever starts them decides by the nodes that there are."""
+"""How workers lie on nodes, in Ray's words; AUTO: whoever starts them decides by the nodes that
+there are."""
 AUTO_STRATEGY: Strategy = "auto"
 
 
 class Shape(NamedTuple):
-    """Workers of a training: how many, CPUs and GPUs of each, which accelerators (Ray's name; None: any), how they lie
-    on nodes, what they compute on ("cuda" or "cpu"), and how few of them are enough (None: no fewer)."""
+    """Workers of a training.
+
+    How many, CPUs and GPUs of each, which accelerators (Ray's name; None: any), how they lie on
+    nodes, what they compute on ("cuda" or "cpu"), and how few of them are enough (None: no fewer).
+    """
 
     workers: int
     cpus: float
@@ -51,8 +58,11 @@ class Shape(NamedTuple):
 
 
 class StrictModel(BaseModel):
-    """A section of a configuration: unknown keys are refused, and so is what no field can be meant to hold. The
-    docstring below a field is its description."""
+    """A section of a configuration.
+
+    Unknown keys are refused, and so is what no field can be meant to hold. The docstring below a
+    field is its description.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -88,7 +98,10 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class TrainSettings(StrictModel):
-    """The optimiser, its schedule, the batch, and the machinery. An impossible combination cannot be constructed."""
+    """The optimiser, its schedule, the batch, and the machinery.
+
+    An impossible combination cannot be constructed.
+    """
 
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     """Peak of the schedule: a linear warm-up, then a cosine."""
@@ -109,31 +122,35 @@ class TrainSettings(StrictModel):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Norm that gradients are cut to."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What DeepSpeed splits over workers: 0 nothing, 1 optimiser state, 2 and gradients, 3 and weights."""
+    """What DeepSpeed splits over workers: 0 nothing, 1 optimiser state, 2 and gradients, 3 and
+    weights."""
     dtype: Annotated[
         Literal["float32", "bfloat16"],
         BeforeValidator(
             full_name, json_schema_input_type=Literal["float32", "bfloat16", "fp32", "bf16"]
         ),
     ] = "float32"
-    """What training computes in; what a promotion ships has the checkpoint's own. bfloat16 needs zero_stage 1 to 3."""
+    """What training computes in; what a promotion ships has the checkpoint's own. bfloat16 needs
+    zero_stage 1 to 3."""
     distillation: Literal["none", "kl", "kl_bild"] = "none"
     """kl mixes KL(original model ‖ model) into the loss, kl_bild KL + BiLD (Jin 2024)."""
     distillation_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Weight of the distillation in the loss; the language-modelling loss keeps the rest."""
     tuning: Literal["full", "lora", "kv"] = "full"
-    """full trains all weights; lora adapters beside frozen weights, and the trained checkpoint has them merged; kv the
-    projections of keys and values alone. A relaxation always trains all weights."""
+    """full trains all weights; lora adapters beside frozen weights, and the trained checkpoint has
+    them merged; kv the projections of keys and values alone. A relaxation always trains all
+    weights."""
     lora_rank: Annotated[int, Field(ge=1)] = 8
     """Rank of the adapters."""
     lora_alpha: Annotated[float, Field(gt=0)] = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     activation_checkpointing: bool = False
-    """The inner values of a decoder layer are computed anew on the way back and not kept, which takes more time and far
-    less memory."""
+    """The inner values of a decoder layer are computed anew on the way back and not kept, which
+    takes more time and far less memory."""
     deepspeed: Annotated[dict[str, JsonValue], AfterValidator(_known)] = {}
-    """Keys of DeepSpeed's own configuration that are merged into Headfold's last, e.g. `{zero_optimization:
-    {overlap_comm: false}}`; what a setting here says already is refused there."""
+    """Keys of DeepSpeed's own configuration that are merged into Headfold's last, e.g.
+    `{zero_optimization: {overlap_comm: false}}`; what a setting here says already is refused
+    there."""
     num_workers: Annotated[
         int,
         Field(
@@ -144,16 +161,19 @@ class TrainSettings(StrictModel):
             },
         ),
     ] = 1
-    """Workers of one training. `[2, 8]`: as many as there is room for, 2 at least; for a promotion alone."""
+    """Workers of one training. `[2, 8]`: as many as there is room for, 2 at least; for a promotion
+    alone."""
     min_workers: Annotated[int | None, Field(ge=1)] = None
-    """The fewest workers: how a range in `num_workers` is kept (`[2, 8]`: min_workers 2, num_workers 8)."""
+    """The fewest workers: how a range in `num_workers` is kept (`[2, 8]`: min_workers 2,
+    num_workers 8)."""
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
     """CPUs of each worker."""
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
     """GPUs of each worker: a whole number, or a part of one for a single worker."""
     device: Literal["auto", "cpu"] = "auto"
-    """What is computed on. auto: the GPUs that a process asked for, if it did. cpu: never a GPU, also where GPUs are
-    asked for, so that a search of a GPU cluster can be rehearsed where Ray only counts them."""
+    """What is computed on. auto: the GPUs that a process asked for, if it did. cpu: never a GPU,
+    also where GPUs are asked for, so that a search of a GPU cluster can be rehearsed where Ray
+    only counts them."""
     seed: Seed = 0
     """Of adapters before training and of dropout; those of plans and texts are in `search`."""
 
@@ -166,7 +186,8 @@ class TrainSettings(StrictModel):
             return value
         if len(counts) != 2:
             raise ValueError(
-                f"num_workers must be a number, or the fewest and the most of them, got {list(counts)}"
+                f"num_workers must be a number, or the fewest and the most of them, got "
+                f"{list(counts)}"
             )
         return {**value, "min_workers": counts[0], "num_workers": counts[1]}
 
@@ -174,25 +195,30 @@ class TrainSettings(StrictModel):
     def _possible(self) -> TrainSettings:
         if self.dtype == "bfloat16" and self.zero_stage == 0:
             raise ValueError(
-                "dtype bfloat16 needs zero_stage 1, 2 or 3, got 0: DeepSpeed's plain bfloat16 optimiser takes wrong "
+                "dtype bfloat16 needs zero_stage 1, 2 or 3, got 0: DeepSpeed's plain bfloat16 "
+                "optimiser takes wrong "
                 "first steps; set zero_stage=1 or dtype=float32"
             )
         if self.gpus_per_worker % 1 and (self.num_workers > 1 or self.gpus_per_worker > 1):
             raise ValueError(
-                "gpus_per_worker must be a whole number, or a part of a GPU for one worker alone, got "
-                f"{self.gpus_per_worker:g} for each of {self.num_workers}: NCCL takes no two workers on one GPU; set "
+                "gpus_per_worker must be a whole number, or a part of a GPU for one worker alone, "
+                "got "
+                f"{self.gpus_per_worker:g} for each of {self.num_workers}: NCCL takes no two "
+                f"workers on one GPU; set "
                 "gpus_per_worker=1 or num_workers=1"
             )
         size = self.device_batch_size
         if self.min_workers is not None:
             if not self.min_workers <= self.num_workers <= self.batch_size:
                 raise ValueError(
-                    "num_workers: the fewest must not be more than the most, nor the most more than batch_size "
+                    "num_workers: the fewest must not be more than the most, nor the most more "
+                    "than batch_size "
                     f"{self.batch_size}, got [{self.min_workers}, {self.num_workers}]"
                 )
         elif self.batch_size % (self.num_workers * size):
             raise ValueError(
-                f"batch_size must be a multiple of num_workers x micro_batch_size = {self.num_workers} x {size} = "
+                f"batch_size must be a multiple of num_workers x micro_batch_size = "
+                f"{self.num_workers} x {size} = "
                 f"{self.num_workers * size}, got {self.batch_size}"
             )
         return self
@@ -217,7 +243,7 @@ class TrainSettings(StrictModel):
         return math.ceil(self.batch_size / self.num_workers)
 
     def on(self, workers: int) -> TrainSettings:
-        """The same training on so many workers."""
+        """Return the same training on so many workers."""
         return self.model_copy(update={"num_workers": workers, "min_workers": None})
 
     @property
@@ -233,14 +259,16 @@ class TrainSettings(StrictModel):
         )
 
     def device_with(self, gpus: float) -> str:
-        """What a process that asked for so many GPUs computes on."""
+        """Return what a process that asked for so many GPUs computes on."""
         return "cuda" if gpus and self.device == "auto" else "cpu"
 
     def rate(self, step: int, total_steps: int) -> float:
-        """Learning rate of the step after `step` finished ones: linear warm-up, then a cosine to the final fraction.
+        """Learning rate of the step after `step` finished ones.
 
-        A pure function of the position, so that resuming needs no scheduler state and a longer run is the same
-        schedule over more steps.
+        Linear warm-up, then a cosine to the final fraction.
+
+        A pure function of the position, so that resuming needs no scheduler state and a longer run
+        is the same schedule over more steps.
         """
         warmup = math.ceil(self.warmup_fraction * total_steps)
         if step < warmup:

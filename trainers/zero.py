@@ -1,7 +1,10 @@
-"""DeepSpeed's ZeRO 3 around a model: built and read without any worker holding it whole, gathered a tensor at a time.
+"""DeepSpeed's ZeRO 3 around a model.
 
-DeepSpeed compiles C++ operators at first use by default; the one that communication would want has a torch twin, which
-is taken instead, so that no compiler is needed and no killed compile can leave a lock behind.
+Built and read without any worker holding it whole, gathered a tensor at a time.
+
+DeepSpeed compiles C++ operators at first use by default; the one that communication would want has
+a torch twin, which is taken instead, so that no compiler is needed and no killed compile can leave
+a lock behind.
 """
 
 from __future__ import annotations
@@ -50,7 +53,10 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def check_deepspeed(settings: TrainSettings) -> None:
-    """Raise ValueError for what DeepSpeed itself refuses of `train.deepspeed`: unknown keys and values of sections."""
+    """Raise ValueError for what DeepSpeed itself refuses of `train.deepspeed`.
+
+    Unknown keys and values of sections.
+    """
     try:
         DeepSpeedConfig(config_of(settings))
     except ValidationError as error:
@@ -66,7 +72,7 @@ def check_deepspeed(settings: TrainSettings) -> None:
 
 
 def group_of_one() -> None:
-    """A process group of this process alone, unless there is one."""
+    """Make a process group of this process alone, unless there is one."""
     if not dist.is_initialized():
         accelerator: Any = get_accelerator()
         backend = "nccl" if accelerator.device_name() == "cuda" else "gloo"
@@ -78,12 +84,18 @@ def group_of_one() -> None:
 def initialize(
     model: nn.Module, config: dict[str, Any], groups: list[dict[str, Any]] | None = None
 ) -> Any:
-    """DeepSpeed's engine of a model; of one that is not trained without groups of parameters, and with ZeRO 3 alone."""
+    """Return DeepSpeed's engine of a model.
+
+    A model that is not trained has no groups of parameters; that takes ZeRO 3.
+    """
     return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]  # pyright: ignore[reportArgumentType]
 
 
 def load_trainable(folder: str | Path, settings: TrainSettings) -> PreTrainedModel:
-    """A checkpoint as an engine with these settings takes it: with ZeRO 3 split over the workers, who call together."""
+    """Load a checkpoint as an engine with these settings takes it.
+
+    With ZeRO 3 it is split over the workers, who call together.
+    """
     if settings.zero_stage < 3:
         return checkpoint.load(folder, DTYPES[settings.dtype])
     group_of_one()
@@ -97,7 +109,10 @@ def load_trainable(folder: str | Path, settings: TrainSettings) -> PreTrainedMod
 def _fill(
     model: PreTrainedModel, weights: LazyWeights, config: Mapping[str, Any], device: str
 ) -> None:
-    """Read a model's parameters, those of one module at a time: rank 0 does, and each worker keeps its part."""
+    """Read a model's parameters, those of one module at a time.
+
+    Rank 0 does, and each worker keeps its part.
+    """
     # A tied one once, and alive, so that no identity is given away.
     outlines = dict(model.named_parameters())
     names = {id(outline): name for name, outline in outlines.items()}
@@ -119,14 +134,20 @@ def _fill(
 
 @contextmanager
 def gathered_parameters(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """While the body runs, parameters that ZeRO 3 has split are whole. All workers must do it together."""
+    """While the body runs, parameters that ZeRO 3 has split are whole.
+
+    All workers must do it together.
+    """
     split = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     with deepspeed.zero.GatheredParameters(split) if split else nullcontext():
         yield
 
 
 def write_universal(source: Path, target: Path) -> None:
-    """Write a training checkpoint of ZeRO 1 to 3 in DeepSpeed's universal form, a file a parameter."""
+    """Write a training checkpoint of ZeRO 1 to 3 in DeepSpeed's universal form.
+
+    It has a file per parameter.
+    """
     from deepspeed.checkpoint import ds_to_universal
 
     shutil.rmtree(target.parent, ignore_errors=True)
@@ -142,15 +163,20 @@ def write_universal(source: Path, target: Path) -> None:
 
 
 def count_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Give each part of the weights its own count of steps: of ZeRO 3 in the universal form they share one, which each
-    of them then counts up [0.19]."""
+    """Give each part of the weights its own count of steps.
+
+    Of ZeRO 3 in the universal form they share one, which each of them then counts up [0.19].
+    """
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].clone()
 
 
 class SplitModel:
-    """A model of which every worker holds its part and that is not trained: a teacher with ZeRO 3."""
+    """A model of which every worker holds its part and that is not trained.
+
+    A teacher with ZeRO 3.
+    """
 
     def __init__(self, folder: str | Path, settings: TrainSettings) -> None:
         model = load_trainable(folder, settings).requires_grad_(False)
@@ -164,12 +190,16 @@ class SplitModel:
         return self._engine.module
 
     def close(self) -> None:
+        """Release the engine."""
         close(self._engine)
         self._engine = None
 
 
 def close(engine: Any) -> None:
-    """Give the memory back: DeepSpeed's engine sits in reference cycles, and with ZeRO 3 elsewhere too."""
+    """Give the memory back.
+
+    DeepSpeed's engine sits in reference cycles, and with ZeRO 3 elsewhere too.
+    """
     _forget(engine.module)
     engine.destroy()
     gc.collect()
@@ -178,7 +208,10 @@ def close(engine: Any) -> None:
 
 
 def _forget(model: nn.Module) -> None:
-    """Let go of a model that ZeRO 3 had: a list of modules, and the memory of a method, keep every one [0.19]."""
+    """Let go of a model that ZeRO 3 had.
+
+    A list of modules, and the memory of a method, keep every one [0.19].
+    """
     modules = set(model.modules())
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [module for module in stack if module not in modules]

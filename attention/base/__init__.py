@@ -1,1 +1,4 @@
-"""What every package uses and nothing of which is about attention: progress, messages, times, memory of the process."""
+"""What every package uses and nothing of which is about attention.
+
+Progress, messages, times, memory of the process.
+"""

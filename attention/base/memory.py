@@ -1,8 +1,10 @@
-"""Memory of this process: what it holds, and collecting what only refers to itself, often and cheaply.
+"""Memory of this process.
 
-A full collection looks at every object of the process. After the imports of torch, transformers and DeepSpeed those are
-more than a million, none of them garbage (models under hooks and DeepSpeed's engines are), and a look at all takes some
-0.4 s: more than a step of a small model.
+What it holds, and collecting what only refers to itself, often and cheaply.
+
+A full collection looks at every object of the process. After the imports of torch, transformers and
+DeepSpeed those are more than a million, none of them garbage (models under hooks and DeepSpeed's
+engines are), and a look at all takes some 0.4 s: more than a step of a small model.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from pathlib import Path
 
 _USUAL = gc.get_threshold()
 SELDOM = 50_000
-"""New objects between two collections while libraries are imported: with Python's 700 these collections take a tenth of
-the time of all imports."""
+"""New objects between two collections while libraries are imported: with Python's 700 these
+collections take a tenth of the time of all imports."""
 
 _settled = False
 
 
 def collect_seldom() -> None:
-    """Raise the threshold of garbage collection while libraries are imported, until `freeze_garbage`."""
+    """Raise the threshold of garbage collection during imports, until `freeze_garbage`."""
     gc.set_threshold(SELDOM, *_USUAL[1:])
 
 

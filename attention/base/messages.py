@@ -1,4 +1,7 @@
-"""What every package says of a mistake: names that were nearly right, and what a library below had to say, whole."""
+"""Messages about mistakes that every package uses.
+
+Names that were nearly right, and what a library below had to say, whole.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ _LONGEST = 800
 
 
 def near(word: Any, allowed: Iterable[Any]) -> str:
-    """Return ` (did you mean gqa?)` if `word` is a likely misspelling of an allowed name, else ""."""
+    """Return ` (did you mean gqa?)` if `word` is nearly an allowed name, else nothing."""
     names = {str(name).lower(): str(name) for name in allowed}
     close = get_close_matches(word.lower(), names, n=1) if isinstance(word, str) else []
     return f" (did you mean {names[close[0]]}?)" if close else ""
@@ -41,7 +44,10 @@ def reason(error: BaseException, hide: Callable[[str], str] = str) -> str:
 
 
 def cut(text: str) -> str:
-    """Return `text` without its middle if it is long: what went wrong stands at the start or the end."""
+    """Return `text` without its middle if it is long.
+
+    What went wrong stands at the start or the end.
+    """
     return (
         text
         if len(text) <= _LONGEST

@@ -1,9 +1,12 @@
-"""One style of progress for all that takes long: the stage, what is done of all, and the time left, on stderr.
+"""One style of progress for all that takes long.
 
-Code that works long opens a `stage`. Nothing is shown unless somebody asks for it with `show_progress`, as the command line
-does for a whole verb; a stage within one that counts is not shown, the outer one says enough. On a terminal a stage
-that counts has a bar, which goes away when it is done. Elsewhere, as in a log, a thread writes a line every few
-seconds, so that nothing looks hung, however long a step takes or libraries load.
+The stage, what is done of all, and the time left, on stderr.
+
+Code that works long opens a `stage`. Nothing is shown outside of `show_progress`, as the command
+line does for a whole verb; a stage within one that counts is not shown, the outer one says enough.
+On a terminal a stage that counts has a bar, which goes away when it is done. Elsewhere, as in a
+log, a thread writes a line every few seconds, so that nothing looks hung, however long a step takes
+or libraries load.
 """
 
 from __future__ import annotations
@@ -111,7 +114,11 @@ def _print(line: str) -> None:
 
 
 class _Screen:
-    """Where the stages of a verb are shown: the newest that is open. `say`: takes its line every so many seconds."""
+    """Where the stages of a verb are shown: the newest that is open.
+
+    Args:
+        say: Takes its line every so many seconds.
+    """
 
     def __init__(self, label: str, say: Callable[[str], None], every: float) -> None:
         self._told = time.monotonic()
@@ -122,7 +129,7 @@ class _Screen:
         self.bar: Progress | None = None
 
     def show(self, stage: ProgressStage) -> None:
-        """That a stage has come further, or is still at work."""
+        """Update the bar, or write a line if it is time for one."""
         with self._lock:
             if self.bar is not None:
                 for task in self.bar.task_ids:

@@ -13,6 +13,7 @@ class Phases(dict[str, float]):
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Add the seconds of the body to the phase `name`."""
         started = time.perf_counter()
         try:
             yield

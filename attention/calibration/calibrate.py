@@ -92,11 +92,13 @@ def collect(
     """
     if plan_of(model).composition is not None:
         raise ValueError(
-            "a composed model (dcmha) cannot be calibrated: its attention weights are mixed across heads; "
+            "a composed model (dcmha) cannot be calibrated: its attention weights are mixed across "
+            "heads; "
             "calibrate the checkpoint that it was converted from"
         )
     geometry = geometry_of(model.config)
-    # The decoder alone: logits over the vocabulary are not needed and would be the largest tensor of all.
+    # The decoder alone: logits over the vocabulary are not needed and would be the largest tensor
+    # of all.
     run = run or (
         lambda batch: model.get_decoder()(input_ids=batch.to(model.device), use_cache=False)
     )
@@ -214,19 +216,22 @@ def check_sequences(sequences: Tensor, geometry: HeadGeometry, sample_tokens: in
         or sequences.numel() == 0
     ):
         raise ValueError(
-            f"sequences must be a non-empty [N, T] tensor of token ids, got shape {tuple(sequences.shape)} of "
+            f"sequences must be a non-empty [N, T] tensor of token ids, got shape "
+            f"{tuple(sequences.shape)} of "
             f"{sequences.dtype}"
         )
     length = sequences.shape[1]
     if length > geometry.max_positions:
         raise ValueError(
-            f"sequences of {length} tokens are longer than the model's {geometry.max_positions}; pack shorter ones"
+            f"sequences of {length} tokens are longer than the model's {geometry.max_positions}; "
+            f"pack shorter ones"
         )
     low = int(sequences.min())
     high = int(sequences.max())
     if low < 0 or high >= geometry.vocab_size:
         raise ValueError(
-            f"token ids must lie in [0, {geometry.vocab_size - 1}], got {low} to {high}; use the model's own tokenizer"
+            f"token ids must lie in [0, {geometry.vocab_size - 1}], got {low} to {high}; use the "
+            f"model's own tokenizer"
         )
     if sample_tokens < 0 or 0 < sample_tokens < length:
         raise ValueError(

@@ -1,9 +1,12 @@
-"""What a calibration knows about each layer: second moments of activations, and a sample of whole sequences.
+"""What a calibration knows about each layer.
 
-Legend: L layers, H query heads, d head dim, D model dim, S sampled sequences of T tokens; x the input of the attention
-projections (after the norm); a tilde marks one appended constant, x~ = [x; 1], so that biases are one more column.
-Every moment is a mean over tokens. Projections are linear, so the Gram matrix of any heads follows from a moment of x~
-without another pass over the tokens. Results lie on the device of the heads.
+Second moments of activations, and a sample of whole sequences.
+
+Legend: L layers, H query heads, d head dim, D model dim, S sampled sequences of T tokens; x the
+input of the attention projections (after the norm); a tilde marks one appended constant, x~ = [x;
+1], so that biases are one more column. Every moment is a mean over tokens. Projections are linear,
+so the Gram matrix of any heads follows from a moment of x~ without another pass over the tokens.
+Results lie on the device of the heads.
 """
 
 from __future__ import annotations
@@ -17,14 +20,16 @@ from torch import Tensor
 
 from attention.heads import LayerHeads
 
-SINK = 1e-3  # of the mean square of a head's summed weights: what a sink takes must be more than rounding
+# Of the mean square of a head's summed weights: what a sink takes must be more than rounding.
+SINK = 1e-3
 BAND = 512  # rows of a moment that are unpacked, multiplied or summed at once
 STATISTICS = ("input_moment", "mixed_moments", "query_moment", "inputs")
 
 
 def augmented(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Append the bias to the rows of a projection, in float64: `[G, d, D]`, `[G, d]` or None -> `[G,
-    d, D+1]`.
+    """Append the bias to the rows of a projection, in float64.
+
+    `[G, d, D]`, `[G, d]` or None -> `[G, d, D+1]`.
     """
     column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
     return torch.cat([weight, column[..., None]], dim=-1).double()
@@ -37,8 +42,9 @@ def _gram(rows_Hde: Tensor, moment_ee: Tensor) -> Tensor:
 
 
 def packed(square: Tensor) -> Tensor:
-    """Return the lower triangles of symmetric matrices, row by row: `[M, e, e]` -> `[M, e (e + 1) /
-    2]`.
+    """Return the lower triangles of symmetric matrices, row by row.
+
+    `[M, e, e]` -> `[M, e (e + 1) / 2]`.
     """
     size = square.shape[-1]
     triangles = square.new_empty(len(square), size * (size + 1) // 2)
@@ -56,8 +62,10 @@ def unpacked(triangle: Tensor) -> Tensor:
 
 
 def _unpack(triangle: Tensor, rows: Tensor, begin: int) -> None:
-    """Write the rows of a packed triangle from row `begin` on into `rows` `[n, e]`; what lies above the diagonal stays.
-    Row by row: several times as fast as by a mask."""
+    """Write the rows of a packed triangle from row `begin` on into `rows` `[n, e]`.
+
+    What lies above the diagonal stays. Row by row: several times as fast as by a mask.
+    """
     start = begin * (begin + 1) // 2
     for index, row in enumerate(rows, begin + 1):
         row[:index] = triangle[start : start + index]
@@ -128,7 +136,10 @@ class LayerStatistics:
         return total / len(self.mixed_moments)
 
     def key_gram(self, heads: LayerHeads) -> Tensor:
-        """Return the mean of k_i k_j^T before RoPE and key norm, with biases, `[G, G, d, d]` float64."""
+        """Return the mean of k_i k_j^T before RoPE and key norm, `[G, G, d, d]` float64.
+
+        Biases are included.
+        """
         return _gram(augmented(heads.k, heads.k_bias), self.input_moment)
 
     def value_gram(self, heads: LayerHeads) -> Tensor:
@@ -136,8 +147,7 @@ class LayerStatistics:
         return _gram(augmented(heads.v, heads.v_bias), self.input_moment)
 
     def query_gram(self, heads: LayerHeads) -> Tensor:
-        """Return the mean of q_h q_h^T of *these* heads before RoPE and query norm, `[H, d, d]`
-        float64.
+        """Return the mean of q_h q_h^T of *these* heads before RoPE and norm, `[H, d, d]` float64.
 
         Unlike `query_moment` it follows heads that were rotated since the calibration.
         """
@@ -161,7 +171,7 @@ class LayerStatistics:
         under: Sequence[int],
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """Return the mean of u_hi u_hj^T, where u_hi is value head i mixed by the weights of head h.
+        """Return the mean of u_hi u_hj^T, u_hi being value head i mixed by the weights of head h.
 
         u_hh is what head h hands to the output projection; the others are what it would hand on
         with another's values.

@@ -1,4 +1,4 @@
-"""How large the statistics of a layer are, and how the largest part of them, the mixed moments, is kept.
+"""The size of a layer's statistics, and how the mixed moments, their largest part, are stored.
 
 Legend: H query heads, G KV heads, d head dim, D model dim, e = D + 1.
 """
@@ -17,12 +17,16 @@ FREE_SHARE = 0.5
 """Of the disk, or of the memory, that is free: what the statistics of all layers may take of it."""
 Mixed = Literal["float32", "bfloat16", "kv_group", "pooled"]
 MIXED = cast("tuple[Mixed, ...]", get_args(Mixed))
-"""Ways to keep the mixed moments, e (e + 1) / 2 numbers each, from the exact one to the smallest: one a query head in
-float32; the same in bfloat16; in float32 one for the query heads of a KV head, their mean; one for all of a layer."""
+"""Ways to keep the mixed moments, e (e + 1) / 2 numbers each, from the exact one to the smallest:
+one a query head in float32; the same in bfloat16; in float32 one for the query heads of a KV
+head, their mean; one for all of a layer."""
 
 
 def matrices(geometry: HeadGeometry, mixed: Mixed) -> int:
-    """Return the number of mixed moments of a layer; that of query head h is number h * matrices // H."""
+    """Return the number of mixed moments of a layer.
+
+    That of query head h is number h * matrices // H.
+    """
     return {"kv_group": geometry.num_kv_heads, "pooled": 1}.get(mixed, geometry.num_heads)
 
 

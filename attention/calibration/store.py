@@ -1,11 +1,13 @@
-"""A calibration in files: one safetensors file a layer, mapped into memory when the layer is used and not before.
+"""A calibration in files.
+
+One safetensors file per layer, mapped into memory when the layer is used and not before.
 
     calibration-DIGEST/layer-0000.safetensors, ...     `LayerStatistics` of a layer
-    calibration-DIGEST/calibration.json                what it is of, and of each file its SHA-256, size and time
+    calibration-DIGEST/calibration.json                what it is of; SHA-256, size, time of files
 
-The SHA-256 of a file is worked out when it is written. A reader compares size and time of modification with those in
-`calibration.json` and hashes only a file that differs (a copy, or a damaged one); what proves sound is noted there, so
-that no other process hashes it again.
+The SHA-256 of a file is worked out when it is written. A reader compares size and time of
+modification with those in `calibration.json` and hashes only a file that differs (a copy, or a
+damaged one); what proves sound is noted there, so that no other process hashes it again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ META = "calibration.json"
 _FORMAT = 2
 _AGAIN = "delete the folder and calibrate again"
 ABANDONED = 24 * 3600
-"""Seconds without a new layer after which an unfinished calibration is taken for that of a killed process."""
+"""Seconds without a new layer after which an unfinished calibration is taken for that of a killed
+process."""
 
 
 class CalibrationError(ValueError):
@@ -76,7 +79,8 @@ class Calibration:
             meta: dict[str, Any] = json.loads((source / META).read_text())
             if meta.get("format") != _FORMAT:
                 raise CalibrationError(
-                    f"{source}: expected format {_FORMAT}, got {meta.get('format')!r}; calibrate again"
+                    f"{source}: expected format {_FORMAT}, got {meta.get('format')!r}; calibrate "
+                    f"again"
                 )
             entries = [dict(entry) for entry in meta["layers"]]
             fresh = [_verified(source / entry["file"], entry, noted) for entry in entries]
@@ -116,7 +120,7 @@ class StoredLayers(Sequence[LayerStatistics]):
     @overload
     def __getitem__(self, index: slice) -> StoredLayers: ...
     def __getitem__(self, index: int | slice) -> LayerStatistics | StoredLayers:
-        """Raises CalibrationError if the file is not there any more, or is no safetensors file."""
+        """Raise CalibrationError if the file is not there any more, or is no safetensors file."""
         if isinstance(index, slice):
             return StoredLayers(self.folder, self.files[index])
         name, tokens = self.files[index]
@@ -207,7 +211,7 @@ def write_calibration(
 
 
 def _write_layer(path: Path, layer: LayerStatistics) -> dict[str, Any]:
-    """What is kept of the file in `calibration.json`."""
+    """Return what is kept of the file in `calibration.json`."""
     with written_whole(path) as fresh:
         save_file({name: getattr(layer, name).contiguous() for name in STATISTICS}, fresh)
         checksum = sha256(fresh)
@@ -221,23 +225,32 @@ def _stamp(path: Path) -> list[int]:
 
 
 def _verified(path: Path, entry: dict[str, Any], noted: int) -> bool:
-    """Check a file against its entry; True if it had to be hashed, and the entry now has its new stamp.
+    """Check a file against its entry.
 
-    `noted`: when the entry was written. A file of the same tick of the clock may have been changed after it.
+    True if it had to be hashed, and the entry now has its new stamp.
+
+    A file of the same tick of the clock may have been changed after it.
+
+    Args:
+        noted: When the entry was written.
     """
     stamp = _stamp(path)
     if stamp == entry["stamp"] and stamp[1] < noted:
         return False
     if (checksum := sha256(path)) != entry["sha256"]:
         raise CalibrationError(
-            f"{path}: expected SHA-256 {entry['sha256'][:16]}..., got {checksum[:16]}...; the file is damaged: {_AGAIN}"
+            f"{path}: expected SHA-256 {entry['sha256'][:16]}..., got {checksum[:16]}...; the file "
+            f"is damaged: {_AGAIN}"
         )
     entry["stamp"] = stamp
     return True
 
 
 def _sweep(target: Path) -> None:
-    """Remove what killed writers of the same have left; of a living one, here or on another node, nothing is so old."""
+    """Remove what killed writers have left.
+
+    What a living writer has, here or on another node, is never so old.
+    """
     for left in target.parent.glob(f".{target.name}.*.new"):
         with suppress(FileNotFoundError):  # finished just now
             newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
@@ -246,7 +259,10 @@ def _sweep(target: Path) -> None:
 
 
 def _replace(fresh: Path, target: Path) -> None:
-    """Rename a finished folder; what was there (damaged, or of a former format) steps aside first."""
+    """Rename a finished folder.
+
+    What was there (damaged, or of a former format) steps aside first.
+    """
     with suppress(FileNotFoundError):
         target.rename(aside := unused(target))
         shutil.rmtree(aside, ignore_errors=True)

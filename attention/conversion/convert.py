@@ -1,4 +1,6 @@
-"""Plan and heads → model: read the heads, align, fuse, write them into a model of the plan's shapes.
+"""Plan and heads → model.
+
+Read the heads, align, fuse, write them into a model of the plan's shapes.
 
 Legend: H query heads, G^K / G^V kept key / value heads.
 """
@@ -26,7 +28,7 @@ from attention.plan import AttentionPlan, PlanError
 
 
 def read_layers(model: PreTrainedModel) -> list[LayerHeads]:
-    """The heads of every layer as stored (G^K and G^V heads), in float32."""
+    """Return the heads of every layer as stored (G^K and G^V heads), in float32."""
     family = family_of(model.config)
     geometry = geometry_of(model.config)
     return [
@@ -36,13 +38,19 @@ def read_layers(model: PreTrainedModel) -> list[LayerHeads]:
 
 
 def lift(model: PreTrainedModel) -> list[LayerHeads]:
-    """The heads of every layer with one key and one value head a query head (DHA, App. D), in float32."""
+    """Return the heads of every layer with one key and one value head per query head, in float32.
+
+    This is the lift to multi-head attention of DHA, App. D.
+    """
     return list(LiftedHeads(model))
 
 
 class LiftedHeads(Sequence[LayerHeads]):
-    """`lift`, a layer at a time as it is asked for: in float32 the heads of all are most of a model. The last one is
-    kept; the model must stay as it is."""
+    """The heads that `lift` returns, one layer at a time as they are indexed.
+
+    In float32 the heads of all layers are most of a model. The last one is remembered; the model
+    must not change.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._family = family_of(model.config)
@@ -67,7 +75,10 @@ class LiftedHeads(Sequence[LayerHeads]):
 def build(
     config: PretrainedConfig, plan: AttentionPlan, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """A Headfold model of the plan's shapes with fresh weights. `config` is the checkpoint's."""
+    """Return a Headfold model of the plan's shapes with fresh weights.
+
+    `config` is the checkpoint's.
+    """
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(headfold_config(config, plan), dtype=dtype)
@@ -76,10 +87,16 @@ def build(
 def assemble(
     model: PreTrainedModel, plan: AttentionPlan, heads: Iterable[LayerHeads], *, share: bool = False
 ) -> PreTrainedModel:
-    """A Headfold model with `heads` in its attention layers and `model`'s weights everywhere else.
+    """Build a Headfold model with `heads` in its attention and `model`'s weights everywhere else.
 
-    The new model has the dtype, device and training mode of `model`, which stays as it is. With `share` these other
-    weights are `model`'s own memory, for a result that is measured or written and never trained.
+    The new model has the dtype, device and training mode of `model`, which does not change.
+
+    Args:
+        model: The original.
+        plan: The plan of the new model.
+        heads: Heads of each layer, as many as the plan keeps.
+        share: Whether the other weights are `model`'s own memory, for a result that is measured or
+            written and never trained.
     """
     if share and not (
         plan.is_shared or plan.mlp_shares or plan_of(model).is_shared or plan_of(model).mlp_shares
@@ -87,7 +104,8 @@ def assemble(
         new = beside_original(model, lambda: build(model.config, plan, model.dtype))
     else:
         new = build(model.config, plan, model.dtype)
-    # Fixed, so that a conversion is reproducible; what the source has of composition is copied over it.
+    # Fixed, so that a conversion is reproducible; what the source has of composition is copied over
+    # it.
     reset(new, identity=True, generator=torch.Generator().manual_seed(0))
     nn.Module.to(new, model.device)
     target = new.state_dict()
@@ -110,21 +128,26 @@ def assemble(
 
 
 def unshare(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model with every layer owning its weights; the given one if nothing is shared."""
+    """Return the same model with every layer owning its weights.
+
+    The given one if nothing is shared.
+    """
     plan = plan_of(model)
     return assemble(model, plan.unshared, read_layers(model)) if plan.is_shared else model
 
 
 def check_composition(old: AttentionPlan, new: AttentionPlan) -> None:
-    """Raise PlanError if a conversion would change what composition does, and not only add it as an identity."""
+    """Raise PlanError if a conversion would do more to composition than add it as an identity."""
     if old.composition is not None and new.composition != old.composition:
         raise PlanError(
-            f"the model composes its heads ({old.composition}); its plan must keep that composition, got "
+            f"the model composes its heads ({old.composition}); its plan must keep that "
+            f"composition, got "
             f"{new.composition}"
         )
     if old.composition is None and new.composition is not None and new.composition.qk_norm:
         raise PlanError(
-            "composition with qk_norm has no identity to start from: converting a trained model with it would destroy "
+            "composition with qk_norm has no identity to start from: converting a trained model "
+            "with it would destroy "
             "it; set qk_norm=False, or train from scratch with attention.conversion.convert.build"
         )
 
@@ -140,10 +163,22 @@ def convert(
     fusion_settings: Mapping[str, Any] | None = None,
     share: bool = False,
 ) -> PreTrainedModel:
-    """A new model that carries out `plan`; the given one is untouched. `share`: as in `assemble`.
+    """Return a new model that carries out `plan`; `model` does not change.
 
-    `alignment` and `fusion` name parts of their axes; the settings are their knobs. Raises ValueError for an unknown
-    name or setting, for a part that needs a calibration when none is given, and PlanError if the plan does not fit.
+    Args:
+        model: The model to convert.
+        plan: Which heads share keys and values.
+        alignment: Name of a part of the axis.
+        fusion: Name of a part of the axis.
+        calibration: Statistics of `model`, for parts that need them.
+        alignment_settings: Knobs of the alignment.
+        fusion_settings: Knobs of the fusion.
+        share: As in `assemble`.
+
+    Raises:
+        ValueError: For an unknown name or setting, and for a part that needs a calibration when
+            none is given.
+        PlanError: If the plan does not fit.
     """
     geometry = geometry_of(model.config)
     check_fits(plan, geometry)
@@ -155,7 +190,8 @@ def convert(
     for part in (align, fuse):
         if "statistics" in part.needs and calibration is None:
             raise ValueError(
-                f"{part.axis}={part.name} needs a calibration; pass calibration=calibrate(model, tokens)"
+                f"{part.axis}={part.name} needs a calibration; pass calibration=calibrate(model, "
+                f"tokens)"
             )
     if calibration is not None and len(calibration.layers) != plan.num_layers:
         raise ValueError(
@@ -175,7 +211,7 @@ def through(
     geometry: HeadGeometry,
     knobs: Mapping[str, Any],
 ) -> Iterator[LayerHeads]:
-    """What a part of alignment or fusion makes of the lifted heads of one layer after the other."""
+    """Yield what a part of alignment or fusion makes of the lifted heads, layer by layer."""
     for index, (layer_heads, layer) in enumerate(zip(heads, plan.layers, strict=True)):
         statistics = calibration.layers[index] if calibration else None
         yield part(layer_heads, layer, statistics, geometry.layer(index), **knobs)

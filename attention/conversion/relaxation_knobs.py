@@ -1,9 +1,12 @@
-"""Knobs and defaults of the relaxations, declared below both who proposes them (search_spaces) and who trains them,
-and what follows from them alone: the rate for a number of steps, and whether these can be enough.
+"""Knobs and defaults of the relaxations, and what follows from them alone.
 
-Sources and meaning: `trainers.relaxations`, one file each. The papers' rates are for about a thousand steps or more; a
-search trains each trial for some dozens. So the default of `rate` is `auto`: the paper's, scaled to the steps that the
-relaxation has (`rate_of`). A rate that is a number is used as it is.
+They are declared below both who proposes them (search_spaces) and who trains them (trainers). What
+follows are the rate for a number of steps, and whether these can be enough.
+
+Sources and meaning: `trainers.relaxations`, one file each. The papers' rates are for about a
+thousand steps or more; a search trains each trial for some dozens. So the default of `rate` is
+`auto`: the paper's, scaled to the steps that the relaxation has (`rate_of`). A rate that is a
+number is used as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from typing import Any
 from attention.axes import AUTO_KNOB, Knob
 
 UNFINISHED = 0.05
-"""Share of its way that a relaxation may have left for its result to count as reached (`Relaxation.remaining`)."""
+"""Share of its way that a relaxation may have left for its result to count as reached
+(`Relaxation.remaining`)."""
 
 LAGRANGIAN_PAPER = 0.01, 1000  # rate and steps: Chen 2024 (DHA), sec. 5.1
 # The rate: Jin 2024; the steps at which it becomes 1 within 20, measured.
@@ -64,7 +68,10 @@ HARD_CONCRETE = (
     Knob(
         "weight",
         "float",
-        "weight of the constraint (Eq. 29) beside the loss; auto: 1 with a rate that is a number, else from the steps",
+        (
+            "weight of the constraint (Eq. 29) beside the loss; auto: 1 with a rate that is "
+            "a number, else from the steps"
+        ),
         1e-3,
         1e6,
         default=AUTO_KNOB,
@@ -108,14 +115,17 @@ PULL_TOGETHER = (
 )
 
 
-# ---- rates and steps ------------------------------------------------------------------------------------------
+# ---- rates and steps --------------------------------------------------------------------------
 
 
 def rate_of(name: str, rate: float | str, steps: int) -> float:
-    """Return the rate of the relaxation `name` over `steps` steps: `rate` itself, or what `auto` comes to.
+    """Return the rate of the relaxation `name` over `steps` steps.
 
-    Adam moves a number by about its rate per step, so rate times steps stays what it is in the paper, up to a rate of
-    1. A pull closes a share of the gap per step, so what all steps together leave of it stays.
+    `rate` itself, or what `auto` comes to.
+
+    Adam moves a number by about its rate per step, so rate times steps stays what it is in the
+    paper, up to a rate of 1. A pull closes a share of the gap per step, so what all steps together
+    leave of it stays.
     """
     if isinstance(rate, (int, float)):
         return rate
@@ -127,10 +137,13 @@ def rate_of(name: str, rate: float | str, steps: int) -> float:
 
 
 def constraint_weight(weight: float | str, rate: float | str, steps: int) -> float:
-    """Return the weight of Align's constraint over `steps` steps: `weight` itself, or what `auto` comes to.
+    """Return the weight of Align's constraint over `steps` steps.
 
-    The paper's (1) draws a mask shut against the loss only slowly: in few steps the gradients of the loss keep masks
-    open, and Adam remembers them. The fewer the steps, the more it weighs; a rate that is a number leaves it alone.
+    `weight` itself, or what `auto` comes to.
+
+    The paper's (1) draws a mask shut against the loss only slowly: in few steps the gradients of
+    the loss keep masks open, and Adam remembers them. The fewer the steps, the more it weighs; a
+    rate that is a number leaves it alone.
     """
     if isinstance(weight, (int, float)):
         return weight
@@ -138,9 +151,14 @@ def constraint_weight(weight: float | str, rate: float | str, steps: int) -> flo
 
 
 def too_few_steps(name: str, knobs: Mapping[str, Any], steps: int) -> str | None:
-    """Say that a relaxation cannot come to its end in `steps` steps, whatever the loss does; None where it may.
+    """Say that a relaxation cannot come to its end in `steps` steps, whatever the loss does.
 
-    `knobs`: those of the part `name`. What is bounded is the way that Adam (or the pull) can go at the peak rate.
+    None where it may.
+
+    What is bounded is the way that Adam (or the pull) can go at the peak rate.
+
+    Args:
+        knobs: Those of the part `name`.
     """
     rate = rate_of(name, knobs["rate"], steps)
     if name == "pull_together":
@@ -152,12 +170,17 @@ def too_few_steps(name: str, knobs: Mapping[str, Any], steps: int) -> str | None
             else 1.0
         )
     elif name == "hard_concrete":
-        # From where a mask starts to where it is 0 without noise, which is -log 11 (Louizos 2017, Eq. 13)
+        # From where a mask starts to where it is 0 without noise, which is -log 11 (Louizos 2017,
+        # Eq. 13)
         enough = (knobs["log_alpha_start"] + math.log(11)) / rate
     else:
-        # Mixes of two heads, each itself at the start, whose squared distance is down to UNFINISHED of what it was
+        # Mixes of two heads, each itself at the start, whose squared distance is down to UNFINISHED
+        # of what it was
         enough = 0.5 * (1 - math.sqrt(UNFINISHED)) / rate
     least = math.ceil(enough)
     if steps >= least:
         return None
-    return f"{steps} steps are too few for relaxation {name} at rate {rate:.3g}: it needs {least} at least"
+    return (
+        f"{steps} steps are too few for relaxation {name} at rate {rate:.3g}: it needs "
+        f"{least} at least"
+    )

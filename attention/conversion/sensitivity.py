@@ -1,10 +1,12 @@
 """How much the loss increases by a small error in the output of one attention layer.
 
-To second order, an error e_t at token t costs 1/2 e_t^T F e_t nats (the KL divergence from the original's predictions),
-where F = E[g g^T] is the Fisher information: g is the gradient, with respect to the attention's output at a token, of
-the summed loss of the tokens that follow, each of them drawn from what the model itself predicts there (Amari 1998,
-sec. 3; as K-FAC, Martens 2015, sec. 2, does with the layers of a network). Errors at different tokens are taken to be
-unrelated, and F to be the same at all of them. One backward pass of some thousand tokens gives F for all layers.
+To second order, an error e_t at token t costs 1/2 e_t^T F e_t nats (the KL divergence from the
+original's predictions), where F = E[g g^T] is the Fisher information: g is the gradient, with
+respect to the attention's output at a token, of the summed loss of the tokens that follow, each of
+them drawn from what the model itself predicts there (Amari 1998, sec. 3; as K-FAC, Martens 2015,
+sec. 2, does with the layers of a network). Errors at different tokens are taken to be unrelated,
+and F to be the same at all of them. One backward pass of some thousand tokens gives F for all
+layers.
 
 Legend: L layers, B sequences, T tokens, D model dim, V vocabulary.
 """
@@ -31,10 +33,15 @@ BATCH = 2  # sequences at once, at most
 
 
 def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) -> list[Tensor]:
-    """F of each layer, `[D, D]` in float32, from the tokens of `sequences` `[N, T]`; nats a token over squared outputs.
+    """F of each layer, `[D, D]` in float32, from the tokens of `sequences` `[N, T]`.
 
-    The predictions that count are those of T - 1 tokens of each sequence. Of a layer only what enters it is kept for
-    the backward pass; the rest is made again there. Raises ValueError for sequences of one token.
+    Nats a token over squared outputs.
+
+    The predictions that count are those of T - 1 tokens of each sequence. Of a layer only what
+    enters it is kept for the backward pass; the rest is made again there.
+
+    Raises:
+        ValueError: For sequences of one token.
     """
     check_predicts(sequences)
     modules = list(family_of(model.config).attention_modules(model))
@@ -61,18 +68,22 @@ def check_predicts(sequences: Tensor) -> None:
     """Raise ValueError if no token of `sequences` `[N, T]` comes after another."""
     if sequences.shape[1] < 2:
         raise ValueError(
-            f"a next token is needed: expected sequences of at least 2 tokens, got {sequences.shape[1]}"
+            f"a next token is needed: expected sequences of at least 2 tokens, got "
+            f"{sequences.shape[1]}"
         )
 
 
 def drawn_cost(predicted: Final, generator: torch.Generator) -> Tensor:
-    """Summed loss of next tokens that are drawn from the predictions, with gradients to the states."""
+    """Return the summed loss of next tokens drawn from the predictions.
+
+    It has gradients to the states.
+    """
     labels = _drawn(predicted, generator)
     return in_chunks(predicted, labels, language_modelling) * labels[:, 1:].numel()
 
 
 def expected_cost(metric: Tensor, errors: Iterable[Tensor]) -> float:
-    """Mean of 1/2 e^T F e over the tokens of all `errors` `[B, T, D]`: nats a token."""
+    """Mean of 1/2 e^T F e over the tokens of all `errors` `[B, T, D]`: nats per token."""
     total = 0.0
     tokens = 0
     for rows in (error.flatten(0, 1) for error in errors):
@@ -94,14 +105,18 @@ def _drawn(predicted: Final, generator: torch.Generator) -> Tensor:
 
 
 class SummedGradients:
-    """Sums of g g^T `[D, D]` in float32, over all tokens of the backward passes while they are `collected`: `of` each
-    of the attention modules."""
+    """Sums of g g^T `[D, D]` in float32 of each attention module, over all tokens.
+
+    They grow in backward passes while they are `collected`.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.of: dict[nn.Module, Any] = dict.fromkeys(modules, 0.0)
 
     @contextmanager
     def collected(self) -> Iterator[None]:
+        """Collect gradients at the attention modules while the body runs."""
+
         def watch(module: nn.Module, _: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             if tensor.requires_grad:

@@ -1,6 +1,7 @@
 """Checkpoint families: where each keeps its heads. One small file each, found by itself.
 
-A family file defines `FAMILY`, a `Family`. Everything else in Headfold speaks `HeadGeometry` and `LayerHeads`.
+A family file defines `FAMILY`, a `Family`. Everything else in Headfold speaks `HeadGeometry` and
+`LayerHeads`.
 """
 
 from __future__ import annotations
@@ -27,22 +28,26 @@ def _q_norm(module: Any, queries: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """How one architecture keeps its heads. Its logits must be what `get_output_embeddings()` returns, scaled or capped
-    at most as `attention.modeling.predictions` knows.
+    """How one architecture keeps its heads.
 
-    `attention_modules(model)`: the attention module of each layer, in order.
-    `read(module, geometry)`: its heads as stored (num_kv_heads keys and values), same dtype, no copy promised.
-    `reshape(module, geometry, plan)`: put projections of the plan's shapes (uninitialised) into a fresh stock module;
-    where the stock forward cannot take unequal counts, change its class to one that can. An identity plan changes
-    nothing, so that the converted model is bit-equal.
-    `write(module, heads)`: copy heads into projections of matching shapes.
-    `plain_config(config, kv_heads)`: the config of the same family with `kv_heads` KV heads, or None if it has none.
-    `separate(module, geometry, plan)`: for families that fuse their projections, `reshape` that makes them separate for
-    an identity plan too, as layers that share weights need them.
-    `query_norm(module, queries)`: queries `[N, H, d]` after the norm that follows the projection, where there is one.
-    `key_norm(module, geometry, plan)`: a fresh norm for the plan's key heads, where weights of the norm are each head's
-    own (`LayerHeads.k_norm`). `reshape` has done it.
-    `pads_queries`: as in `HeadGeometry`.
+    Its logits must be what `get_output_embeddings()` returns, scaled or capped at most as
+    `attention.modeling.predictions` knows.
+
+    `attention_modules(model)`: the attention module of each layer, in order. `read(module,
+    geometry)`: its heads as stored (num_kv_heads keys and values), same dtype, no copy promised.
+    `reshape(module, geometry, plan)`: put projections of the plan's shapes (uninitialised) into a
+    fresh stock module; where the stock forward cannot take unequal counts, change its class to one
+    that can. An identity plan changes nothing, so that the converted model is bit-equal.
+    `write(module, heads)`: copy heads into projections of matching shapes. `plain_config(config,
+    kv_heads)`: the config of the same family with `kv_heads` KV heads, or None if it has none.
+    `separate(module, geometry, plan)`: for families that fuse their projections, `reshape` that
+    makes them separate for an identity plan too, as layers that share weights need them.
+    `query_norm(module, queries)`: queries `[N, H, d]` after the norm that follows the projection,
+    where there is one. `key_norm(module, geometry, plan)`: a fresh norm for the plan's key heads,
+    where weights of the norm are each head's own (`LayerHeads.k_norm`). `reshape` has done it.
+
+    Attributes:
+        pads_queries: As in `HeadGeometry`.
     """
 
     name: str
@@ -62,7 +67,10 @@ class Family:
 
 @cache
 def families() -> dict[str, Family]:
-    """All families by model type. A module whose name starts with an underscore is a helper, not a family."""
+    """All families by model type.
+
+    A module whose name starts with an underscore is a helper, not a family.
+    """
     by_type = {}
     for info in pkgutil.walk_packages(__path__, f"{__name__}."):
         if not info.ispkg and not info.name.rpartition(".")[2].startswith("_"):
@@ -72,41 +80,53 @@ def families() -> dict[str, Family]:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a config, its Headfold form included. Raises ValueError naming the supported ones."""
+    """Return the family of a config, its Headfold form included.
+
+    Raises:
+        ValueError: Naming the supported ones.
+    """
     model_type = str(getattr(config, "model_type", None)).removeprefix("headfold_")
     if model_type not in families():
         if (text := getattr(config, "text_config", None)) is not None:
             raise ValueError(_multimodal(model_type, getattr(text, "model_type", None)))
         if getattr(config, "kv_lora_rank", None):
             raise ValueError(
-                f"a {model_type} caches one latent vector per token (multi-head latent attention, MLA) and has no KV "
+                f"a {model_type} caches one latent vector per token (multi-head latent attention, "
+                f"MLA) and has no KV "
                 "heads to share; Headfold converts models with key and value heads"
             )
         # A name that is nearly one of them is another architecture and no misspelling.
         names = sorted(families())
         raise ValueError(
-            f"model type must be one of {names}, got {model_type!r}; see CONTRIBUTING.md for how to add a family"
+            f"model type must be one of {names}, got {model_type!r}; see CONTRIBUTING.md for how "
+            f"to add a family"
         )
     return families()[model_type]
 
 
 def _multimodal(model_type: str, text_type: Any) -> str:
-    """What a user of a multimodal checkpoint is told."""
+    """Return the message for a multimodal checkpoint."""
     message = f"a {model_type} is multimodal, and its language model, a {text_type},"
     if text_type not in families():
         return f"{message} is of no supported type; supported are {', '.join(sorted(families()))}"
     name = families()[text_type].model_class.__name__
     return (
         f"{message} is what can be converted. Save it alone in transformers: "
-        f"whole = AutoModelForImageTextToText.from_pretrained(SOURCE); text = {name}(whole.config.text_config); "
-        "text.model, text.lm_head = whole.model.language_model, whole.lm_head; text.save_pretrained(NEW_FOLDER); "
+        f"whole = AutoModelForImageTextToText.from_pretrained(SOURCE); text = "
+        f"{name}(whole.config.text_config); "
+        "text.model, text.lm_head = whole.model.language_model, whole.lm_head; "
+        "text.save_pretrained(NEW_FOLDER); "
         "and copy the tokenizer's files there"
     )
 
 
 def geometry_of(config: Any) -> HeadGeometry:
-    """Geometry of a transformers config. Raises ValueError with the supported families for any other, and for a config
-    that does not say what all layers have."""
+    """Return the geometry of a transformers config.
+
+    Raises:
+        ValueError: For an unsupported family, naming the supported ones, and for a config that does
+            not say what all layers have.
+    """
     family = family_of(config)
     _check_rope(config)
     try:
@@ -129,7 +149,10 @@ def window_of(config: Any) -> int:
 
 
 def _check_rope(config: Any) -> None:
-    """Raise ValueError for a kind of RoPE that transformers does not have: it would fail while it builds the model."""
+    """Raise ValueError for a kind of RoPE that transformers does not have.
+
+    It would fail while it builds the model.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     supported = {"default", *ROPE_INIT_FUNCTIONS}
@@ -140,7 +163,7 @@ def _check_rope(config: Any) -> None:
 
 
 def ropes_of(config: Any) -> list[dict[str, Any]]:
-    """The settings of rotary embedding of a config, one for each kind of layer if it has several kinds."""
+    """Return the rotary settings of a config, one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [part for part in rope.values() if isinstance(part, dict)]
     return kinds or [rope]

@@ -1,4 +1,7 @@
-"""Families with separate q, k, v and o projections under `decoder.layers[i].self_attn` (Llama's layout)."""
+"""Families with separate projections under `decoder.layers[i].self_attn`, as Llama has.
+
+They are q, k, v and o.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,11 @@ def geometry(
     output_bias: bool | None = None,
     qk_norm: bool = False,
 ) -> HeadGeometry:
-    """Geometry of a config with Llama's field names. Rotary covers `partial_rotary_factor` of the head dim. Biases that
-    are not given follow one switch of the config, `attention_bias`."""
+    """Geometry of a config with Llama's field names.
+
+    Rotary covers `partial_rotary_factor` of the head dim. Biases that are not given follow one
+    switch of the config, `attention_bias`.
+    """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     rotary = int(head_dim * float(rope.get("partial_rotary_factor", 1.0)))
@@ -80,7 +86,7 @@ OUTPUT_NAMES = ("o_proj", "out_proj", "dense")
 
 
 def output_projection(module: nn.Module) -> nn.Linear:
-    """The output projection, whichever of its usual names it goes by."""
+    """Return the output projection, whichever of its usual names it goes by."""
     name = next(name for name in OUTPUT_NAMES if hasattr(module, name))
     return getattr(module, name)
 
@@ -110,7 +116,10 @@ def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
 
 
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
-    """Fresh key and value projections with the plan's head counts; the query side keeps its shape."""
+    """Fresh key and value projections with the plan's head counts.
+
+    The query side keeps its shape.
+    """
     for name, heads in (("k_proj", plan.key_heads), ("v_proj", plan.value_heads)):
         old = getattr(module, name)
         rows = heads * geometry.head_dim
@@ -169,8 +178,10 @@ def family(
     geometry_of: Callable[[Any], HeadGeometry] | None = None,
     **others: Any,
 ) -> Family:
-    """A family of this layout, with the geometry of `geometry` unless given. `others`: the fields of `Family` in which
-    it differs."""
+    """Return a family of this layout, with the geometry of `geometry` unless given.
+
+    `others`: the fields of `Family` in which it differs.
+    """
     layout: dict[str, Any] = {
         "attention_modules": attention_modules,
         "read": read,

@@ -1,7 +1,8 @@
 """What families share whose stock attention only takes as many keys and values as queries.
 
-Their stock forward splits a fused projection into thirds, or views keys and values with the number of query heads. A
-subclass with projections of its own for queries, keys and values stands in wherever a plan is not the identity.
+Their stock forward splits a fused projection into thirds, or views keys and values with the number
+of query heads. A subclass with projections of its own for queries, keys and values stands in
+wherever a plan is not the identity.
 
 Legend: B batch, T tokens, d head dim, D model dim.
 """
@@ -33,9 +34,10 @@ def geometry(config: Any, family: str, rotary_dims: int, bias: bool) -> HeadGeom
 def separate(
     fused: str, uneven: type[nn.Module], module: Any, geometry: HeadGeometry, plan: LayerPlan
 ) -> None:
-    """Replace the projection called `fused` by `q_proj`, `k_proj` and `v_proj` of the plan's counts; become `uneven`.
+    """Replace the projection `fused` by `q_proj`, `k_proj` and `v_proj` of the plan's counts.
 
-    The class changes in place because hooks, caches and checkpoints know the module by its place in the model.
+    The module's class becomes `uneven`, in place, because hooks, caches and checkpoints know the
+    module by its path in the model.
     """
     weight = getattr(module, fused).weight
     like = {"device": weight.device, "dtype": weight.dtype}
@@ -62,7 +64,7 @@ def reshape(
 
 
 def project(module: Any, x_BTD: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, each `[B, its own heads, T, d]`."""
+    """Return the queries, keys and values, each `[B, its own heads, T, d]`."""
     q, k, v = (
         projection(x_BTD).unflatten(-1, (-1, head_dim)).transpose(1, 2)
         for projection in (module.q_proj, module.k_proj, module.v_proj)
@@ -80,8 +82,11 @@ def attend(
     dropout: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Cache, then the attention function that the config names, on the queries, keys and values of `project`. Returns
-    the heads side by side, `[B, T, H·d]`."""
+    """Update the cache and run the attention function that the config names.
+
+    Returns:
+        The heads side by side, `[B, T, H·d]`.
+    """
     query, key, value = states
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
@@ -106,5 +111,5 @@ def _no_eager(*args: Any, **kwargs: Any) -> Any:
 
 
 def plain_config(config: Any, kv_heads: int) -> PretrainedConfig | None:
-    """The config itself for plain MHA; these families have no grouped form."""
+    """Return the config itself for plain MHA; these families have no grouped form."""
     return copy.deepcopy(config) if kv_heads == config.num_attention_heads else None

@@ -1,8 +1,9 @@
-"""Families with Llama's layout in which one RMS norm spans all heads of a projection, of queries and of keys.
+"""Families with Llama's layout in which one RMS norm spans all heads of a projection.
 
-What a token's keys are divided by is one number for all heads. In a converted layer it is taken over the keys as the
-query heads read them: a kept head counts once for each query head that reads it. So a model with kept heads repeated
-divides by the same, and equal groups divide as the stock norm does.
+There is one for queries and one for keys. What a token's keys are divided by is one number for all
+heads. In a converted layer it is taken over the keys as the query heads read them: a kept head
+counts once for each query head that reads it. So a model with kept heads repeated divides by the
+same, and equal groups divide as the stock norm does.
 
 Legend: G^K key heads, d head dim.
 """
@@ -47,7 +48,7 @@ class WeighedRMSNorm(nn.Module):
 
 
 def key_norm(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
-    """The stock norm where all key heads count alike."""
+    """Keep the stock norm where all key heads count alike, else weigh them by their query heads."""
     old = module.k_norm
     counts = tuple(map(len, plan.key_groups))
     if len(set(counts)) > 1:
@@ -79,10 +80,11 @@ def write(module: Any, heads: LayerHeads) -> None:
 
 
 def geometry(config: Any, family: str) -> HeadGeometry:
-    """Raises ValueError for projections that are clipped, which no fusion can follow."""
+    """Raise ValueError for projections that are clipped, which no fusion can follow."""
     if getattr(config, "clip_qkv", None) is not None:
         raise ValueError(
-            f"an {family} with clip_qkv={config.clip_qkv} is not supported: clipped keys and values are no linear "
+            f"an {family} with clip_qkv={config.clip_qkv} is not supported: clipped keys and "
+            f"values are no linear "
             "function of their input; expected clip_qkv=null"
         )
     return replace(_separate.geometry(config, family=family, qk_norm=True), whole_norm=True)
@@ -91,7 +93,7 @@ def geometry(config: Any, family: str) -> HeadGeometry:
 def family(
     name: str, config_class: type[PretrainedConfig], model_class: type[PreTrainedModel]
 ) -> Family:
-    """A family of this kind."""
+    """Return a family of this kind."""
     hooks: dict[str, Any] = {"read": read, "reshape": reshape, "write": write, "key_norm": key_norm}
     hooks["pads_queries"] = False  # the norm would count zero heads too
     hooks["query_norm"] = lambda module, queries: module.q_norm(queries.flatten(1)).view_as(queries)

@@ -1,4 +1,6 @@
-"""GPT-2: fused c_attn, a Conv1D (weights `[in, out]`); learned positions, so keys take any orthogonal map; biases.
+"""GPT-2: fused c_attn, a Conv1D (weights `[in, out]`).
+
+Learned positions, so keys take any orthogonal map; biases.
 
 Legend: H heads, d head dim, D model dim.
 """
@@ -21,7 +23,11 @@ from attention.modeling.growing_cache import take_cache
 
 
 def geometry(config: Any) -> HeadGeometry:
-    """Raises ValueError for a model with cross-attention, whose second cache a plan does not describe."""
+    """Return the geometry of a GPT-2.
+
+    Raises:
+        ValueError: For a model with cross-attention, whose second cache a plan does not describe.
+    """
     if config.add_cross_attention:
         raise ValueError(
             "a GPT-2 with add_cross_attention=true is not supported; expected a decoder alone"

@@ -1,5 +1,8 @@
-"""gpt-oss: each query head has a sink, a logit beside its scores; the head dim is a field of its own; layers with a
-window and layers without take turns; the MLPs are mixtures of experts."""
+"""gpt-oss: each query head has a sink, a logit beside its scores.
+
+The head dim is a field of its own; layers with a window and layers without take turns; the MLPs are
+mixtures of experts.
+"""
 
 from __future__ import annotations
 

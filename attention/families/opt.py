@@ -1,4 +1,7 @@
-"""OPT: learned positions and no rotary embedding, so keys take any orthogonal map; biases are one switch for all."""
+"""OPT: learned positions and no rotary embedding, so keys take any orthogonal map.
+
+Biases are one switch for all.
+"""
 
 from __future__ import annotations
 

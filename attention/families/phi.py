@@ -1,4 +1,7 @@
-"""Phi (1, 1.5, 2): partial rotary embedding, biases everywhere, the output projection is called `dense`."""
+"""Phi (1, 1.5, 2).
+
+Partial rotary embedding, biases everywhere, the output projection is called `dense`.
+"""
 
 from __future__ import annotations
 

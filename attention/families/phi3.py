@@ -1,4 +1,6 @@
-"""Phi-3 and Phi-4: fused qkv_proj (all queries, then all keys, then all values), grouped or not, no biases.
+"""Phi-3 and Phi-4.
+
+Fused qkv_proj (all queries, then all keys, then all values), grouped or not, no biases.
 
 Legend: d head dim, D model dim.
 """
@@ -59,7 +61,10 @@ def separate(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
 
 
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
-    """An identity plan keeps the fused projection, with room for the heads of a checkpoint that has fewer."""
+    """Give the module the plan's counts; an identity plan keeps the fused projection.
+
+    It then has room for the heads of a checkpoint that has fewer.
+    """
     if not plan.is_identity:
         separate(module, geometry, plan)
         return

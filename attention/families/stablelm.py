@@ -1,5 +1,7 @@
-"""StableLM: partial rotary embedding, biases of q, k and v by a switch; where queries and keys are normalised, each
-head has a layer norm of its own."""
+"""StableLM: partial rotary embedding, biases of q, k and v by a switch.
+
+Where queries and keys are normalised, each head has a layer norm of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Experts of an MLP: files hold a matrix for each, models of transformers 5 one tensor for all. Both ways.
+"""Experts of an MLP: files hold a matrix for each, models of transformers 5 one tensor for all.
+
+Both ways.
 
 Legend: E experts, F rows of a matrix, D columns.
 """
@@ -28,8 +30,10 @@ PlacedTensor = tuple[Stored, Any]
 
 @dataclass(frozen=True)
 class Stacked:
-    """A tensor `[E, sum of F, D]` of which the files hold the matrices: `experts[e]` are those of expert e, one below
-    the other."""
+    """A tensor `[E, sum of F, D]` of which the files hold the matrices.
+
+    `experts[e]` are those of expert e, one below the other.
+    """
 
     experts: tuple[tuple[Stored, ...], ...]
 
@@ -47,15 +51,22 @@ TensorSource = Stored | Stacked
 
 
 def stacks(converter: WeightConverter) -> bool:
-    """Whether transformers does no more by `converter` than `Stacked` says."""
+    """Whether `converter` of transformers does no more than `Stacked` describes."""
     merge, *more = converter.operations
     joined = all(isinstance(one, Concatenate) and one.dim == 1 for one in more)
     return isinstance(merge, MergeModulelist) and merge.dim == 0 and joined and len(more) < 2
 
 
 def stacked(name: str, matrices: Mapping[str, Sequence[Stored]], order: Sequence[str]) -> Stacked:
-    """The place of the model's tensor `name`. `matrices`: those of all experts, by the pattern that their names match;
-    `order`: the patterns as their matrices follow each other. Raises WeightsError unless all experts are alike."""
+    """Return the place of the model's tensor `name`.
+
+    Args:
+        matrices: Those of all experts, by the pattern that their names match.
+        order: The patterns as their matrices follow each other.
+
+    Raises:
+        WeightsError: Unless all experts are alike.
+    """
     columns = [
         sorted(matrices.get(one, []), key=lambda stored: dot_natural_key(stored.name))
         for one in order
@@ -67,14 +78,15 @@ def stacked(name: str, matrices: Mapping[str, Sequence[Stored]], order: Sequence
             for one, column in zip(order, columns, strict=True)
         )
         raise WeightsError(
-            f"the experts of {name} differ in number, shape or dtype: the files hold {names}; download or save the "
+            f"the experts of {name} differ in number, shape or dtype: the files hold {names}; "
+            f"download or save the "
             "model again"
         )
     return Stacked(tuple(zip(*columns, strict=True)))
 
 
 def parts_of(source: TensorSource) -> list[PlacedTensor]:
-    """The tensors of files that a tensor of the model is read from."""
+    """Return the tensors of files that a tensor of the model is read from."""
     if isinstance(source, Stored):
         whole: EllipsisType = ...
         return [(source, whole)]

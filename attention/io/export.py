@@ -1,4 +1,7 @@
-"""Export of a checkpoint to a format that engines load, with a report of what it costs (`attention.io.targets`)."""
+"""Export of a checkpoint to a format that engines load, with a report of what it costs.
+
+The formats are in `attention.io.targets`.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,18 @@ REPORT_FILE = "export.json"
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export did. Bytes are a token's KV cache in `cache_dtype`; logit differences are over random tokens.
+    """What an export did.
 
-    `kv_heads`: of each layer, as the engines hold them. `engines`: software that loads the folder.
-    `kv_bytes_per_token_original`: of the model that was converted; None where that was not recorded. `check`: what an
-    engine that loaded it has shown, empty if none was asked. `zero_query_heads`: in all layers, and `extra_attention`:
-    their work over that of the model's own query heads.
+    Bytes are a token's KV cache in `cache_dtype`; logit differences are over random tokens.
+
+    Attributes:
+        engines: Software that loads the folder.
+        kv_heads: Of each layer, as the engines hold them.
+        kv_bytes_per_token_original: Of the model that was converted; None where that was not
+            recorded.
+        check: What an engine that loaded it has shown, empty if none was requested.
+        zero_query_heads: In all layers, and `extra_attention`: their work over that of the model's
+            own query heads.
     """
 
     target: str
@@ -68,15 +77,30 @@ def export(
     overwrite: bool = False,
     check: Callable[[Path, PreTrainedModel], Mapping[str, Any]] | None = None,
 ) -> ExportReport:
-    """Lower the checkpoint at `source` to a target and write it to `out`, atomically, with `export.json`.
+    """Lower the checkpoint at `source` to a target and write it to `out` with `export.json`.
 
-    Computed in float32 and rounded once to `dtype` (None: the checkpoint's own). `tokenizer`: as in `checkpoint.save`.
-    What was written is read back and compared in float32 with the source, whose weights are rounded alike. `check` is
-    then called with the folder, not yet in its place, and the model that was read back; what it returns goes into the
-    report, and if it raises, nothing is written. Raises,
-    before weights are read, OutputError as `attention.io.replacing.check_folder` does, TargetError if the target cannot
-    hold the plan, and LargerCacheError unless a larger cache is allowed; ValueError if the target or its dtype is
-    unknown, or if the copy that came back differs.
+    The folder is put in place in one step. Computed in float32 and rounded once to `dtype`. What
+    was written is read back and compared in float32 with the source, whose weights are rounded
+    alike.
+
+    Args:
+        source: Folder or hub name.
+        target: Name of an export target.
+        out: The folder to write.
+        tokenizer: As in `checkpoint.save`.
+        dtype: What the weights are written in; None: the checkpoint's own.
+        allow_larger_cache: Whether the export may have a larger KV cache than the checkpoint.
+        overwrite: Whether an earlier export at `out` may be replaced.
+        check: Called with the folder, not yet in place, and the model that was read back; what it
+            returns goes into the report, and if it raises, nothing is written.
+
+    Raises:
+        OutputError: As `attention.io.replacing.check_folder`; before weights are read, as the next
+            two.
+        TargetError: If the target cannot represent the plan.
+        LargerCacheError: If the cache would be larger, unless that is allowed.
+        ValueError: If the target or its dtype is unknown, or if the copy that was read back
+            differs.
     """
     chosen = targets.target(target)
     check_folder(out, overwrite=overwrite, reads=[source])
@@ -145,7 +169,11 @@ def _write(
     folded: bool,
     check: Callable[[Path, PreTrainedModel], Mapping[str, Any]] | None,
 ) -> ExportReport:
-    """Write, read back, compare; returns the report with what was found. Raises ValueError if the logits differ."""
+    """Write, read back, compare; returns the report with what was found.
+
+    Raises:
+        ValueError: If the logits differ.
+    """
     config = stock[0].config
     kind = chosen.write(stock.pop(), fresh, report.dtype, tokenizer)
     back = chosen.read(fresh, config)
@@ -170,7 +198,10 @@ def _write_report(folder: str | Path, record: dict[str, Any]) -> None:
 
 
 def cache_dtype(dtype: str) -> str:
-    """What an engine keeps its cache in for weights in `dtype`: the same, float16 for weights of fewer bits."""
+    """Return what an engine keeps its cache in for weights in `dtype`.
+
+    The same, float16 for weights of fewer bits.
+    """
     return dtype if dtype in DTYPES else "float16"
 
 
@@ -180,16 +211,19 @@ def check_cache(plan: AttentionPlan, support: EngineSupport, name: str, dtype: s
     after = support.bytes_per_token(dtype)
     if after > before:
         raise LargerCacheError(
-            f"target {name} takes {after} KV bytes per token, the plan {before}: {widest_layers(plan)}, of which each "
-            "takes a KV head there, and a format with one count for all layers has as many in every layer. Convert "
-            "with a recipe of one count for all layers (headfold_gqa, align, gqa), let --target auto find a format "
+            f"target {name} takes {after} KV bytes per token, the plan {before}: "
+            f"{widest_layers(plan)}, of which each "
+            "takes a KV head there, and a format with one count for all layers has as many in "
+            "every layer. Convert "
+            "with a recipe of one count for all layers (headfold_gqa, align, gqa), let --target "
+            "auto find a format "
             "that holds this plan, or accept the larger cache: --allow-larger-cache (in Python: "
             "allow_larger_cache=True)"
         )
 
 
 def padding_notes(support: EngineSupport, plan: AttentionPlan) -> tuple[str, ...]:
-    """A note about query heads of zeros, if there are any."""
+    """Return a note about query heads of zeros, if there are any."""
     if not (zeros := support.zero_query_heads(plan)):
         return ()
     share = f"{100 * support.extra_attention(plan):.3g} % more work in attention, and no more cache"
@@ -197,7 +231,10 @@ def padding_notes(support: EngineSupport, plan: AttentionPlan) -> tuple[str, ...
 
 
 def tolerance(dtype: torch.dtype, folded: bool = False) -> float:
-    """Relative logit difference that rounding alone may cause: tight in float32 and where weights are copied."""
+    """Relative logit difference that rounding alone may cause.
+
+    Tight in float32 and where weights are copied.
+    """
     if dtype == torch.float32:
         return 1e-4
     return 32 * torch.finfo(dtype).eps if folded else 1e-3
@@ -209,17 +246,22 @@ def check_equal(one: PreTrainedModel, other: PreTrainedModel) -> None:
     difference = largest_difference(reference, probe(other))
     if difference > tolerance(torch.float32) * max(reference.abs().max().item(), 1.0):
         raise ValueError(
-            f"the lowered model's logits differ from the source by {difference:.3g}; nothing was written"
+            f"the lowered model's logits differ from the source by {difference:.3g}; nothing was "
+            f"written"
         )
 
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, tokens: int = 48, seed: int = 0) -> Tensor:
-    """Logits `[2, tokens, V]` on random tokens, on the CPU: what two models of one vocabulary are compared by."""
+    """Logits `[2, tokens, V]` on random tokens, on the CPU.
+
+    What two models of one vocabulary are compared by.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.config.vocab_size, (2, tokens), generator=generator)
     return model(ids.to(model.device)).logits.cpu()
 
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest absolute difference between two tensors."""
     return (one - other).abs().max().item()

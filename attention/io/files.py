@@ -11,9 +11,10 @@ from pathlib import Path
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[Path]:
-    """An empty file beside `path` for the body to write, which takes the place of `path` when the body has ended.
+    """Yield an empty file beside `path` that takes the place of `path` when the body has ended.
 
-    A reader, a kill in the middle or a full disk never leaves half of it: what a kill leaves is `.NAME.PID.new`.
+    A reader, a kill in the middle or a full disk never leaves half of it: what a kill leaves is
+    `.NAME.PID.new`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,7 @@ def sha256(path: str | Path) -> str:
 
 
 def honour_umask(path: str | Path) -> None:
-    """Give a file, or a folder and all in it, the permissions that a plain `open` and `mkdir` would have given."""
+    """Give a file, or a folder and all in it, the permissions of a plain `open` and `mkdir`."""
     path = Path(path)
     mask = _umask()
     for one in (path, *(path.rglob("*") if path.is_dir() else ())):
@@ -71,7 +72,10 @@ def honour_umask(path: str | Path) -> None:
 
 
 def _umask() -> int:
-    """Read and not set where the system tells it: a changed umask holds for all threads, if only for a moment."""
+    """Read and not set where the system tells it.
+
+    A changed umask holds for all threads, if only for a moment.
+    """
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))

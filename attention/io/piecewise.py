@@ -26,10 +26,17 @@ SHARD = 2**29  # bytes of one file, and so of what its writer holds at a time
 
 
 def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, LazyWeights]:
-    """The model of a checkpoint (local folder or hub name) in evaluation mode, its parameters on the meta device, its
-    buffers whole; and the weights, from which a parameter is read when it is wanted.
+    """Return the model of a checkpoint with parameters on the meta device, and its weights.
 
-    Raises what `attention.io.checkpoint.load` does.
+    The model is in evaluation mode, its buffers are whole; a parameter is read from the weights
+    when it is used.
+
+    Args:
+        source: Local folder or hub name.
+        dtype: What the parameters are read in.
+
+    Raises:
+        CheckpointError: As `attention.io.checkpoint.load`.
     """
     config = checkpoint.load_config(source)
     weights = LazyWeights(_folder_of(source), config)
@@ -70,10 +77,16 @@ def save_as(
     *,
     shard: int = SHARD,
 ) -> Path:
-    """Write the model of the checkpoint folder `source` with other weights, atomically; returns its folder.
+    """Write the model of the checkpoint folder `source` with other weights, atomically.
 
-    `tensors` gives each of its parameters and persistent buffers once, by name, when it is asked for; no more than
-    `shard` bytes of them, or one, are kept at a time. Raises ValueError if they are not those of the model.
+    `tensors` gives each of its parameters and persistent buffers once, by name, when it is used; no
+    more than `shard` bytes of them, or one, are kept at a time.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        ValueError: If they are not those of the model.
     """
     config = checkpoint.load_config(source)
     with torch.device("meta"), no_init_weights():
@@ -85,7 +98,8 @@ def save_as(
         written, dtype = write_shards(((n, t) for n, t in tensors if n not in tied), fresh, shard)
         if written != expected:
             raise ValueError(
-                f"expected the tensors of {source}; others are {sorted(written.items() ^ expected.items())}"
+                f"expected the tensors of {source}; others are "
+                f"{sorted(written.items() ^ expected.items())}"
             )
         config.dtype = dtype
         config.architectures = [type(model).__name__]
@@ -100,8 +114,11 @@ def save_as(
 def write_shards(
     tensors: Iterable[tuple[str, Tensor]], folder: Path, shard: int
 ) -> tuple[dict[str, tuple[int, ...]], torch.dtype]:
-    """Write all tensors into files of at most `shard` bytes, named as transformers does. Returns the shapes by name,
-    and the dtype of the first that is of floating point."""
+    """Write all tensors into files of at most `shard` bytes, named as transformers does.
+
+    Returns:
+        The shapes by name, and the dtype of the first that is of floating point.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: list[torch.dtype] = []
     files: list[Path] = []

@@ -1,4 +1,7 @@
-"""The dtype of a checkpoint: what a folder is stored in, and rounding to it, once, after the work in a wider one."""
+"""The dtype of a checkpoint.
+
+What a folder is stored in, and rounding to it, once, after the work in a wider one.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,13 @@ class DtypeError(ValueError):
 
 
 def own_dtype(config: Any, source: str | Path) -> torch.dtype:
-    """The dtype of the checkpoint at `source`: what its config says, as transformers reads it, else what most of its
-    weights are stored in. Raises DtypeError if neither is known, or if it is none of DTYPES."""
+    """Return the dtype of the checkpoint at `source`.
+
+    What its config says, as transformers reads it, else what most of its weights are stored in.
+
+    Raises:
+        DtypeError: If neither is known, or if it is none of DTYPES.
+    """
     stated = getattr(config, "dtype", None)
     name = str(stated).removeprefix("torch.") if stated is not None else _most_stored(Path(source))
     if name is None:
@@ -39,10 +47,10 @@ def own_dtype(config: Any, source: str | Path) -> torch.dtype:
 
 
 def _most_stored(folder: Path) -> str | None:
-    """The floating-point dtype of most numbers in a folder's safetensors; None if there are none."""
+    """Return the floating-point dtype of most numbers in a folder's safetensors, or None."""
     counts: Counter[str] = Counter()
     for path in sorted(folder.glob("*.safetensors")):
-        with suppress(WeightsError):  # a file that cannot be read is told of when it is loaded
+        with suppress(WeightsError):  # a file that cannot be read is reported when it is loaded
             for tensor in tensors_of_file(folder, path.name).values():
                 counts[tensor.dtype] += tensor.numbers
     kinds = [kind for kind, _ in counts.most_common() if kind in STORED]
@@ -51,7 +59,9 @@ def _most_stored(folder: Path) -> str | None:
 
 @torch.no_grad()
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give all floating-point weights another dtype, in place; what a checkpoint does not store stays as it is.
+    """Give all floating-point weights another dtype, in place.
+
+    What a checkpoint does not store stays as it is.
 
     Not `model.to(dtype)`, which would round the frequencies of rotary embeddings too.
     """
@@ -65,7 +75,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _stored_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The floating-point buffers that a checkpoint stores, as modules and names."""
+    """Return the floating-point buffers that a checkpoint stores, as modules and names."""
     return [
         (module, name)
         for module in model.modules()
@@ -78,8 +88,11 @@ def _stored_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 @torch.no_grad()
 def round_weights(model: Any, dtype: torch.dtype) -> None:
-    """Round all weights to what `dtype` can hold; the model computes in its own dtype as before. Weights that this
-    changes get memory of their own, so that a model that shares it keeps what it has."""
+    """Round all weights to what `dtype` can hold; the model computes in its own dtype as before.
+
+    Weights that this changes get memory of their own, so that a model that shares it keeps what it
+    has.
+    """
     working = model.dtype
     if working == dtype:
         return

@@ -1,7 +1,10 @@
-"""Folders that are written, and what may be replaced by them: only what Headfold has written itself.
+"""Folders that are written, and what may be replaced by them.
 
-Whatever `checkpoint.write_atomically` puts in place holds `digests.json`, the SHA-256 of every other file. A folder
-with anything that its list does not name is never replaced, and no such file is ever removed.
+Only what Headfold has written itself.
+
+Whatever `checkpoint.write_atomically` puts in place holds `digests.json`, the SHA-256 of every
+other file. A folder with anything that its list does not name is never replaced, and no such file
+is ever removed.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ _LONGEST = 64  # characters of a file's name in a checkpoint
 
 
 class OutputError(ValueError):
-    """A place that nothing may be written to. The message names it, what is there, and what to do."""
+    """A place that nothing may be written to.
+
+    The message names it, what is there, and what to do.
+    """
 
 
 def check_folder(
@@ -33,12 +39,18 @@ def check_folder(
     reads: Iterable[str | Path] = (),
     key: str = "out",
 ) -> Path:
-    """The absolute path of a folder that is about to be written. To be called before any work.
+    """Return the absolute path of a folder that is about to be written.
 
-    It must be free or empty; with `overwrite` it may be one that we wrote, unchanged since. Never: a file, a link, a
-    mount, the current or the home folder or what they lie in, one of `reads` (the model, where it is a local folder),
-    what it lies in, or a folder within a checkpoint. That it can be written is tried, without a trace. Raises
-    OutputError, whose message starts with `key`, and TypeError for a source that is no path.
+    To be called before any work.
+
+    It must be free or empty; with `overwrite` it may be one that we wrote, unchanged since. Never:
+    a file, a link, a mount, the current or the home folder or what they lie in, one of `reads` (the
+    model, where it is a local folder), what it lies in, or a folder within a checkpoint. That it
+    can be written is tried, without a trace.
+
+    Raises:
+        OutputError: Whose message starts with `key`.
+        TypeError: For a source that is no path.
     """
     sources = list(reads)
     for source in sources:
@@ -59,13 +71,19 @@ def check_folder(
 
 
 def cannot_write(path: str | Path, error: Exception, key: str) -> OutputError:
-    """What a user is told of an error of the system: no permission, no room, a parent that is a file, a loop."""
+    """Return the message for an error of the system.
+
+    No permission, no room, a parent that is a file, a loop.
+    """
     why = error.strerror if isinstance(error, OSError) else error
     return OutputError(f"{key}: cannot write to {str(path)!r} ({why}); give another place")
 
 
 def resolved(path: str | Path) -> Path:
-    """The absolute path, links in what it lies in followed; a link at its end is left as it is."""
+    """Return the absolute path, links in what it lies in followed.
+
+    A link at its end is left as it is.
+    """
     path = Path(path)
     return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
 
@@ -95,7 +113,10 @@ def _check_place(path: Path, reads: Iterable[str | Path], key: str) -> None:
 
 
 def checkpoint_around(path: Path) -> Path | None:
-    """The checkpoint that a place lies in: the nearest folder above it with a config and safetensors."""
+    """Return the checkpoint that a place lies in.
+
+    The nearest folder above it with a config and safetensors.
+    """
     with contextlib.suppress(OSError):
         for folder in path.parents:
             if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
@@ -130,17 +151,20 @@ def _check_content(path: Path, overwrite: bool, key: str) -> None:
         return
     if (other := foreign(path)) is not None:
         raise OutputError(
-            f"{key}: {str(path)!r} is not empty, and Headfold did not write its {other!r}; nothing in it is replaced: "
+            f"{key}: {str(path)!r} is not empty, and Headfold did not write its {other!r}; nothing "
+            f"in it is replaced: "
             "give another folder"
         )
     if not overwrite:
         raise OutputError(
-            f"{key}: {str(path)!r} holds what Headfold wrote earlier; to replace it add --overwrite (in Python: "
+            f"{key}: {str(path)!r} holds what Headfold wrote earlier; to replace it add "
+            f"--overwrite (in Python: "
             "overwrite=True), or give another folder"
         )
     if (other := changed(path)) is not None:
         raise OutputError(
-            f"{key}: {str(path / other)!r} was changed after Headfold wrote it, and is not replaced: give another "
+            f"{key}: {str(path / other)!r} was changed after Headfold wrote it, and is not "
+            f"replaced: give another "
             "folder"
         )
     spare = spare_of(path)
@@ -149,7 +173,10 @@ def _check_content(path: Path, overwrite: bool, key: str) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """What `digests.json` of a folder names, file by SHA-256; empty if there is none that can be read."""
+    """Return what `digests.json` of a folder names, file by SHA-256.
+
+    Empty if there is none that can be read.
+    """
     try:
         recorded = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -161,7 +188,10 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def stranger(folder: Path) -> str | None:
-    """The first thing in a folder that we did not write: a file that the list lacks, a link, an empty folder."""
+    """Return the first thing in a folder that we did not write.
+
+    A file that the list lacks, a link, an empty folder.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return folder.name
     ours = digests(folder)
@@ -173,13 +203,19 @@ def stranger(folder: Path) -> str | None:
 
 
 def foreign(folder: Path) -> str | None:
-    """`stranger`, or the list itself where nothing that it names is there: then it is somebody's file of that name."""
+    """Return `stranger`, or the list itself where nothing that it names is there.
+
+    It is then somebody's file of that name.
+    """
     listed = any((folder / name).exists() for name in digests(folder))
     return stranger(folder) or (None if listed else DIGESTS)
 
 
 def changed(folder: Path) -> str | None:
-    """The first file of a folder whose bytes are not those that the list names. Reads them all."""
+    """Return the first file of a folder whose bytes are not those that the list names.
+
+    Reads them all.
+    """
     ours = digests(folder)
     return next(
         (
@@ -192,7 +228,10 @@ def changed(folder: Path) -> str | None:
 
 
 def entries(folder: Path) -> Iterator[tuple[str, int]]:
-    """Path and mode of all in a folder, sorted; folders only where they are empty. Links are not followed."""
+    """Path and mode of all in a folder, sorted; folders only where they are empty.
+
+    Links are not followed.
+    """
     for entry in sorted(folder.iterdir()):
         mode = entry.lstat().st_mode
         empty = True
@@ -204,7 +243,7 @@ def entries(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def remove(folder: Path) -> None:
-    """Remove the files that the list of a folder names, the list last, and the folders that they leave empty.
+    """Remove the files that a folder's list names, the list last, and the folders left empty.
 
     What else is there stays, and with it the folders that it lies in.
     """
@@ -238,21 +277,26 @@ def recover(folder: Path) -> None:
 
 
 def _left_by_us(spare: Path) -> bool:
-    """Whether a spare folder is what a killed swap has left, and not somebody's folder of that name."""
+    """Whether a spare folder is what a killed swap has left, and not a user's."""
     return stranger(spare) is None and bool(digests(spare))
 
 
 def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
-    """Rename a finished folder to `folder` on the same disk; what was there steps aside first, and then goes.
+    """Rename a finished folder to `folder` on the same disk.
 
-    Raises OutputError, with nothing changed, if what is there is not ours, or is and must not be replaced.
+    What was there steps aside first, and then goes.
+
+    Raises:
+        OutputError: With nothing changed, if what is there is not ours, or is and must not be
+            replaced.
     """
     recover(folder)
     if os.path.lexists(folder):
         _check_kind(folder, "out")
         if any(folder.iterdir()) and (not overwrite or foreign(folder) is not None):
             raise OutputError(
-                f"out: {str(folder)!r} is not empty any more; nothing was written: give another folder"
+                f"out: {str(folder)!r} is not empty any more; nothing was written: give another "
+                f"folder"
             )
     spare = spare_of(folder)
     try:
@@ -273,13 +317,16 @@ def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
 
 
 def unused(folder: Path) -> Path:
-    """A name beside `folder` that nothing has, for what is being written."""
+    """Return a name beside `folder` that nothing has, for what is being written."""
     return next(path for path in names_beside(folder) if not os.path.lexists(path))
 
 
 @contextmanager
 def parents_made(folder: Path, keep: bool = True) -> Iterator[None]:
-    """Make what `folder` lies in; if the body fails, or without `keep`, what was made and is empty goes again."""
+    """Make the parent folders of `folder`.
+
+    If the body fails, or without `keep`, those that were made and are empty are removed.
+    """
     missing = [parent for parent in folder.parents if not parent.exists()]
     done = False
     try:

@@ -1,6 +1,8 @@
-"""The safetensors files of a checkpoint folder, read from their headers alone: which tensor lies where, in what shape.
+"""The safetensors files of a checkpoint folder, read from their headers alone.
 
-A file that cannot be read is told by name, with what it is instead and what to do.
+Which tensor lies where, in what shape.
+
+A file that cannot be read is reported by name, with what it is instead and what to do.
 """
 
 from __future__ import annotations
@@ -24,12 +26,18 @@ _AGAIN = "download or copy it again"
 
 
 class WeightsError(CheckpointError):
-    """Weights that are missing, wrong or unreadable. The message names the file or the tensor and what to do."""
+    """Weights that are missing, wrong or unreadable.
+
+    The message names the file or the tensor and what to do.
+    """
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: the file's name, the tensor's name there, its shape, its dtype in safetensors' spelling."""
+    """A tensor in a file.
+
+    The file's name, the tensor's name there, its shape, its dtype in safetensors' spelling.
+    """
 
     file: str
     name: str
@@ -42,7 +50,7 @@ class Stored:
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first names in the order of their numbers and how many more there are."""
+    """Return the first names in the order of their numbers and how many more there are."""
     ordered = sorted(names, key=lambda name: [part.zfill(9) for part in name.split(".")])
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return ", ".join(ordered[:most]) + more
@@ -50,7 +58,11 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """A safetensors file. Raises WeightsError that says what is wrong with it."""
+    """Open a safetensors file while the body runs.
+
+    Raises:
+        WeightsError: Saying what is wrong with the file.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -61,12 +73,16 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """All tensors of a checkpoint folder by the names that they have there. No tensor is read.
 
-    The files are those that transformers takes: `model.safetensors`, or else those of the index. Raises WeightsError
-    for files that are not there, cannot be read, or do not hold what the index says.
+    The files are those that transformers takes: `model.safetensors`, or else those of the index.
+
+    Raises:
+        WeightsError: For files that are not there, cannot be read, or do not hold what the index
+            says.
     """
     if (folder / "adapter_config.json").is_file():
         raise WeightsError(
-            f"{folder} holds an adapter (adapter_config.json); merge it first: peft's `merge_and_unload()`, then "
+            f"{folder} holds an adapter (adapter_config.json); merge it first: peft's "
+            f"`merge_and_unload()`, then "
             "`save_pretrained` into a folder of its own"
         )
     if (folder / SINGLE).is_file():
@@ -78,7 +94,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     absent = [file for file in files if not (folder / file).is_file()]
     if absent:
         raise WeightsError(
-            f"{folder} lacks {len(absent)} of the {len(files)} files that {INDEX} names: {listed(absent)}; "
+            f"{folder} lacks {len(absent)} of the {len(files)} files that {INDEX} names: "
+            f"{listed(absent)}; "
             "download or copy them"
         )
     stored: dict[str, Stored] = {}
@@ -86,20 +103,22 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         for name, tensor in tensors_of_file(folder, file).items():
             if name in stored:
                 raise WeightsError(
-                    f"{folder}: {name} lies in both {stored[name].file} and {file}; save the model anew"
+                    f"{folder}: {name} lies in both {stored[name].file} and {file}; save the model "
+                    f"anew"
                 )
             stored[name] = tensor
     for name, file in weight_map.items():
         if name not in stored or stored[name].file != file:
             raise WeightsError(
-                f"{folder / file} has no tensor {name!r}, which {INDEX} says it has; file and index are not of one "
+                f"{folder / file} has no tensor {name!r}, which {INDEX} says it has; file and "
+                f"index are not of one "
                 "model: download or copy both again"
             )
     return stored
 
 
 def tensors_of_file(folder: Path, file: str) -> dict[str, Stored]:
-    """The tensors of one file by name. Raises WeightsError if it cannot be read."""
+    """Return the tensors of one file by name. Raises WeightsError if it cannot be read."""
     tensors = {}
     with open_safetensors(folder / file) as weights:
         for name in weights.keys():  # noqa: SIM118 (not a dict)
@@ -121,26 +140,32 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def _nothing_in(folder: Path) -> str:
-    """What to do with a folder that has neither a single file nor an index."""
+    """Return what to do with a folder that has neither a single file nor an index."""
     if shards := list(folder.glob("model-*-of-*.safetensors")):
-        return f"{folder} has {len(shards)} safetensors shards, but no {INDEX}; download or copy it too"
+        return (
+            f"{folder} has {len(shards)} safetensors shards, but no {INDEX}; download or copy "
+            f"it too"
+        )
     pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
     if pickled:
         return (
-            f"{folder} has no safetensors weights, only pickled ones ({listed(pickled)}), which can run code when they "
+            f"{folder} has no safetensors weights, only pickled ones ({listed(pickled)}), which "
+            f"can run code when they "
             "are read. If you trust their source, save the weights as safetensors in transformers: "
-            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, use_safetensors=False).save_pretrained(NEW_FOLDER)"
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, "
+            f"use_safetensors=False).save_pretrained(NEW_FOLDER)"
         )
     names = listed(path.name for path in folder.glob("*.safetensors"))
     beside = f" (it has {names}, which transformers does not look for)" if names else ""
     return (
-        f"{folder} has no safetensors weights: neither {SINGLE} nor {INDEX}{beside}; copy them there, or save the "
+        f"{folder} has no safetensors weights: neither {SINGLE} nor {INDEX}{beside}; copy them "
+        f"there, or save the "
         "weights as safetensors with save_pretrained"
     )
 
 
 def _diagnosis(path: Path, error: Exception) -> str:
-    """What a file that safetensors does not read is, as far as its first bytes and its size tell, and what to do."""
+    """Return what is wrong with a file that safetensors does not read, and what to do."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

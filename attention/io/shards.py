@@ -1,7 +1,9 @@
-"""A checkpoint that is written piece by piece: one safetensors file a piece, and an index over all at the end.
+"""A checkpoint that is written piece by piece.
 
-A piece that is there is whole, so a killed conversion goes on with the pieces that it has. Pieces are the embedding,
-one a layer, and what lies above the layers.
+One safetensors file a piece, and an index over all at the end.
+
+A piece that is there is whole, so a killed conversion goes on with the pieces that it has. Pieces
+are the embedding, one per layer, and what lies above the layers.
 """
 
 from __future__ import annotations
@@ -48,7 +50,11 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_index(folder: Path) -> dict[str, int]:
-    """Write the index over all pieces in `folder`. Returns `parameters` (floating-point numbers) and `bytes`."""
+    """Write the index over all pieces in `folder`.
+
+    Returns:
+        `parameters` (floating-point numbers) and `bytes`.
+    """
     weight_map: dict[str, str] = {}
     parameters = size = 0
     for path in sorted(folder.glob(_PARTS)):
@@ -76,11 +82,25 @@ def complete_checkpoint(
     dtype: torch.dtype,
     record: dict[str, Any] | None = None,
 ) -> dict[str, int]:
-    """Make a checkpoint of a folder that has the pieces of all layers: add what lies outside of them, index, config.
+    """Complete a checkpoint in a folder that has the pieces of all layers.
 
-    `config` and `weights` are the original checkpoint's, whose tokenizer files are copied. Returns what `write_index`
-    does. Raises ValueError if the pieces are not those of the plan, or if there is no plain form and `plain` asks for
-    one.
+    What lies outside of the layers, the index and the config are added.
+
+    Args:
+        folder: The folder.
+        weights: Those of the original checkpoint, whose tokenizer files are copied.
+        config: That of the original checkpoint.
+        plan: The plan of the pieces.
+        plain: Whether to write the plain form, which stock transformers loads.
+        dtype: What the weights are written in.
+        record: What to note beside the weights.
+
+    Returns:
+        What `write_index` returns.
+
+    Raises:
+        ValueError: If the pieces are not those of the plan, or if there is no plain form and
+            `plain` asks for one.
     """
     for half in folder.glob(".*.new"):  # of a killed conversion
         half.unlink()
@@ -89,7 +109,8 @@ def complete_checkpoint(
         lowered = checkpoint.plain_form(new_config, plan)
         if lowered is None:
             raise ValueError(
-                "only a uniform GQA plan of a family with grouped heads has a plain form; use plain=False"
+                "only a uniform GQA plan of a family with grouped heads has a plain form; use "
+                "plain=False"
             )
         new_config = lowered
     table, *other_names = stored_outer_names(config)
@@ -107,7 +128,7 @@ def complete_checkpoint(
 
 
 def _check_names(folder: Path, config: PretrainedConfig) -> None:
-    """Complete the config by what only its model knows, and compare its tensors with those of the index."""
+    """Complete the config by what its model knows, and compare its tensors with the index."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     listed = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
@@ -117,7 +138,8 @@ def _check_names(folder: Path, config: PretrainedConfig) -> None:
     )
     if listed != expected:
         raise ValueError(
-            f"{folder} must hold the {len(expected)} tensors of {type(model).__name__}; missing are "
+            f"{folder} must hold the {len(expected)} tensors of {type(model).__name__}; missing "
+            f"are "
             f"{sorted(expected - listed)[:3]}, too many {sorted(listed - expected)[:3]}; "
             "remove the folder and convert again"
         )

@@ -1,4 +1,7 @@
-"""What the name of a checkpoint stands for: a folder of this machine, or a model of the Hugging Face hub."""
+"""What the name of a checkpoint stands for.
+
+A folder of this machine, or a model of the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 NOT_REACHED = (
-    "there is no such folder, and the hub cannot be reached (no network, or HF_HUB_OFFLINE is set) nor has this "
+    "there is no such folder, and the hub cannot be reached (no network, or HF_HUB_OFFLINE is set) "
+    "nor has this "
     "machine a copy of it: check the name, or fetch it where there is a network (hf download {})"
 )
 SOURCE_FILE = "source.json"
@@ -24,21 +28,27 @@ class CheckpointError(ValueError):
 def is_folder(source: str | Path) -> bool:
     """Whether `source` is a checkpoint's folder; False means that the hub is to be asked for it.
 
-    Raises CheckpointError, without asking the hub, for a folder without config.json, a file, and a path that is not
-    there: a name that no hub model can have, or one whose first part is a folder here (`models/x` beside `models/`).
+    Raises:
+        CheckpointError: Without asking the hub, for a folder without config.json, a file, and a
+            path that is not there: a name that no hub model can have, or one whose first part is a
+            folder here (`models/x` beside `models/`).
     """
     name = str(source)
     path = Path(source)
     if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise CheckpointError(
-                f"no checkpoint at {name!r}: the folder has no config.json; give the folder in which config.json and "
+                f"no checkpoint at {name!r}: the folder has no config.json; give the folder in "
+                f"which config.json and "
                 "the safetensors files lie"
             )
         return True
     expected = "expected a folder with config.json and safetensors, or a hub name"
     if name and path.exists():
-        open_by = "; a GGUF file is opened by convert, inspect, evaluate, export and finetune, but not here"
+        open_by = (
+            "; a GGUF file is opened by convert, inspect, evaluate, export and finetune, but "
+            "not here"
+        )
         gguf = open_by if path.suffix == ".gguf" else ""
         raise CheckpointError(f"no checkpoint at {name!r}: it is a file; {expected}{gguf}")
     first = name.split("/")[0]
@@ -48,15 +58,19 @@ def is_folder(source: str | Path) -> bool:
         )
     if first != name and Path(first).is_dir():
         raise CheckpointError(
-            f"no checkpoint at {name!r}: the folder {first!r} is here, and has no {name.removeprefix(first + '/')!r}; "
+            f"no checkpoint at {name!r}: the folder {first!r} is here, and has no "
+            f"{name.removeprefix(first + '/')!r}; "
             "for the hub's model of that name, run where there is no such folder"
         )
     return False
 
 
 def source_note(folder: str | Path) -> dict[str, Any]:
-    """What a plain copy was made of: `source`, `rounded` (names of the types whose rounding is in its weights), and
-    whether it has `weights`. Empty for any other checkpoint."""
+    """Return what a plain copy was made of.
+
+    `source`, `rounded` (names of the types whose rounding is in its weights), and whether it has
+    `weights`. Empty for any other checkpoint.
+    """
     try:
         record = json.loads((Path(folder) / SOURCE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -65,17 +79,26 @@ def source_note(folder: str | Path) -> dict[str, Any]:
 
 
 def source_name(model: str | Path) -> str:
-    """What a model is called in records: the source of a plain copy, else the name itself."""
+    """Return what a model is called in records.
+
+    The source of a plain copy, else the name itself.
+    """
     return str(source_note(model).get("source", model))
 
 
 def only_cached(source: str | Path) -> bool:
-    """Whether `source` is a hub name and the hub out of reach, so that only the cache can have it. See `is_folder`."""
+    """Whether `source` is a hub name and the hub out of reach, so that only the cache can have it.
+
+    See `is_folder`.
+    """
     return not is_folder(source) and not hub_answers()
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be reached: one question, where the loaders repeat theirs for most of a minute."""
+    """Whether the hub can be reached.
+
+    One question, where the loaders repeat theirs for most of a minute.
+    """
     from huggingface_hub import constants, get_session
 
     try:
@@ -87,9 +110,13 @@ def hub_answers() -> bool:
 
 
 def check_source(source: object, key: str) -> None:
-    """Raise TypeError for what is not the name of a checkpoint, e.g. a loaded model: its `str` is no path."""
+    """Raise TypeError for what is not the name of a checkpoint, e.g. a loaded model.
+
+    Its `str` is no path.
+    """
     if not isinstance(source, (str, Path)):
         raise TypeError(
             f"{key}: expected the path of a checkpoint or a hub name (str or Path), got "
-            f"{type(source).__name__}; save a model and its tokenizer with save_pretrained, and pass the folder"
+            f"{type(source).__name__}; save a model and its tokenizer with save_pretrained, and "
+            f"pass the folder"
         )

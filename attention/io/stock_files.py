@@ -1,8 +1,9 @@
 """What lies beside the weights, so that a folder is read elsewhere as the original's is.
 
-transformers 5 keeps the rotary embedding in `rope_parameters`. Older ones, and tools that read config.json themselves,
-look for `rope_theta`, `rope_scaling` and `torch_dtype`, and silently take defaults where they are not: both forms are
-written. Tokenizer files are copied byte for byte, since saving them anew names classes that older ones do not know.
+transformers 5 keeps the rotary embedding in `rope_parameters`. Older ones, and tools that read
+config.json themselves, look for `rope_theta`, `rope_scaling` and `torch_dtype`, and silently take
+defaults where they are not: both forms are written. Tokenizer files are copied byte for byte, since
+saving them anew names classes that older ones do not know.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ from transformers.models.auto.configuration_auto import (
 from attention.base.messages import reason
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model*",
-    "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json", "spiece.model", "sentencepiece*.model",
-    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model*", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json",
+    "spiece.model", "sentencepiece*.model", "chat_template.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 )  # fmt: skip
 GENERATION = "generation_config.json"
 
 
 def _folder_of(source: str | Path) -> Path:
-    """The folder that a checkpoint's small files are in; for a hub name its snapshot in the hub's cache.
+    """Return the folder that a checkpoint's small files are in.
 
-    Raises ValueError if the hub does not give them.
+    For a hub name its snapshot in the hub's cache.
+
+    Raises:
+        ValueError: If the hub does not give them.
     """
     if Path(source).is_dir():
         return Path(source)
@@ -44,9 +49,10 @@ def _folder_of(source: str | Path) -> Path:
 
 
 def copy_files(source: str | Path, folder: Path) -> None:
-    """Copy the tokenizer, its chat templates and the generation config of `source` (folder or hub name), as they are.
+    """Copy the tokenizer, chat templates and generation config of `source` (folder or hub name).
 
-    What `folder` has of them goes first, so that two sets never mix; a source without a tokenizer copies none.
+    What `folder` has of them goes first, so that two sets never mix; a source without a tokenizer
+    copies none.
     """
     origin = _folder_of(source)
     for pattern in (*TOKENIZER_FILES, GENERATION):
@@ -61,7 +67,10 @@ def copy_files(source: str | Path, folder: Path) -> None:
 
 
 def put_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """The tokenizer beside a checkpoint: copied from a folder or hub name, or an object of transformers saved."""
+    """Put a tokenizer beside a checkpoint.
+
+    It is copied from a folder or hub name, or, as an object of transformers, saved.
+    """
     if isinstance(tokenizer, (str, Path)):
         copy_files(tokenizer, folder)
         return
@@ -78,18 +87,24 @@ def put_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def write_both_forms(folder: Path) -> None:
-    """Complete config.json by what transformers 4 and other tools read in the place of transformers 5's fields."""
+    """Add to config.json what tools read in place of transformers 5's fields.
+
+    These are transformers 4 and others.
+    """
     file = folder / "config.json"
     fields = json.loads(file.read_text(encoding="utf-8"))
     _write(file, fields | older_form(fields))
 
 
 def older_form(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of transformers 4 that say what these of transformers 5 do; empty for a model without either.
+    """Return the fields of transformers 4 that say what these of transformers 5 do.
 
-    `rope_scaling` is left out for model types that transformers does not have. Whoever reads such a folder's tokenizer
-    without its code, or without Headfold, gets transformers' bare config class, which cannot read that field beside
-    `rope_theta`. The code in a folder hands `rope_parameters` on to transformers 4 itself.
+    Empty for a model without either.
+
+    `rope_scaling` is left out for model types that transformers does not have. Whoever reads such a
+    folder's tokenizer without its code, or without Headfold, gets transformers' bare config class,
+    which cannot read that field beside `rope_theta`. The code in a folder hands `rope_parameters`
+    on to transformers 4 itself.
     """
     older: dict[str, Any] = {"torch_dtype": fields["dtype"]} if fields.get("dtype") else {}
     rope = fields.get("rope_parameters")
@@ -109,8 +124,11 @@ def older_form(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(model_type: str, rope: dict[str, Any]) -> dict[str, Any] | None:
-    """`rope_scaling` of transformers 4. Where it is there transformers 5 reads it in the place of `rope_parameters`, so
-    that it must be complete."""
+    """Return `rope_scaling` of transformers 4.
+
+    If it is there, transformers 5 reads it in place of `rope_parameters`, so that it must be
+    complete.
+    """
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None

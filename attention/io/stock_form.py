@@ -20,10 +20,14 @@ ALL = ("transformers", "vLLM", "llama.cpp")
 
 
 def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
-    """What a checkpoint is, its KV cache being held in `dtype`: `format` ("stock" or "headfold"), `loads_in` (software
-    that loads it), and both in one line for people, with the command to go on with (`format_note`); of Headfold's own
-    format also `padding`: of each target that holds the plan in its own bytes, the query heads of zeros
-    (`EngineSupport.zero_query_heads`) that it adds, if it adds any, and their share of the work of attention."""
+    """Return what a checkpoint is, its KV cache being held in `dtype`.
+
+    `format` ("stock" or "headfold"), `loads_in` (software that loads it), and both in one line for
+    people, with the command to go on with (`format_note`); of Headfold's own format also `padding`:
+    of each target that holds the plan in its own bytes, the query heads of zeros
+    (`EngineSupport.zero_query_heads`) that it adds, if it adds any, and their share of the work of
+    attention.
+    """
     config = load_config(folder)
     plan = plan_of_config(config)
     if config.model_type.startswith(PREFIX):
@@ -61,7 +65,7 @@ def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
 
 
 def export_command(folder: str | Path, target: str, *options: str) -> str:
-    """The command that exports a checkpoint, into a folder beside it."""
+    """Return the command that exports a checkpoint, into a folder beside it."""
     return shlex.join(
         [
             "headfold",
@@ -77,8 +81,10 @@ def export_command(folder: str | Path, target: str, *options: str) -> str:
 
 
 def exact_targets(config: Any, plan: AttentionPlan, dtype: Any) -> dict[str, int]:
-    """The targets that hold a plan in its own bytes, and how many those are per token; an engine's own formats first,
-    those that need code in the folder last."""
+    """Return the targets that hold a plan in its own bytes, and how many those are per token.
+
+    An engine's own formats first, those that need code in the folder last.
+    """
     before = plan.kv_bytes_per_token(dtype)
     takes = {
         name: support.bytes_per_token(dtype) for name, support in held_by(config, plan).items()
@@ -88,7 +94,7 @@ def exact_targets(config: Any, plan: AttentionPlan, dtype: Any) -> dict[str, int
 
 
 def held_by(config: Any, plan: AttentionPlan) -> dict[str, EngineSupport]:
-    """What the engines of each target keep of a plan, for targets that hold it at all."""
+    """Return what the engines of each target keep of a plan, for targets that hold it at all."""
     support = {}
     for name, one in targets().items():
         with suppress(TargetError):
@@ -97,8 +103,11 @@ def held_by(config: Any, plan: AttentionPlan) -> dict[str, EngineSupport]:
 
 
 def _readers(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
-    """Those that were tried: llama.cpp reads a Phi folder as if it had as many KV heads as query heads (use target
-    gguf), and other families than those of that target were not tried in it."""
+    """Those that were tried.
+
+    Llama.cpp reads a Phi folder as if it had as many KV heads as query heads (use target gguf), and
+    other families than those of that target were not tried in it.
+    """
     name = family_of(config).name
     grouped_phi = name == "phi" and max(widths_of(plan)) > 1
     readers = ALL if name in OF_FAMILY and not grouped_phi else ALL[:2]
@@ -132,7 +141,10 @@ def _way_out(
     dtype: Any,
     padding: Mapping[str, Mapping[str, float]],
 ) -> str:
-    """The command that writes what engines load: in the plan's own bytes, else the stock form that takes more."""
+    """Return the command that writes what engines load.
+
+    It keeps the plan's own bytes if a target can, else it writes the stock form, which takes more.
+    """
     before = plan.kv_bytes_per_token(dtype)
     if exact := exact_targets(config, plan, dtype):
         first, *rest = exact
@@ -141,14 +153,20 @@ def _way_out(
             for name in exact
         }
         also = ", ".join(f"--target {name} for {engines[name]}" for name in rest)
-        command = f"`{export_command(folder, first)}` writes it for {engines[first]} at the same {before} KV bytes"
+        command = (
+            f"`{export_command(folder, first)}` writes it for {engines[first]} at the same "
+            f"{before} KV bytes"
+        )
         return f"{command} per token" + f" ({also})" * bool(also)
     support = held_by(config, plan)
     for name in ("gqa", "phi"):
         if name in support:
             command = export_command(folder, name, "--allow-larger-cache")
             takes = support[name].bytes_per_token(dtype)
-            return f"`{command}` lowers it to a stock one, at {takes} KV bytes per token instead of {before}"
+            return (
+                f"`{command}` lowers it to a stock one, at {takes} KV bytes per token instead of "
+                f"{before}"
+            )
     return "no stock format holds this plan: load it with attention.io.checkpoint.load of Headfold"
 
 

@@ -1,7 +1,10 @@
-"""Whether the weights of a checkpoint are those that its config describes: every parameter by name and shape.
+"""Whether the weights of a checkpoint are those that its config describes.
 
-transformers fills what a checkpoint lacks at random and goes on. Here that is an error, told from the headers of the
-safetensors files before any weight is read (`check_weights`), and for hub names from what was loaded (`check_loaded`).
+Every parameter by name and shape.
+
+transformers fills what a checkpoint lacks at random and goes on. Here that is an error, found from
+the headers of the safetensors files before any weight is read (`check_weights`), and for hub names
+from what was loaded (`check_loaded`).
 """
 
 from __future__ import annotations
@@ -38,11 +41,13 @@ __all__ = ["WeightsError", "check_finite", "check_loaded", "check_weights", "wit
 
 logger = logging.getLogger(__name__)
 TIED_APART = (
-    "config.json ties the output matrix to the embedding (tie_word_embeddings), but the weights hold two that differ; "
+    "config.json ties the output matrix to the embedding (tie_word_embeddings), but the weights "
+    "hold two that differ; "
     "set tie_word_embeddings to false in config.json"
 )
 METHODS = ("fp8", "compressed-tensors", "mxfp4")
-"""Values of `quant_method` whose weights can be read as plain numbers (`attention.io.quantised.packed`)."""
+"""Values of `quant_method` whose weights can be read as plain numbers
+(`attention.io.quantised.packed`)."""
 # What quantisers keep beside or instead of a weight.
 QUANTISED = re.compile(
     r"\.(qweight|qzeros|SCB|weight_scale(_inv)?|weight_packed|weight_shape|weight\.(absmax|quant_map|quant_state.*))$"
@@ -52,7 +57,11 @@ LAYER = re.compile(r"(.*?\.)(\d+)\.")
 
 @dataclass(frozen=True)
 class Differences:
-    """What sets a checkpoint's tensors apart from a model's. `wrong`: name -> (shape in the file, in the model)."""
+    """What sets a checkpoint's tensors apart from a model's.
+
+    Attributes:
+        wrong: Name -> (shape in the file, in the model).
+    """
 
     missing: frozenset[str]
     wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -62,9 +71,12 @@ class Differences:
 def check_weights(source: str | Path, config: PretrainedConfig) -> dict[str, TensorSource]:
     """Where each tensor of the config's model lies, by the model's names; empty for a hub name.
 
-    Headers alone are read, unless both of two tied matrices are stored: those are compared. Surplus tensors are told in
-    a warning. Raises WeightsError for quantised weights, for files that cannot be read, and unless every parameter and
-    persistent buffer is there in its shape (of tied ones, one).
+    Headers alone are read, unless both of two tied matrices are stored: those are compared. Surplus
+    tensors are reported in a warning.
+
+    Raises:
+        WeightsError: For quantised weights, for files that cannot be read, and unless every
+            parameter and persistent buffer is there in its shape (of tied ones, one).
     """
     check_plain(source, config)
     folder = Path(source)
@@ -74,7 +86,8 @@ def check_weights(source: str | Path, config: PretrainedConfig) -> dict[str, Ten
     # Before the model is built: a config of a million layers would take for ever.
     if config.num_hidden_layers > len(stored):
         raise WeightsError(
-            f"{folder}: config.json says num_hidden_layers {config.num_hidden_layers}, but the weights are "
+            f"{folder}: config.json says num_hidden_layers {config.num_hidden_layers}, but the "
+            f"weights are "
             f"{len(stored)} tensors in all; copy config.json and weights from one model"
         )
     model = _outline(folder, config)
@@ -83,7 +96,8 @@ def check_weights(source: str | Path, config: PretrainedConfig) -> dict[str, Ten
     except WeightsError as error:
         raise WeightsError(f"{folder}: {error}") from None
     if sources is None:
-        return {}  # tensors that transformers changes on loading: `check_loaded` sees what becomes of them
+        # Tensors that transformers changes on loading: `check_loaded` sees what becomes of them.
+        return {}
     _check_dtypes(folder, sources, model.state_dict())
     for tied, root in model.all_tied_weights_keys.items():
         if tied in sources and root in sources:
@@ -121,7 +135,11 @@ def _differences(model: PreTrainedModel, sources: Mapping[str, TensorSource]) ->
 
 
 def check_loaded(source: str | Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
-    """Raise WeightsError unless all of a model came from its checkpoint. `info`: transformers' loading info."""
+    """Raise WeightsError unless all of a model came from its checkpoint.
+
+    Args:
+        info: Transformers' loading info.
+    """
     wrong = {name: (tuple(file), tuple(shape)) for name, file, shape in info["mismatched_keys"]}
     missing = frozenset(info["missing_keys"])
     surplus = frozenset(info["unexpected_keys"])
@@ -138,7 +156,10 @@ def check_loaded(source: str | Path, model: PreTrainedModel, info: Mapping[str, 
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """Without transformers' table of what is missing, surplus or of another shape: `check_loaded` tells it."""
+    """Without transformers' table of what is missing, surplus or of another shape.
+
+    `check_loaded` tells it.
+    """
     its = logging.getLogger("transformers.modeling_utils")
 
     def worse(
@@ -165,13 +186,15 @@ def check_finite(source: str | Path, tensors: Mapping[str, torch.Tensor]) -> Non
     ]
     if bad:
         raise WeightsError(
-            f"{source}: nan or infinite numbers in {listed(bad)} ({len(bad)} of {len(tensors)} tensors read); take a "
-            "checkpoint from before its training diverged, or read it in a dtype of wider range (bfloat16, not float16)"
+            f"{source}: nan or infinite numbers in {listed(bad)} ({len(bad)} of {len(tensors)} "
+            f"tensors read); take a "
+            "checkpoint from before its training diverged, or read it in a dtype of wider range "
+            "(bfloat16, not float16)"
         )
 
 
 def _outline(source: Path, config: PretrainedConfig) -> PreTrainedModel:
-    """The model of a config without memory for its weights."""
+    """Return the model of a config without memory for its weights."""
     try:
         with torch.device("meta"), no_init_weights():
             return AutoModelForCausalLM.from_config(copy.deepcopy(config))
@@ -180,15 +203,21 @@ def _outline(source: Path, config: PretrainedConfig) -> PreTrainedModel:
     ) as error:  # a config may hold anything, and the model's class may stumble over it in any way
         message = (str(error).splitlines() or [type(error).__name__])[0]
         raise WeightsError(
-            f"{source}: config.json describes no {config.model_type} model that can be built: {message}"
+            f"{source}: config.json describes no {config.model_type} model that can be built: "
+            f"{message}"
         ) from None
 
 
 def _by_present_name(
     model: PreTrainedModel, stored: Mapping[str, Stored]
 ) -> dict[str, TensorSource] | None:
-    """Tensors under the names that transformers gives them on loading, experts put together; None if it would do more
-    to some. Raises WeightsError for experts that do not belong together."""
+    """Tensors under the names that transformers gives them on loading, experts put together.
+
+    None if it would do more to some.
+
+    Raises:
+        WeightsError: For experts that do not belong together.
+    """
     state = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -235,7 +264,10 @@ def _check_dtypes(
 
 
 def _check_tie(folder: Path, first: Stored, second: Stored, rows: int = 4096) -> None:
-    """The one case in which numbers are compared: both of two tied matrices are stored."""
+    """Compare the numbers of two tied matrices that are both stored.
+
+    This is the one case in which numbers are compared.
+    """
     with (
         open_safetensors(folder / first.file) as one,
         open_safetensors(folder / second.file) as other,
@@ -253,11 +285,13 @@ def _quantised(source: str | Path, what: str, method: str | None = None) -> str:
     message = f"{source} is quantised: {what}. Heads are fused in plain floats: "
     if method in METHODS:
         return (
-            f"{message}add --dequantize (in a search model.dequantize=true), which reads its weights as plain numbers, "
+            f"{message}add --dequantize (in a search model.dequantize=true), which reads its "
+            f"weights as plain numbers, "
             "or take the model that it was made of"
         )
     return (
-        f"{message}take the model that it was made of, or load it in transformers, call model.dequantize() and "
+        f"{message}take the model that it was made of, or load it in transformers, call "
+        f"model.dequantize() and "
         "save_pretrained into a new folder"
     )
 
@@ -279,7 +313,8 @@ def _refuse(source: str | Path, model: PreTrainedModel, diff: Differences) -> No
         count = max(n for _, n in beyond) + 1
         names = [name for name in diff.surplus if _layers({name}) & beyond]
         raise WeightsError(
-            f"{source}: config.json says num_hidden_layers {have}, but the weights are of {count} layers; unused would "
+            f"{source}: config.json says num_hidden_layers {have}, but the weights are of {count} "
+            f"layers; unused would "
             f"be {len(names)} tensors: {listed(names)}. Set num_hidden_layers to {count}"
         )
     if diff.missing:
@@ -290,22 +325,28 @@ def _refuse(source: str | Path, model: PreTrainedModel, diff: Differences) -> No
             for name, (file, shape) in diff.wrong.items()
         }
         raise WeightsError(
-            f"{source}: {len(shapes)} tensors have other shapes than config.json says: {listed(shapes.values())}. "
+            f"{source}: {len(shapes)} tensors have other shapes than config.json says: "
+            f"{listed(shapes.values())}. "
             "Copy config.json and weights from one model"
         )
     if diff.surplus:
         _tell(
-            f"{source}: {len(diff.surplus)} tensors are not part of {kind} and not used: {listed(diff.surplus)}"
+            f"{source}: {len(diff.surplus)} tensors are not part of {kind} and not used: "
+            f"{listed(diff.surplus)}"
         )
 
 
 def _lacking(source: str | Path, kind: str, layers: int, state: set[str], diff: Differences) -> str:
-    message = f"{source} lacks {len(diff.missing)} of the {len(state)} tensors of {kind}: {listed(diff.missing)}"
+    message = (
+        f"{source} lacks {len(diff.missing)} of the {len(state)} tensors of {kind}: "
+        f"{listed(diff.missing)}"
+    )
     count = _layers(state - diff.missing)
     whole = max((n for _, n in count), default=-1) + 1
     if diff.surplus:
         return (
-            f"{message}; it has {len(diff.surplus)} of other names: {listed(diff.surplus)}. Rename them to what "
+            f"{message}; it has {len(diff.surplus)} of other names: {listed(diff.surplus)}. Rename "
+            f"them to what "
             f"{kind} calls them, or copy config.json and weights from one model"
         )
     if 0 < whole < layers:
@@ -315,7 +356,8 @@ def _lacking(source: str | Path, kind: str, layers: int, state: set[str], diff: 
         )
     if diff.missing == {"lm_head.weight"}:
         return (
-            f"{message}, the output matrix. Copy or save the weights of the original model again, or set "
+            f"{message}, the output matrix. Copy or save the weights of the original model again, "
+            f"or set "
             "tie_word_embeddings to true in config.json if its output matrix is the embedding"
         )
     return f"{message}. Copy or save the weights of the original model again"

@@ -1,4 +1,4 @@
-"""A second model beside one that is there, which takes no second copy of what the two have in common."""
+"""A second model beside an existing one, without a second copy of what they have in common."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from attention.modeling.model_classes import plan_of
 
 
 def beside_original(model: PreTrainedModel, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """The model that `make` builds, on `model`'s device. Outside of attention each parameter that `model` has under the
-    same name and in the same shape is that one's memory; all others have memory of their own, which is not filled.
+    """Return the model that `make` builds, on `model`'s device.
+
+    Outside of attention each parameter that `model` has under the same name and in the same shape
+    is that one's memory; all others have memory of their own, which is not filled.
 
     Neither model may be trained while the other is of use.
     """

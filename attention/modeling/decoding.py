@@ -1,10 +1,15 @@
-"""Attention of one new token over a long cache, reading every kept key and value once and expanding neither.
+"""Attention of one new token over a long cache, which reads each kept key and value once.
 
-Legend: B batch, H query heads, G^K / G^V kept key / value heads, m query heads of a group, S cached tokens, d head dim.
+Neither is expanded.
 
-Three ways, all equal to `expand` followed by SDPA, which stays as the reference:
-- `decode_padded`: groups gathered and padded to the widest, one batched product for keys and one for values;
-- `decode_by_group`: one product a group, no padding; faster where a product is large enough to be worth a call;
+Legend: B batch, H query heads, G^K / G^V kept key / value heads, m query heads of a group, S cached
+tokens, d head dim.
+
+Three ways, all equal to `expand_heads` followed by SDPA, which stays as the reference:
+- `decode_padded`: groups gathered and padded to the widest, one batched product for keys and one
+  for values;
+- `decode_by_group`: one product a group, no padding; faster where a product is large enough to be
+  worth a call;
 - `attention.modeling.kernels`: one fused kernel, on CUDA devices where Triton is there.
 """
 
@@ -21,17 +26,21 @@ from attention.modeling.scores import capped, softmax_beside
 from attention.plan import LayerPlan
 from attention.plan_parts import groups_of
 
-# Numbers in a kept head's part of the cache, S·d, from which one product a group is faster than one padded product for
-# all groups (benchmarks/LOG.md).
+# Numbers in a kept head's part of the cache, S·d, from which one product a group is faster than one
+# padded product for all groups (benchmarks/LOG.md).
 LARGE = 1 << 16
 
 
 @dataclass(frozen=True)
 class HeadSlots:
-    """Where the query heads of each kept head lie when gathered by group and padded to the widest group.
+    """The order of the query heads when gathered by kept head and padded to the widest group.
 
-    `heads [G·m]`: the query head in each slot; a group narrower than m repeats its first member. `place [H]`: the slot
-    of each query head.
+    Attributes:
+        groups: Number of kept heads.
+        width: Members of the widest group, m.
+        heads: `[G·m]`, the query head in each slot; a group narrower than m repeats its first
+            member.
+        place: `[H]`, the slot of each query head.
     """
 
     groups: int
@@ -41,11 +50,12 @@ class HeadSlots:
 
     @classmethod
     def of(cls, head_map: Sequence[int]) -> HeadSlots:
+        """Return the slots of a map from query heads to kept heads."""
         groups = groups_of(head_map)
         width = max(len(g) for g in groups)
         heads = [member for g in groups for member in (*g, *[g[0]] * (width - len(g)))]
-        place = [head_map[h] * width + groups[head_map[h]].index(h) for h in range(len(head_map))]
-        return cls(len(groups), width, _index(heads), _index(place))
+        slots = [head_map[h] * width + groups[head_map[h]].index(h) for h in range(len(head_map))]
+        return cls(len(groups), width, _index(heads), _index(slots))
 
     def gather(self, x: Tensor) -> Tensor:
         """`[B, H, n]` -> `[B, G, m, n]`."""
@@ -60,9 +70,12 @@ class HeadSlots:
 class HeadMaps:
     """What a layer's plan means at run time. Built once a layer, outside of the forward pass.
 
-    `by_key [H]`: the query heads, those of one key head side by side; `by_value [H]`: the same by value head, as places
-    in `by_key` (None: they lie so already); `back [H]`: where each query head lies after both. `key_sizes` and
-    `value_sizes`: how many query heads each group has. `kernel`: the maps as the fused kernel reads them.
+    `by_key [H]`: the query heads, those of one key head side by side; `by_value [H]`: the same by
+    value head, as places in `by_key` (None: they lie so already); `back [H]`: where each query head
+    lies after both. `key_sizes` and `value_sizes`: how many query heads each group has.
+
+    Attributes:
+        kernel: The maps as the fused kernel reads them.
     """
 
     plan: LayerPlan
@@ -77,6 +90,7 @@ class HeadMaps:
 
     @classmethod
     def of(cls, plan: LayerPlan) -> HeadMaps:
+        """Return the maps of a layer."""
         keys, values = (
             [h for g in groups for h in g] for groups in (plan.key_groups, plan.value_groups)
         )
@@ -94,8 +108,8 @@ class HeadMaps:
 
 
 def _index(numbers: Sequence[int]) -> Tensor:
-    # On the CPU whatever the context: a model that is being loaded is built on the meta device, and what is no buffer
-    # would stay there.
+    # On the CPU whatever the context: a model that is being loaded is built on the meta device, and
+    # what is no buffer would stay there.
     return torch.tensor(numbers, device="cpu")
 
 
@@ -111,14 +125,18 @@ def decode(
 ) -> Tensor:
     """Attention of one new token by whichever way is fastest here.
 
-    query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask broadcastable to `[B, H, 1, S]` (boolean:
-    True attends; or additive), sinks `[H]`. Returns `[B, H, 1, d]`.
+    query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask broadcastable to `[B,
+    H, 1, S]` (boolean: True attends; or additive), sinks `[H]`.
+
+    Returns:
+        `[B, H, 1, d]`.
     """
     if softcap is not None or sinks is not None:  # the other ways know neither
         return decode_padded(query, key, value, maps, mask, scaling, softcap, sinks)
     if kernels.takes(query, key, value, mask):
         return kernels.fused_decode(query, key, value, maps.kernel, mask, scaling)
-    # Of several sequences the threads of a batched product each take some; one thread has nothing of that.
+    # Of several sequences the threads of a batched product each take some; one thread has nothing
+    # of that.
     single = len(query) == 1 or torch.get_num_threads() == 1
     if query.device.type == "cpu" and single and key.shape[2] * key.shape[3] >= LARGE:
         return decode_by_group(query, key, value, maps, mask, scaling)
@@ -149,7 +167,10 @@ def decode_by_group(
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor:
-    """`decode` with one product a group of each sequence, written in place. Without gradients, on the CPU."""
+    """`decode` with one product a group of each sequence, written in place.
+
+    Without gradients, on the CPU.
+    """
     q_BHd = (query.squeeze(2) * _factor(query, scaling)).index_select(1, maps.by_key)
     weights = _softmax(_products(q_BHd, key.transpose(-1, -2), maps.key_sizes), mask, maps.by_key)
     if maps.by_value is not None:
@@ -158,7 +179,7 @@ def decode_by_group(
 
 
 def _products(rows: Tensor, head_rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Rows `[B, H, n]`, sorted into groups of these sizes, times each group's own `[n, p]` of `[B, G, n, p]`."""
+    """Multiply rows `[B, H, n]`, sorted into groups of these sizes, by their group's `[n, p]`."""
     result = rows.new_empty((*rows.shape[:2], head_rows.shape[-1]))
     for b, sequence in enumerate(head_rows):
         grouped = zip(rows[b].split(sizes), sequence, result[b].split(sizes), strict=True)
@@ -174,7 +195,16 @@ def decode_scores(query: Tensor, key: Tensor, maps: HeadMaps, scaling: float | N
 
 
 def decode_mix(weights: Tensor, value: Tensor, maps: HeadMaps) -> Tensor:
-    """Values under the weights of one new token, `[B, H, 1, S]` and `[B, G^V, S, d]` -> `[B, H, 1, d]`."""
+    """Return values under the weights of one new token.
+
+    Args:
+        weights: `[B, H, 1, S]`.
+        value: `[B, G^V, S, d]`.
+        maps: Those of the layer.
+
+    Returns:
+        `[B, H, 1, d]`.
+    """
     return maps.value_slots.scatter(maps.value_slots.gather(weights.squeeze(2)) @ value).unsqueeze(
         2
     )
@@ -187,7 +217,7 @@ def _factor(query: Tensor, scaling: float | None) -> float:
 def _softmax(
     scores: Tensor, mask: Tensor | None, order: Tensor | None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Weights `[B, H, S]` of scores whose heads lie in `order`, under a mask as `decode` takes it, beside sinks."""
+    """Return weights `[B, H, S]` of scores whose heads lie in `order`, with mask and sinks."""
     if mask is not None:
         mask = mask.squeeze(2)
         if order is not None and mask.shape[1] > 1:

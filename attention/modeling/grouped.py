@@ -1,9 +1,13 @@
-"""Attention with a key map and a value map: one code path for MHA, MQA, GQA, uneven and decoupled groups.
+"""Attention with a key map and a value map.
 
-Legend: B batch, H query heads, G^K / G^V kept key / value heads, T query tokens, S cached tokens, d head dim.
+One code path for MHA, MQA, GQA, uneven and decoupled groups.
 
-Registered with transformers as "headfold", for attention and for masks (without the second, padding is silently
-ignored). The module that calls it carries `key_map` and `value_map`, integer buffers `[H]`.
+Legend: B batch, H query heads, G^K / G^V kept key / value heads, T query tokens, S cached tokens, d
+head dim.
+
+Registered with transformers as "headfold", for attention and for masks (without the second, padding
+is silently ignored). The module that calls it carries `key_map` and `value_map`, integer buffers
+`[H]`.
 """
 
 from __future__ import annotations
@@ -47,12 +51,19 @@ def grouped_attention(
     composed_layer: ComposedLayer | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function. query `[B, H, T, d]` -> output `[B, T, H, d]` and no weights. `s_aux [H]`:
-    logits of sinks.
+    """Compute grouped attention as an attention function of transformers.
 
-    Prefill and training expand and call SDPA, or hold all scores where these are capped or share their softmax with
-    sinks; a single new token without gradient takes `decode`. A window is in the mask. A module with
-    composition passes its input `[B, T, D]` and its cache layer (see `attention.modeling.composition`).
+    Prefill and training expand and call SDPA, or compute all scores where these are capped or share
+    their softmax with sinks; a single new token without gradient takes `decode`. A window is in the
+    mask. A module with composition passes its input `[B, T, D]` and its cache layer (see
+    `attention.modeling.composition`).
+
+    Args:
+        query: `[B, H, T, d]`.
+        s_aux: `[H]`, logits of sinks.
+
+    Returns:
+        `[B, T, H, d]`, and None for the weights.
     """
     maps: HeadMaps = module.head_maps  # type: ignore[assignment]
     if composed_input is not None:
@@ -110,9 +121,12 @@ def composed_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention with composed heads (Xiao 2024, App. D): `[B, H, T, d]`. The scores of all heads are held at once.
+    """Attention with composed heads (Xiao 2024, App. D): `[B, H, T, d]`.
 
-    x `[B, T, D]`: the attention input of the query tokens; `layer`: where the key-side weights of earlier tokens lie.
+    The scores of all heads are held at once.
+
+    x `[B, T, D]`: the attention input of the query tokens; `layer`: where the key-side weights of
+    earlier tokens lie.
     """
     maps: HeadMaps = module.head_maps  # type: ignore[assignment]
     composition: HeadComposition = module.composition  # type: ignore[assignment]
@@ -135,7 +149,10 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 def attach(module: nn.Module, plan: LayerPlan) -> None:
-    """Give an attention module its maps: persistent buffers (others come back as garbage) and the run-time form."""
+    """Give an attention module its maps.
+
+    Persistent buffers (others come back as garbage) and the run-time form.
+    """
     device = next(module.parameters()).device
     module.register_buffer("key_map", torch.tensor(plan.key_map, device=device), persistent=True)
     module.register_buffer(
@@ -148,11 +165,14 @@ def attach(module: nn.Module, plan: LayerPlan) -> None:
     module.num_key_value_groups = 1  # type: ignore[assignment]
 
 
-# ---- caches -----------------------------------------------------------------------------------------------------
+# ---- caches -----------------------------------------------------------------------------------
 
 
 class UnevenStaticLayer(StaticLayer):
-    """A static cache layer whose key and value head counts may differ (the stock one takes both from the keys)."""
+    """A static cache layer whose key and value head counts may differ.
+
+    The stock one takes both from the keys.
+    """
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -177,9 +197,10 @@ def make_uneven(cache: Cache) -> Cache:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes that the keys and values of a cache occupy, and the key-side weights of composition beside them.
+    """Return the bytes of the keys, values and key-side composition weights of a cache.
 
-    The room that a growing layer keeps beyond its tokens (`attention.modeling.growing_cache.ROOM`) is not counted.
+    The room that a growing layer keeps beyond its tokens (`attention.modeling.growing_cache.ROOM`)
+    is not counted.
     """
     tensors = [
         layer

@@ -2,8 +2,8 @@
 
 Legend: B batch, G^K / G^V kept key / value heads, T new tokens, S cached tokens, d head dim.
 
-The stock dynamic layer copies all that is cached for every new token. This one copies once every `ROOM` tokens and
-writes in place between.
+The stock dynamic layer copies all that is cached for every new token. This one copies once every
+`ROOM` tokens and writes in place between.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
-"""What transformers calls the cache among an attention module's keywords: since 5.24, before, and in GPT-NeoX."""
+"""What transformers calls the cache among an attention module's keywords: since 5.24, before, and
+in GPT-NeoX."""
 # Tokens that there is room for after a copy. At S tokens a step copies S / ROOM of them on average.
 ROOM = 64
 
 
 class GrowingLayer(DynamicLayer):
-    """A `DynamicLayer` whose `keys` `[B, G^K, S, d]` and `values` `[B, G^V, S, d]` are views of longer tensors.
+    """A `DynamicLayer` whose keys and values are views of longer tensors.
 
-    What was prefilled is held exactly; the room comes with the next token. Where gradients are recorded it
-    concatenates as the stock layer does.
+    They are `[B, G^K, S, d]` and `[B, G^V, S, d]`. What was prefilled is held exactly; the room
+    comes with the next token. Where gradients are recorded it concatenates as the stock layer does.
     """
 
     _room: tuple[Tensor, Tensor] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Whoever crops, reorders or moves the cache puts other tensors in place of the views: the room is not theirs.
+        # Whoever crops, reorders or moves the cache puts other tensors in place of the views: the
+        # room is not theirs.
         if name in ("keys", "values"):
             super().__setattr__("_room", None)
         super().__setattr__(name, value)
@@ -60,7 +62,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _longer(tensor: Tensor, tokens: int) -> Tensor:
-    """A copy of `[B, G, S, d]` with room for `tokens` tokens."""
+    """Return a copy of `[B, G, S, d]` with room for `tokens` tokens."""
     batch, heads, length, width = tensor.shape
     result = tensor.new_empty((batch, heads, tokens, width))
     result[:, :, :length] = tensor
@@ -68,12 +70,15 @@ def _longer(tensor: Tensor, tokens: int) -> Tensor:
 
 
 def cache_in(kwargs: Mapping[str, Any]) -> Any:
-    """The cache among the keywords of an attention module, whatever it is called there; None without one."""
+    """Return the cache among the keywords of an attention module, whatever it is called there.
+
+    None without one.
+    """
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
 
 def take_cache(kwargs: dict[str, Any]) -> Any:
-    """The same, taken out of the keywords."""
+    """Return the same, taken out of the keywords."""
     cache = cache_in(kwargs)
     for name in CACHE_NAMES:
         kwargs.pop(name, None)
@@ -81,7 +86,7 @@ def take_cache(kwargs: dict[str, Any]) -> Any:
 
 
 def cache_of(output: Any) -> Any:
-    """The cache in the output of a model."""
+    """Return the cache in the output of a model."""
     name = next(name for name in CACHE_NAMES if name in output)
     return output[name]
 
@@ -93,12 +98,15 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
 
 
 def next_output(model: Any, tokens: Tensor, output: Any) -> Any:
-    """What a model makes of the `tokens` `[B, T]` that follow those of `output`, in the same cache."""
+    """Run a model on the `tokens` `[B, T]` that follow those of `output`, in the same cache."""
     return model(tokens, **cache_argument(model, cache_of(output)), use_cache=True)
 
 
 def cache_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:
-    """The layer of a cache, swapped for one of `kind` if it is a fresh dynamic one; None if there is no such layer."""
+    """Return the layer of a cache, swapped for one of `kind` if it is a fresh dynamic one.
+
+    None if there is no such layer.
+    """
     while cache.layer_class_to_replicate is DynamicLayer and len(cache.layers) <= index:
         cache.layers.append(kind())
     layer: Any = cache.layers[index] if index < len(cache.layers) else None
@@ -112,7 +120,10 @@ def cache_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:
 
 
 def grow_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook of attention modules: their layer of a fresh dynamic cache grows in place."""
+    """Make the layer of a fresh dynamic cache grow in place.
+
+    A forward pre-hook of attention modules.
+    """
     cache = cache_in(kwargs)
     if isinstance(cache, Cache):
         cache_layer(cache, module.layer_idx, GrowingLayer)

@@ -1,4 +1,6 @@
-"""What predictions cost, in nats a token; the one place where the loss of a model is written down.
+"""What predictions cost, in nats per token.
+
+The one place where the loss of a model is written down.
 
 Legend: B sequences, T tokens, V vocabulary, P positions.
 """
@@ -17,7 +19,9 @@ from attention.modeling.running import AT_ONCE, batch_of
 
 
 def language_modelling(logits: Tensor, labels: Tensor, _: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy of the tokens that come next, `labels [P]`, under `logits [P, V]`; a `Cost`.
+    """Mean cross-entropy of the tokens that come next, `labels [P]`, under `logits [P, V]`.
+
+    A `Cost`.
 
     Computed in float32 at least, whatever the model's dtype.
     """
@@ -25,7 +29,7 @@ def language_modelling(logits: Tensor, labels: Tensor, _: Tensor | None = None) 
 
 
 def prediction_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The same of each token, `[P]` float64, for means over parts of them."""
+    """Return the same of each token, `[P]` float64, for means over parts of them."""
     return F.cross_entropy(wide(logits), labels.long(), reduction="none").double()
 
 
@@ -42,6 +46,7 @@ def divergence(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def wide(logits: Tensor) -> Tensor:
+    """Return logits in float32 at least."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

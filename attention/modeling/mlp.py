@@ -1,4 +1,6 @@
-"""The MLP of each layer, as its projections: what goes in (rows are neurons) and what comes out (columns are).
+"""The MLP of each layer, as its projections.
+
+What goes in (rows are neurons) and what comes out (columns are).
 
 Legend: F neurons, D model dim.
 """
@@ -44,7 +46,10 @@ class MlpSite:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """Copies of one MLP's weights: inputs `[F, D]` each and the output `[D, F]`, with their biases or None."""
+    """Copies of one MLP's weights.
+
+    Inputs `[F, D]` each and the output `[D, F]`, with their biases or None.
+    """
 
     inputs: tuple[Tensor, ...]
     output: Tensor
@@ -52,7 +57,11 @@ class MlpWeights:
 
 
 def mlp_sites(model: PreTrainedModel) -> list[MlpSite]:
-    """The MLP of every layer. Raises ValueError for a family whose MLP is not made of linear layers (GPT-2)."""
+    """Return the MLP of every layer.
+
+    Raises:
+        ValueError: For a family whose MLP is not made of linear layers (GPT-2).
+    """
     decoder: Any = model.get_decoder()
     sites = []
     for layer in getattr(decoder, "layers", ()):
@@ -63,14 +72,16 @@ def mlp_sites(model: PreTrainedModel) -> list[MlpSite]:
                 sites.append(MlpSite(module, inputs, output))
     if len(sites) != model.config.num_hidden_layers:
         raise ValueError(
-            f"the MLPs of {model.config.model_type} cannot be shared: expected linear projections called one of "
-            f"{[(*inputs, output) for inputs, output in LAYOUTS]} in every layer; share attention heads only"
+            f"the MLPs of {model.config.model_type} cannot be shared: expected linear projections "
+            f"called one of "
+            f"{[(*inputs, output) for inputs, output in LAYOUTS]} in every layer; share attention "
+            f"heads only"
         )
     return sites
 
 
 def read_mlp(site: MlpSite) -> MlpWeights:
-    """The weights of one MLP, shared blocks included."""
+    """Return the weights of one MLP, shared blocks included."""
     projections = [site.projection(name) for name in site.names]
     weights = [p.weight.detach() for p in projections]
     biases = tuple(None if p.bias is None else p.bias.detach() for p in projections)
@@ -99,11 +110,14 @@ def copy(old: PreTrainedModel, new: PreTrainedModel) -> None:
 
 
 def block_size(neurons: int, blocks: int) -> int:
-    """Neurons of a block: F // H. The F % H last neurons belong to no block and are never shared."""
+    """Neurons of a block: F // H.
+
+    The F % H last neurons belong to no block and are never shared.
+    """
     return neurons // blocks
 
 
 def blocks_of(weights: MlpWeights, blocks: int) -> Sequence[Tensor]:
-    """The input side of each MLP block, `[H, F // H, D]` for each input projection."""
+    """Return the input side of each MLP block, `[H, F // H, D]` for each input projection."""
     size = block_size(weights.inputs[0].shape[0], blocks)
     return [w[: blocks * size].unflatten(0, (blocks, size)) for w in weights.inputs]

@@ -1,7 +1,8 @@
 """Headfold's own model types: a family's stock model with the head counts and maps of a plan.
 
 One config class and one model class a family, `headfold_<family>`, registered with AutoConfig and
-AutoModelForCausalLM on import. Shapes are final inside the constructor, as ZeRO-3 and meta-device loading need.
+AutoModelForCausalLM on import. Shapes are final inside the constructor, as ZeRO-3 and meta-device
+loading need.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def check_fits(plan: AttentionPlan, geometry: HeadGeometry) -> None:
 
 
 class HeadfoldMixin:
-    """What the model class of every family gains: projections of the plan's shapes, maps, and uneven caches."""
+    """What the model class of every family gains.
+
+    Projections of the plan's shapes, maps, and uneven caches.
+    """
 
     family: Family
 
@@ -72,7 +76,7 @@ class HeadfoldMixin:
             module.reset_parameters()
 
     def initialize_weights(self) -> None:
-        """Called by transformers once the weights are read: composition that the checkpoint lacks starts afresh."""
+        """Initialise composition that the checkpoint lacks. Called after the weights are read."""
         super().initialize_weights()  # type: ignore[misc]
         reset_missing(self)  # type: ignore[arg-type]
 
@@ -80,12 +84,13 @@ class HeadfoldMixin:
         return make_uneven(super()._prepare_static_cache(*args, **kwargs))  # type: ignore[misc]
 
     def _get_static_cache_init_shape(self) -> None:
-        return None  # head counts differ between keys and values: let each layer take its own at first use
+        # Head counts differ between keys and values: let each layer take its own at first use.
+        return None
 
 
 @cache
 def headfold_classes(family_name: str) -> tuple[type[PretrainedConfig], type[PreTrainedModel]]:
-    """The Headfold config and model class of a family."""
+    """Return the Headfold config and model class of a family."""
     family = families()[family_name]
     stem = family.model_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     module_name = {"__module__": __name__}
@@ -120,11 +125,16 @@ def register() -> None:
 
 
 def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig:
-    """The config of `config`'s model with `plan`. Raises PlanError if the plan does not fit the checkpoint."""
+    """Return the config of `config`'s model with `plan`.
+
+    Raises:
+        PlanError: If the plan does not fit the checkpoint.
+    """
     check_fits(plan, geometry_of(config))
     if plan.composition is not None and (window := window_of(config)):
         raise PlanError(
-            f"layers of this {family_of(config).name} keep a window of {window} tokens, and composition (dcmha) needs "
+            f"layers of this {family_of(config).name} keep a window of {window} tokens, and "
+            f"composition (dcmha) needs "
             "the cache of all; choose a recipe without composition"
         )
     make: Any = headfold_classes(family_of(config).name)[0]
@@ -132,24 +142,29 @@ def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> Pretrained
 
 
 def family_fields(config: PretrainedConfig) -> dict[str, Any]:
-    """The fields of a config that its family's stock and Headfold forms have in common."""
+    """Return the fields of a config that its family's stock and Headfold forms have in common."""
     of_one_form = ("model_type", "architectures", "attention_plan", "transformers_version")
     return {name: value for name, value in config.to_dict().items() if name not in of_one_form}
 
 
 def plan_of(model: PreTrainedModel) -> AttentionPlan:
-    """The plan that a model carries out; for a stock checkpoint, its own grouping (identity for MHA)."""
+    """Return the plan of a model; of a stock checkpoint its own grouping (identity for MHA)."""
     return plan_of_config(model.config)
 
 
 def plan_of_config(config: PretrainedConfig) -> AttentionPlan:
-    """The plan of the models that a config describes. Raises PlanError for one of ours that has lost it."""
+    """Return the plan of the models that a config describes.
+
+    Raises:
+        PlanError: For one of ours that has lost it.
+    """
     record = getattr(config, "attention_plan", None)
     if record is not None:
         return AttentionPlan.from_dict(record)
     if config.model_type.startswith(PREFIX):
         raise PlanError(
-            f"a config of model type {config.model_type} needs its attention_plan, which is not there"
+            f"a config of model type {config.model_type} needs its attention_plan, which is not "
+            f"there"
         )
     geometry = geometry_of(config)
     layer = LayerPlan(geometry.kv_map, geometry.kv_map)

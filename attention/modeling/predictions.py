@@ -1,8 +1,9 @@
 """What the predictions of a model cost, a bounded number of positions at a time.
 
-The logits of a whole batch would be the largest tensor of a training step or an evaluation: 0.5 GB in float32 for one
-sequence of 4,096 tokens and a vocabulary of 32,000, several times over. So only the hidden states are computed for all
-positions; logits exist for `CHUNK_BYTES` of them, and with gradients are made again in the backward pass.
+The logits of a whole batch would be the largest tensor of a training step or an evaluation: 0.5 GB
+in float32 for one sequence of 4,096 tokens and a vocabulary of 32,000, several times over. So only
+the hidden states are computed for all positions; logits exist for `CHUNK_BYTES` of them, and with
+gradients are made again in the backward pass.
 
 Legend: B sequences, T tokens, D model dim, V vocabulary, P positions.
 """
@@ -23,15 +24,18 @@ CHUNKS_AT_ONCE = (
 _FLOAT = 4
 
 _Cost = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`cost(logits [P, V], labels [P], reference logits [P, V] or None)`: a mean over the P positions, of any shape."""
+"""`cost(logits [P, V], labels [P], reference logits [P, V] or None)`: a mean over the P positions,
+of any shape."""
 
 
 _Head = Callable[[Tensor], Tensor]
 
 
 class Final(NamedTuple):
-    """The hidden states `[B, T, D]` that enter an output head, and the head, which makes logits `[P, vocabulary]` of
-    `[P, D]`."""
+    """The hidden states that enter an output head `[B, T, D]`, and the head.
+
+    The head makes logits `[P, vocabulary]` of states `[P, D]`.
+    """
 
     states: Tensor
     head: Callable[[Tensor], Tensor]
@@ -44,7 +48,7 @@ def positions_at_once(vocabulary: int) -> int:
 
 
 def most_logit_bytes(vocabulary: int, positions: int) -> int:
-    """Most that all logits, and what is made of them, take at once in a batch of so many positions."""
+    """Return the most bytes of all logits, and of what is made of them, for so many positions."""
     return CHUNKS_AT_ONCE * _FLOAT * vocabulary * min(positions, positions_at_once(vocabulary))
 
 
@@ -61,10 +65,15 @@ def final(model: Any, ids: Tensor, **more: Any) -> Final:
 def mean_cost(
     model: Any, ids: Tensor, cost: _Cost, reference: Final | None = None, rows: int | None = None
 ) -> Tensor:
-    """Mean of `cost` over the next-token predictions of the first `rows` (default: all) sequences of `ids [B, T]`.
+    """Return the mean of `cost` over the next-token predictions of the first `rows` sequences.
 
-    `model` may be a DeepSpeed engine: this is one forward pass of it. With ZeRO 3 the weights of the head are whole
-    only while the head is called, and while the backward pass is at that call: so all is computed within it.
+    `model` may be a DeepSpeed engine: this is one forward pass of it. With ZeRO 3 the weights of
+    the head are whole only while the head is called, and while the backward pass is at that call:
+    so all is computed within it.
+
+    Args:
+        ids: `[B, T]`.
+        rows: By default all sequences.
     """
     head = model.get_output_embeddings()
     finish = _finishing(model)
@@ -84,10 +93,13 @@ def in_chunks(
     reference: Final | None = None,
     rows: int | None = None,
 ) -> Tensor:
-    """Mean of `cost` over the predictions of the first `rows` sequences of `ids [B, T]`, which went into both finals.
+    """Return the mean of `cost` over the predictions of the first `rows` sequences.
 
-    No gradients flow into the reference. The heads are called as often whatever `rows` is, since workers that hold a
-    split head must call it together; of no rows the mean is 0.
+    No gradients flow into the reference. The heads are called as often whatever `rows` is, since
+    workers that hold a split head must call it together; of no rows the mean is 0.
+
+    Args:
+        ids: `[B, T]`, which went into both finals.
     """
     labels = ids[:, 1:].flatten()
     counted = (len(ids) if rows is None else rows) * (ids.shape[1] - 1)
@@ -100,29 +112,29 @@ def in_chunks(
 
     def share(labels: Tensor, states: Tensor, guide: Tensor | None = None) -> Tensor:
         logits = predicting.head(states)
-        wanted = None
+        reference_logits = None
         if reference is not None and guide is not None:
             with torch.no_grad():
-                wanted = reference.head(guide)[: len(labels)]
+                reference_logits = reference.head(guide)[: len(labels)]
         if not len(labels):
             return logits.new_zeros(())
-        return cost(logits[: len(labels)], labels, wanted) * (len(labels) / counted)
+        return cost(logits[: len(labels)], labels, reference_logits) * (len(labels) / counted)
 
     total: Any = 0
     for index, chunk in enumerate(zip(*parts, strict=True)):
-        mine = labels[index * size : min(counted, index * size + size)]
+        chunk_labels = labels[index * size : min(counted, index * size + size)]
         if again:
             total = total + checkpoint(
-                share, mine, *chunk, use_reentrant=False, preserve_rng_state=False
+                share, chunk_labels, *chunk, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            total = total + share(mine, *chunk)
+            total = total + share(chunk_labels, *chunk)
     return total
 
 
 AFTER_THE_HEAD = {"logits_scaling": 1.0, "final_logit_softcapping": None}
-"""Fields of a config by which some models change the logits that their head makes, and their values for no change:
-Granite divides them, Gemma 2 and 3 cap them."""
+"""Fields of a config by which some models change the logits that their head makes, and their values
+for no change: Granite divides them, Gemma 2 and 3 cap them."""
 
 
 def _finishing(model: Any) -> Callable[[_Head], _Head]:
@@ -147,7 +159,10 @@ def _config(model: Any) -> Any:
 def _at_the_head(
     model: Any, ids: Tensor, instead: Callable[[Tensor], Tensor], **more: Any
 ) -> Tensor:
-    """A forward pass in which the output head returns what `instead` makes of its input, and nothing comes after."""
+    """Run a forward pass in which the output head returns `instead` of its input.
+
+    Nothing follows after the head.
+    """
     head = model.get_output_embeddings()
 
     def once(states: Tensor) -> Tensor:
@@ -157,12 +172,12 @@ def _at_the_head(
 
     head.forward = once
     config = _config(model)
-    own = {name: getattr(config, name) for name in AFTER_THE_HEAD if hasattr(config, name)}
+    values = {name: getattr(config, name) for name in AFTER_THE_HEAD if hasattr(config, name)}
     try:
-        for name in own:
+        for name in values:
             setattr(config, name, AFTER_THE_HEAD[name])
         return model(input_ids=ids, use_cache=False, **more).logits
     finally:
         head.__dict__.pop("forward", None)
-        for name, value in own.items():
+        for name, value in values.items():
             setattr(config, name, value)

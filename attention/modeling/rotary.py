@@ -1,6 +1,7 @@
 """Rotary position embedding on plain tensors, for the layouts of `attention.geometry`.
 
-Legend: T tokens, d head dim, r rotary dims, P = r/2 pairs; z = first + i second, a pair as a complex number.
+Legend: T tokens, d head dim, r rotary dims, P = r/2 pairs; z = first + i second, a pair as a
+complex number.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from attention.geometry import RotaryLayout
 
 @torch.no_grad()
 def rotary_tables(model: PreTrainedModel, length: int, layer: int = 0) -> tuple[Tensor, Tensor]:
-    """cos and sin `[T, r]` float32 of positions 0..length-1 as `layer` has them, from the model's own embedding
-    (scaling included).
+    """Return cos and sin of the positions from 0 to length - 1, `[T, r]` float32, for `layer`.
 
-    Raises ValueError if the decoder has no `rotary_emb`.
+    They come from the model's own embedding, scaling included.
+
+    Raises:
+        ValueError: If the decoder has no `rotary_emb`.
     """
     embedding = getattr(model.get_decoder(), "rotary_emb", None)
     if embedding is None:
         raise ValueError(
-            f"expected a decoder with rotary_emb, got {type(model.get_decoder()).__name__} without one"
+            f"expected a decoder with rotary_emb, got {type(model.get_decoder()).__name__} without "
+            f"one"
         )
     positions = torch.arange(length, device=model.device)[None]
     # Gemma 3 has an embedding for each kind of layer.
@@ -39,7 +43,11 @@ def rotary_tables(model: PreTrainedModel, length: int, layer: int = 0) -> tuple[
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
-    """Rotate x `[..., T, d]` by tables `[T, r]`; the dims beyond r stay. Raises ValueError if the shapes do not fit."""
+    """Rotate x `[..., T, d]` by tables `[T, r]`; the dims beyond r stay.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+    """
     if layout.dims == 0:
         return x
     if (
@@ -48,7 +56,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> T
         or x.shape[-1] != layout.head_dim
     ):
         raise ValueError(
-            f"expected x [..., T, {layout.head_dim}] and tables [T, {layout.dims}], got {tuple(x.shape)} and "
+            f"expected x [..., T, {layout.head_dim}] and tables [T, {layout.dims}], got "
+            f"{tuple(x.shape)} and "
             f"{tuple(cos.shape)}, {tuple(sin.shape)}"
         )
     first = list(layout.first)
@@ -63,7 +72,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> T
 
 
 def pair_products(gram: Tensor, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
-    """Real and imaginary part of the mean of z_x conj(z_y) in each pair, `[..., P]`; gram `[..., d, d]`: of x y^T."""
+    """Real and imaginary part of the mean of z_x conj(z_y) in each pair, `[..., P]`.
+
+    Gram `[..., d, d]`: of x y^T.
+    """
     first = list(layout.first)
     second = list(layout.second)
     real = gram[..., first, first] + gram[..., second, second]
@@ -71,7 +83,10 @@ def pair_products(gram: Tensor, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
 
 
 def pair_maps(real: Tensor, imaginary: Tensor, layout: RotaryLayout) -> Tensor:
-    """Maps `[..., d, d]` that multiply each pair by a complex number, in parts `[..., P]`; zero in the free dims."""
+    """Return the maps `[..., d, d]` that multiply each rotary pair by a complex number.
+
+    Its parts are `[..., P]`.
+    """
     first = list(layout.first)
     second = list(layout.second)
     result = real.new_zeros(*real.shape[:-1], layout.head_dim, layout.head_dim)

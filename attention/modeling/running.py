@@ -1,4 +1,6 @@
-"""Running a model in part: up to one of its modules and no further, or with other hidden states in one of its layers.
+"""Running a model in part.
+
+Up to one of its modules and no further, or with other hidden states in one of its layers.
 
 Legend: B sequences, T tokens, D model dim.
 """
@@ -16,11 +18,10 @@ from transformers import PreTrainedModel
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 AT_ONCE = 8
 _TOKENS_AT_ONCE = 2048
-"""Sequences that run through a model at once, and tokens of them: fewer of long ones, whose activations would take more
-memory and run no faster."""
-ATTENTION_BYTES = (
-    128 * 2**20
-)  # of the attention weights, in float32, of sequences that run through a layer at once
+"""Sequences that run through a model at once, and tokens of them: fewer of long ones, whose
+activations would take more memory and run no faster."""
+# Of the attention weights, in float32, of sequences that run through a layer at once.
+ATTENTION_BYTES = 128 * 2**20
 
 
 class _Reached(Exception):
@@ -28,8 +29,10 @@ class _Reached(Exception):
 
 
 class Call(NamedTuple):
-    """What a layer or attention module was called with, and what it made of it: `output [B, T, D]`, or None where the
-    module itself did not run."""
+    """What a layer or attention module was called with, and what it made of it.
+
+    `output [B, T, D]`, or None where the module itself did not run.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -43,7 +46,10 @@ class Call(NamedTuple):
 
 @torch.no_grad()
 def run_to(model: PreTrainedModel, module: nn.Module, ids: Tensor, *, through: bool = True) -> Call:
-    """Run `ids [B, T]` up to `module` of the decoder, and `through` it or not. Nothing above runs."""
+    """Run `ids [B, T]` up to `module` of the decoder, and `through` it or not.
+
+    Nothing above runs.
+    """
     calls: list[Call] = []
 
     def reached(
@@ -69,32 +75,40 @@ def batch_of(length: int, batch_size: int = AT_ONCE) -> int:
 
 
 def layer_batch(num_heads: int, length: int) -> int:
-    """Sequences of `length` tokens that run through one layer at once, as few as their attention weights allow."""
+    """Return how many sequences of `length` tokens run through one layer at once.
+
+    They are as few as their attention weights allow.
+    """
     return min(AT_ONCE, max(1, ATTENTION_BYTES // (4 * num_heads * length**2)))
 
 
 def entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states among the arguments of a layer or attention module."""
+    """Return the hidden states among the arguments of a layer or attention module."""
     return args[0] if args else kwargs["hidden_states"]
 
 
 def entered_by(stream: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The same arguments with other hidden states."""
+    """Return the same arguments with other hidden states."""
     return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
 
 
 def layer_of(model: PreTrainedModel, module: nn.Module) -> nn.Module:
-    """The decoder layer that holds an attention module."""
+    """Return the decoder layer that holds an attention module."""
     path = next(name for name, candidate in model.named_modules() if candidate is module)
     return model.get_submodule(path.rpartition(".")[0])
 
 
 class Streams:
-    """The hidden states `[B, T, D]` that enter one decoder layer of `model`, for each batch of `sequences [N, T]`.
+    """The hidden states `[B, T, D]` that enter one decoder layer, batch by batch.
 
-    Layers are best asked for in ascending order: those below run once, and only what enters the present one is kept.
-    Going back to a lower one starts again from the embeddings. `modules`: the attention module of each layer; `layer`:
-    the present one; `batch_size`: sequences at once, at most (`batch_of`).
+    Layers are best visited in ascending order: those below run once, and only what enters the
+    present one, `layer`, is kept. Going back to a lower one starts again from the embeddings.
+
+    Args:
+        model: The model.
+        modules: The attention module of each layer.
+        sequences: `[N, T]` token ids.
+        batch_size: Most sequences at once (`batch_of`).
     """
 
     def __init__(
@@ -116,8 +130,12 @@ class Streams:
 
     @torch.no_grad()
     def advance(self, layer: int, attended: Iterable[Tensor] | None = None) -> None:
-        """Bring all batches to the entrance of `layer`, through the layers below as they are now. `attended`: what the
-        attention of the present layer puts out for each batch, where that is known: it need not run then."""
+        """Bring all batches to the entrance of `layer`, through the layers below as they are now.
+
+        Args:
+            attended: What the attention of the present layer puts out for each batch, where that is
+                known: it need not run then.
+        """
         if layer < self.layer:
             self._restart()
         if layer == self.layer:
@@ -126,12 +144,12 @@ class Streams:
         present = self.modules[self.layer]
         outputs = iter(attended or ())
         for index, batch in enumerate(self.batches):
-            known = (
+            replayed = (
                 nullcontext()
                 if attended is None
                 else _shadowed([present], _giving(next(outputs), None))
             )
-            with self.entering(index), known:
+            with self.entering(index), replayed:
                 reached.append(
                     run_to(self.model, self.layers[layer], batch, through=False).stream.clone()
                 )
@@ -161,7 +179,10 @@ class Streams:
 
 @contextmanager
 def _shadowed(modules: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Within, `forward` stands for the modules' own. It is shadowed on the instances only, and shown again after."""
+    """Within, `forward` stands for the modules' own.
+
+    It is shadowed on the instances only, and shown again after.
+    """
     for module in modules:
         module.forward = forward
     try:
@@ -177,7 +198,7 @@ def _giving(*output: Any) -> Callable[..., Any]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients, and the mode that was there before afterwards."""
+    """Put the model into evaluation mode without gradients, and restore its mode afterwards."""
     training = model.training
     model.eval()
     try:

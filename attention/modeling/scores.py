@@ -1,4 +1,4 @@
-"""Attention weights where scores are capped or share their softmax with a sink, which fused attention has no place for.
+"""Attention with capped scores or sinks in the softmax, which fused attention does not support.
 
 Legend: B batch, H query heads, T query tokens, S tokens attended to, d head dim.
 """
@@ -11,13 +11,19 @@ from torch.nn import functional as F
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """softcap tanh(scores / softcap)."""
+    """Softcap tanh(scores / softcap)."""
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
 def softmax_beside(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """Softmax over the last dim of `[..., S]` in float32 at least, beside one more logit `[...]` (broadcast) that takes
-    its share and is dropped: the weights then sum to less than 1."""
+    """Return the softmax over the last dim with one more logit that is dropped afterwards.
+
+    It takes its share, so that the weights sum to less than 1.
+
+    Args:
+        scores: `[..., S]`; the softmax is in float32 at least.
+        sink: `[...]`, broadcast.
+    """
     wide = torch.promote_types(scores.dtype, torch.float32)
     if sink is None:
         return scores.softmax(-1, dtype=wide).to(scores.dtype)
@@ -27,8 +33,10 @@ def softmax_beside(scores: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def hidden(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Scores `[B, H, T, S]` under a mask as transformers hands it on: boolean (True: seen), additive, or None: causal,
-    the T query tokens being the last of the S."""
+    """Scores `[B, H, T, S]` under a mask as transformers hands it on.
+
+    Boolean (True: seen), additive, or None: causal, the T query tokens being the last of the S.
+    """
     if mask is None:
         T, S = scores.shape[-2:]
         mask = torch.ones(T, S, dtype=torch.bool, device=scores.device).tril(S - T)
@@ -48,9 +56,10 @@ def explicit_attention(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """`[B, H, T, d]` of queries, keys and values with as many heads, all scores held at once. sinks `[H]`.
+    """Compute attention with all scores in memory, `[B, H, T, d]`.
 
     The order of operations is that of the stock models, so that the result is theirs bit for bit.
+    Queries, keys and values have as many heads; sinks are `[H]`.
     """
     factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
     scores = hidden(capped(query @ key.transpose(2, 3) * factor, softcap), mask)

@@ -1,8 +1,9 @@
-"""Heads and MLP blocks of later layers that use the weights of earlier ones (Cao 2024, head-wise sharing).
+"""Heads and MLP blocks of later layers that use the weights of earlier ones (Cao 2024).
 
-A shared head takes over query, key and value rows with their biases, and its columns of the output projection if the
-plan shares them; norms and position embedding stay the layer's own. A shared MLP block takes over its neurons: rows of
-the input projections with their biases, and columns of the output projection.
+A shared head takes over query, key and value rows with their biases, and its columns of the output
+projection if the plan shares them; norms and position embedding stay the layer's own. A shared MLP
+block takes over its neurons: rows of the input projections with their biases, and columns of the
+output projection.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 
 def by_layer(shares: Iterable[HeadShare]) -> dict[int, dict[int, tuple[int, int]]]:
-    """Layer -> shared head -> (source layer, source head), layers ascending, so that lenders come before borrowers."""
+    """Return layer -> shared head -> (source layer, source head).
+
+    Layers are ascending, so that lenders come before borrowers.
+    """
     layers: dict[int, dict[int, tuple[int, int]]] = {}
     for share in sorted(shares):
         layers.setdefault(share.layer, {})[share.head] = (share.source_layer, share.source_head)
@@ -32,7 +36,10 @@ def by_layer(shares: Iterable[HeadShare]) -> dict[int, dict[int, tuple[int, int]
 
 
 def sharing_layers(plan: AttentionPlan) -> frozenset[int]:
-    """Layers whose heads are shared or lent: these need separate query, key and value projections."""
+    """Layers whose heads are shared or lent.
+
+    These need separate query, key and value projections.
+    """
     return frozenset(
         i for side in _PROJECTIONS for s in plan.shares_of(side) for i in (s.layer, s.source_layer)
     )
@@ -40,9 +47,12 @@ def sharing_layers(plan: AttentionPlan) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class SharedSite:
-    """One projection of every layer of which blocks are shared: `name` in `owners[layer]`, blocks of `size` features.
+    """One projection of every layer of which blocks are shared.
 
-    `kind`: SharedRows where a block is output features, SharedColumns where it is input features.
+    `name` in `owners[layer]`, blocks of `size` features.
+
+    Attributes:
+        kind: SharedRows where a block is output features, SharedColumns where it is input features.
     """
 
     name: str
@@ -56,9 +66,10 @@ class SharedSite:
 
 
 def shared_sites(model: PreTrainedModel, plan: AttentionPlan) -> list[SharedSite]:
-    """The projections of a model, whether shared yet or not, that the shares of `plan` are about.
+    """Return the projections of a model that the shares of `plan` are about, shared yet or not.
 
-    Raises ValueError for output projections or MLPs that are no linear layers (GPT-2).
+    Raises:
+        ValueError: For output projections or MLPs that are no linear layers (GPT-2).
     """
     modules: dict[int, Any] = dict(enumerate(family_of(model.config).attention_modules(model)))
     sites = [
@@ -84,7 +95,8 @@ def _output_name(module: Any, family: str) -> str:
         if isinstance(getattr(module, name, None), nn.Linear | SharedProjection):
             return name
     raise ValueError(
-        f"the output projections of {family} cannot be shared: expected a linear projection called one of "
+        f"the output projections of {family} cannot be shared: expected a linear projection called "
+        f"one of "
         f"{OUTPUT_NAMES}; leave output_shares empty (sharing.output=false)"
     )
 
@@ -97,5 +109,5 @@ def share(model: PreTrainedModel, plan: AttentionPlan) -> None:
                 block: (site.projection(source), theirs)
                 for block, (source, theirs) in borrowed.items()
             }
-            made = site.kind(site.projection(layer), plan.num_heads, site.size, lenders)
-            setattr(site.owners[layer], site.name, made)
+            shared = site.kind(site.projection(layer), plan.num_heads, site.size, lenders)
+            setattr(site.owners[layer], site.name, shared)

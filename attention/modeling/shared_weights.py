@@ -1,11 +1,15 @@
-"""Projections that use blocks of an earlier layer's projection: each weight is held once, by one module.
+"""Projections that use blocks of an earlier layer's projection.
 
-Legend: n output (or input) features in H blocks, D the other side; x `[..., D]` (rows) or `[..., n]` (columns).
+Each weight is held once, by one module.
 
-A block is a head's d rows of a q, k or v projection, or a slice of an MLP's neurons. The earlier projection *lends*
-the block; the later one keeps a plain reference to that module (not a submodule of it) and registers as parameters only
-what it owns, so that `parameters()`, `state_dict()`, the optimiser and safetensors see every weight once. Blocks are
-multiplied where they lie. A lender's weight is read as its attribute in each forward pass, where ZeRO 3 gathers it.
+Legend: n output (or input) features in H blocks, D the other side; x `[..., D]` (rows) or `[...,
+n]` (columns).
+
+A block is a head's d rows of a q, k or v projection, or a slice of an MLP's neurons. The earlier
+projection *lends* the block; the later one keeps a plain reference to that module (not a submodule
+of it) and registers as parameters only what it owns, so that `parameters()`, `state_dict()`, the
+optimiser and safetensors see every weight once. Blocks are multiplied where they lie. A lender's
+weight is read as its attribute in each forward pass, where ZeRO 3 gathers it.
 """
 
 from __future__ import annotations
@@ -34,9 +38,10 @@ class Piece:
 class SharedProjection(nn.Module):
     """A linear layer of which some blocks along `dim` of its weight belong to earlier projections.
 
-    `like`: the stock projection that it replaces (shape, bias, dtype, device). `borrowed[b] = (lender, block)`: block b
-    of this projection is that block of the lender, an `nn.Linear` or another SharedProjection which owns it. Features
-    beyond `blocks * size` belong to no block and are owned.
+    `like`: the stock projection that it replaces (shape, bias, dtype, device). `borrowed[b] =
+    (lender, block)`: block b of this projection is that block of the lender, an `nn.Linear` or
+    another SharedProjection which owns it. Features beyond `blocks * size` belong to no block and
+    are owned.
     """
 
     dim: int
@@ -53,9 +58,11 @@ class SharedProjection(nn.Module):
         total = like.weight.shape[self.dim]
         if not borrowed or not blocks * size <= total:
             raise ValueError(
-                f"expected shared blocks among {blocks} of {size} in {total} features, got {borrowed}"
+                f"expected shared blocks among {blocks} of {size} in {total} features, got "
+                f"{borrowed}"
             )
-        # A tuple, not a ModuleList: the lenders are submodules elsewhere, and must be found there only.
+        # A tuple, not a ModuleList: the lenders are submodules elsewhere, and must be found there
+        # only.
         self._lenders = tuple(dict.fromkeys(lender for lender, _ in borrowed.values()))
         self._splits = tuple(
             _cut({b for other, b in borrowed.values() if other is lender}, lender, size, self.dim)
@@ -109,7 +116,7 @@ class SharedProjection(nn.Module):
         return self.block_size * (block - sum(other < block for other in self._borrowed))
 
     def _weights(self) -> list[tuple[Tensor, ...]]:
-        """The weight of each lender in parts, and last (so that OWN is its index) the owned one."""
+        """Return the weight of each lender in parts, and the owned one last, at index `_OWN`."""
         parts = [
             _weight(m).split(s, self.dim) for m, s in zip(self._lenders, self._splits, strict=True)
         ]
@@ -127,23 +134,32 @@ class SharedProjection(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The whole weight `[out_features, in_features]`, put together anew at every access: to read, not to change."""
+        """The whole weight `[out_features, in_features]`, put together anew at every access.
+
+        To read, not to change.
+        """
         parts = self._weights()
         return torch.cat([parts[piece.owner][piece.part] for piece in self._pieces], self.dim)
 
     def _taken(self, whole: Tensor, dim: int) -> Tensor:
-        """The owned features of a whole weight or bias."""
+        """Return the owned features of a whole weight or bias."""
         pieces = zip(
             self._pieces, whole.split([piece.size for piece in self._pieces], dim), strict=True
         )
         return torch.cat([t for piece, t in pieces if piece.owner == _OWN], dim)
 
     def extra_repr(self) -> str:
-        return f"in={self.in_features}, out={self.out_features}, shared blocks={sorted(self._borrowed)}"
+        return (
+            f"in={self.in_features}, out={self.out_features}, shared "
+            f"blocks={sorted(self._borrowed)}"
+        )
 
 
 class SharedRows(SharedProjection):
-    """Blocks of output features: q, k, v, and the MLP's input projections. A block's bias comes with it."""
+    """Blocks of output features: q, k, v, and the MLP's input projections.
+
+    A block's bias comes with it.
+    """
 
     dim = 0
 
@@ -156,23 +172,28 @@ class SharedRows(SharedProjection):
         return torch.cat([parts[piece.owner][piece.part] for piece in self._pieces])
 
     def forward(self, x: Tensor) -> Tensor:
-        own = (
+        owned = (
             ()
             if self.own_weight is None
             else F.linear(x, self.own_weight, self.own_bias).split(self._own_sizes, -1)
         )
         weights = self._weights()
         biases = self._biases()
-        made: dict[Piece, Tensor] = {}  # two blocks may be the same one of a lender
+        outputs: dict[Piece, Tensor] = {}  # two blocks may be the same one of a lender
         for piece in self._pieces:
-            if piece.owner != _OWN and piece not in made:
+            if piece.owner != _OWN and piece not in outputs:
                 bias = biases[piece.owner][piece.part] if biases[piece.owner] else None
-                made[piece] = F.linear(x, weights[piece.owner][piece.part], bias)
-        return torch.cat([own[p.part] if p.owner == _OWN else made[p] for p in self._pieces], -1)
+                outputs[piece] = F.linear(x, weights[piece.owner][piece.part], bias)
+        return torch.cat(
+            [owned[p.part] if p.owner == _OWN else outputs[p] for p in self._pieces], -1
+        )
 
     @torch.no_grad()
     def write(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Copy the owned blocks of a whole weight and bias; what is borrowed is left to its lender."""
+        """Copy the owned blocks of a whole weight and bias.
+
+        What is borrowed is left to its lender.
+        """
         if self.own_weight is not None:
             self.own_weight.copy_(self._taken(weight.reshape(self.out_features, -1), 0))
             if self.own_bias is not None and bias is not None:
@@ -190,18 +211,18 @@ class SharedColumns(SharedProjection):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self._weights()
-        own = []
+        owned = []
         inputs = dict[Piece, Tensor]()
         for piece, part in zip(
             self._pieces, x.split([p.size for p in self._pieces], -1), strict=True
         ):
             if piece.owner == _OWN:
-                own.append(part)
+                owned.append(part)
             else:
                 inputs[piece] = inputs[piece] + part if piece in inputs else part
         terms = [F.linear(part, weights[piece.owner][piece.part]) for piece, part in inputs.items()]
         if self.own_weight is not None:
-            return sum(terms, F.linear(torch.cat(own, -1), self.own_weight, self.own_bias))
+            return sum(terms, F.linear(torch.cat(owned, -1), self.own_weight, self.own_bias))
         return sum(terms[1:], terms[0]) if self.own_bias is None else sum(terms, self.own_bias)
 
     @torch.no_grad()
@@ -242,7 +263,7 @@ def _cut(blocks: set[int], lender: nn.Module, size: int, dim: int) -> list[int]:
 
 
 def _part(sizes: Sequence[int], start: int) -> int:
-    """The index of the part that begins at `start`."""
+    """Return the index of the part that begins at `start`."""
     position = 0
     for index, size in enumerate(sizes):
         if position == start:
@@ -254,7 +275,8 @@ def _part(sizes: Sequence[int], start: int) -> int:
 def sharing_modules(model: nn.Module) -> set[str]:
     """Names of the projections that borrow or lend blocks.
 
-    An adapter on one of these would change some users of a weight and, once merged, all of them: adapt others only.
+    An adapter on one of these would change some users of a weight and, once merged, all of them:
+    adapt others only.
     """
     borrowers = [module for module in model.modules() if isinstance(module, SharedProjection)]
     involved = {id(m) for borrower in borrowers for m in (borrower, *borrower._lenders)}

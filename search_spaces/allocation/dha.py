@@ -19,23 +19,29 @@ def dha_greedy(
 ) -> tuple[int, ...]:
     """Heads for each layer, `total` in all, more where the loss is greater (DHA, App. B.4, Alg. 5).
 
-    `quanta` (small, large): every layer starts with `small`; the `first` layers of greatest loss are raised to `large`,
-    but as printed only as many as whole `large` fit into what is left (line 10: R // 16, though each takes 12); then
-    `small` more goes to the layer of greatest loss / heads until nothing is left. Ties go to the earlier layer. No
-    layer gets more than `cap` heads (default: no limit). Raises ValueError if the total is too small, cannot be given
-    out in steps of `small`, or exceeds the cap.
+    `quanta` (small, large): every layer starts with `small`; the `first` layers of greatest loss
+    are raised to `large`, but as printed only as many as whole `large` fit into what is left (line
+    10: R // 16, though each takes 12); then `small` more goes to the layer of greatest loss / heads
+    until nothing is left. Ties go to the earlier layer. No layer gets more than `cap` heads
+    (default: no limit).
+
+    Raises:
+        ValueError: If the total is too small, cannot be given out in steps of `small`, or exceeds
+            the cap.
     """
     small, large = quanta
     layers = len(losses)
     limit = total if cap is None else cap
     if layers < 1 or small < 1 or large < small or first < 0 or min(losses) < 0:
         raise ValueError(
-            f"dha allocation needs layers, losses of at least 0 and 1 <= small <= large, got {layers} layers, "
+            f"dha allocation needs layers, losses of at least 0 and 1 <= small <= large, got "
+            f"{layers} layers, "
             f"quanta {quanta}, losses {list(losses)}"
         )
     if not small * layers <= total or small > limit:
         raise ValueError(
-            f"dha allocation gives {layers} layers at least {small} heads each (cap {limit}), more than the total "
+            f"dha allocation gives {layers} layers at least {small} heads each (cap {limit}), more "
+            f"than the total "
             f"{total}; lower the small quantum"
         )
     counts_given = [small] * layers
@@ -53,7 +59,8 @@ def dha_greedy(
         left -= small
     if left:
         raise ValueError(
-            f"dha allocation has {left} of {total} heads left that no layer can take in steps of {small} up to "
+            f"dha allocation has {left} of {total} heads left that no layer can take in steps of "
+            f"{small} up to "
             f"{limit}; choose a total that fits {layers} layers"
         )
     return tuple(counts_given)
@@ -89,11 +96,16 @@ def dha(
     first: int = 1,
     key_share: float = 0.5,
 ) -> Counts:
-    """Greedy, once for keys and once for values (DHA, sec. 3.2 and 4.3); `key_share` of the total goes to keys,
-    with what is no whole head. **Silent** in the paper is the split of the total.
+    """Greedy, once for keys and once for values (DHA, sec. 3.2 and 4.3).
 
-    The default quanta are the paper's 4 and 16 of 32 heads in proportion, less where the total or the heads ask for it.
-    Raises ValueError if a side has fewer heads than layers, or more than the checkpoint.
+    `key_share` of the total goes to keys, with what is no whole head. **Silent** in the paper is
+    the split of the total.
+
+    The default quanta are the paper's 4 and 16 of 32 heads in proportion, less where the total or
+    the heads ask for it.
+
+    Raises:
+        ValueError: If a side has fewer heads than layers, or more than the checkpoint.
     """
     if problem.loss is None:
         raise ValueError(
@@ -106,7 +118,8 @@ def dha(
     for side, total in (("key", problem.total - values), ("value", values)):
         if not least <= total <= most:
             raise ValueError(
-                f"allocation.key_share {key_share:g} of {problem.total} heads gives {total} {side} heads, expected "
+                f"allocation.key_share {key_share:g} of {problem.total} heads gives {total} {side} "
+                f"heads, expected "
                 f"{least} to {most} for {problem.num_layers} layers; choose a share nearer to 0.5"
             )
         step = small or _step(problem, total)
@@ -117,7 +130,10 @@ def dha(
 
 
 def _step(problem: AllocationProblem, total: int) -> int:
-    """The largest step up to an eighth of the heads that divides heads and total and that every layer can have."""
+    """Return the largest step, at most an eighth of the heads, that every layer can take.
+
+    It divides heads and total.
+    """
     steps = range(1, max(1, problem.stored // 8) + 1)
     return max(
         s

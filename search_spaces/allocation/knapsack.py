@@ -1,6 +1,7 @@
 """Exact allocation of a budget over sites with an error curve each: the multiple-choice knapsack.
 
-Legend: sites (2 L: keys and values of each layer), e_s(G) error of site s with G heads, B budget in heads.
+Legend: sites (2 L: keys and values of each layer), e_s(G) error of site s with G heads, B budget in
+heads.
 """
 
 from __future__ import annotations
@@ -18,18 +19,26 @@ from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
 
 BY_CURVES = ("knapsack", "layerwise")
-_MOST_QUERY_HEADS = 2  # times the model's, zeros included, that unequal groups may lead to unless they are asked for
+# Times the model's, zeros included, that unequal groups may lead to unless they are requested.
+_MOST_QUERY_HEADS = 2
 POWERS = range(-12, 7)  # of 2: weights of evenness, relative to the mean error
 
 
 def knapsack(
     curves: Sequence[Mapping[int, float]], budget: int, *, exact: bool = False
 ) -> tuple[int, ...]:
-    """One head count a site, of least total error, with at most `budget` heads in all (exactly so many if `exact`).
+    """Return one head count per site, of least total error, with at most `budget` heads in all.
 
-    `curves[s]`: error for each admissible head count of site s. Exact, by dynamic programming over sites and heads:
-    O(sites x counts x budget). Ties go to fewer heads, later sites first. Raises ValueError if no choice meets the
-    budget or an error is not finite.
+    Exact, by dynamic programming over sites and heads: O(sites x counts x budget). Ties go to fewer
+    heads, later sites first.
+
+    Args:
+        curves: `curves[s]` is the error for each admissible head count of site s.
+        budget: Heads of all sites together.
+        exact: Whether all of the budget must be used.
+
+    Raises:
+        ValueError: If no choice meets the budget or an error is not finite.
     """
     least = np.full(budget + 1, np.inf)
     least[0] = 0.0
@@ -51,7 +60,8 @@ def knapsack(
         lowest = sum(min(curve) for curve in curves)
         highest = sum(max(curve) for curve in curves)
         raise ValueError(
-            f"no choice of head counts gives {'exactly' if exact else 'at most'} {budget} heads; the sites take "
+            f"no choice of head counts gives {'exactly' if exact else 'at most'} {budget} heads; "
+            f"the sites take "
             f"{lowest} to {highest} in steps of their admissible counts"
         )
     chosen = []
@@ -65,11 +75,19 @@ def knapsack(
 def towards_even(
     curves: Sequence[Mapping[int, float]], budget: int, at_most: int
 ) -> list[tuple[int, ...]]:
-    """Plans of exactly `budget` heads from the one of least summed error to the most even one, each once.
+    """Return different plans of exactly `budget` heads, from least summed error to most even.
 
-    Errors of single sites add up only roughly: where many come down to one head the model loses more than their sum.
-    Each plan minimises the sum of the errors plus w x log(G / even)^2 over the sites, even = budget / sites, for a
-    weight w that grows from 0; `at_most` of them stay, first and last included. Raises ValueError as `knapsack`.
+    Errors of single sites add up only roughly: where many come down to one head the model loses
+    more than their sum. Each plan minimises the sum of the errors plus w x log(G / even)^2 over the
+    sites, even = budget / sites, for a weight w that grows from 0.
+
+    Args:
+        curves: As in `knapsack`.
+        budget: Heads of all sites together.
+        at_most: So many plans stay, first and last included.
+
+    Raises:
+        ValueError: As `knapsack`.
     """
     errors = [error for curve in curves for error in curve.values() if error > 0]
     scale = float(np.mean(errors)) if errors else 1.0
@@ -91,14 +109,18 @@ _KNOBS = (
     Knob(
         "counts",
         "choice",
-        "head counts that are considered, among those that the grouping can make; any: those of equal groups, and "
+        "head counts that are considered, among those that the grouping can make; any: those of "
+        "equal groups, and "
         "others only where there are few of these; all: every one",
         choices=("any", "powers_of_two", "divisors", "all"),
     ),
     Knob(
         "increases",
         "choice",
-        "loss increases of single layers: estimated from the error of their output, or measured on the whole model",
+        (
+            "loss increases of single layers: estimated from the error of their output, or "
+            "measured on the whole model"
+        ),
         choices=("estimated", "measured"),
     ),
     Knob(
@@ -138,11 +160,14 @@ def reachable(counts: Sequence[int], sites: int) -> list[int]:
 
 
 def usual_counts(stored: int, num_heads: int) -> tuple[int, ...]:
-    """Counts of KV heads that layers of one model have by default, ascending: the divisors of `stored`.
+    """Return the counts of KV heads that layers of one model have by default, ascending.
 
-    Where these leave nothing between one head and all (3, 5, 7 stored heads), also those with which one number of query
-    heads for all layers, which vLLM wants, is at most twice the model's `num_heads`, small ones first: unequal groups
-    are made even by zero query heads, which take work in every layer.
+    The divisors of `stored`.
+
+    Where these leave nothing between one head and all (3, 5, 7 stored heads), also those with which
+    one number of query heads for all layers, which vLLM wants, is at most twice the model's
+    `num_heads`, small ones first: unequal groups are made even by zero query heads, which take work
+    in every layer.
     """
     counts = [g for g in range(1, stored + 1) if stored % g == 0]
     if len(counts) > 2 or stored < 3:
@@ -157,7 +182,7 @@ def usual_counts(stored: int, num_heads: int) -> tuple[int, ...]:
 
 
 def considered(problem: AllocationProblem, counts: str) -> list[int]:
-    """The admissible counts of the kind `counts`; all heads may always be kept."""
+    """Return the admissible counts of the kind `counts`; all heads may always be kept."""
     kinds = {
         "any": lambda g: not problem.usual or g in problem.usual,
         "all": lambda g: True,
@@ -178,10 +203,9 @@ def best_measured(
     fit_steps: int = 60,
     finalist_steps: int = 120,
 ) -> Counts:
-    """The plan of least measured loss among `finalists` of `towards_even`; without a measure the first of them.
+    """Return the plan of least measured loss among `finalists` of `towards_even`.
 
-    `sides` with counts of their own: ("key", "value"), or ("both",). The other knobs are for whoever measures. Raises
-    ValueError without error curves.
+    If nothing is measured it is the first of them.
     """
     if problem.curves is None:
         raise ValueError("this allocation needs measured error curves: a model and token sequences")
@@ -205,7 +229,7 @@ def best_measured(
     passes_to=best_measured,
 )
 def knapsack_part(problem: AllocationProblem, **knobs: Any) -> Counts:
-    """Least measured loss among plans of little summed increase, over keys and values of all layers together."""
+    """Return the plan of least measured loss among plans of little summed increase."""
     return best_measured(problem, ("key", "value"), **knobs)
 
 
@@ -217,12 +241,14 @@ def knapsack_part(problem: AllocationProblem, **knobs: Any) -> Counts:
     passes_to=best_measured,
 )
 def layerwise(problem: AllocationProblem, **knobs: Any) -> Counts:
-    """The same with one count a layer for keys and values, where a runtime takes no other.
+    """Return the same with one count per layer for keys and values, where a runtime takes no other.
 
-    Raises ValueError for an odd number of heads.
+    Raises:
+        ValueError: For an odd number of heads.
     """
     if problem.total % 2:
         raise ValueError(
-            f"no choice of head counts gives keys and values alike {problem.total} heads in all; choose an even number"
+            f"no choice of head counts gives keys and values alike {problem.total} heads in all; "
+            f"choose an even number"
         )
     return best_measured(problem, ("both",), **knobs)

@@ -1,6 +1,6 @@
 """What an allocation part is handed.
 
-Legend: L layers, U stored KV heads a layer.
+Legend: L layers, U stored KV heads per layer.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ Counts = tuple[tuple[int, int], ...]
 class AllocationProblem:
     """Spread `kv_ratio` of the `2 L U` heads of the checkpoint over `num_layers` layers.
 
-    `admissible`: head counts that the grouping can make of one site, ascending, at most U; `usual`: those of them that
-    are considered where each site has a count of its own, unless others are asked for. `loss(layer, side)`: what it
-    costs to have one head only there; `curves(sites, counts)`: increase of the loss for each of these counts, of each
-    site (layer, side) alone, where `side` is "key", "value" or "both". `final(counts)`: measured loss of the model
-    with these counts, converted and refined as the recipe says.
+    `loss(layer, side)`: what it costs to have one head only there; `curves(sites, counts)`:
+    increase of the loss for each of these counts, of each site (layer, side) alone, where `side` is
+    "key", "value" or "both". `final(counts)`: measured loss of the model with these counts,
+    converted and refined as the recipe says.
+
+    Attributes:
+        admissible: Head counts that the grouping can make of one site, ascending, at most U.
+        usual: Those of them that are considered where each site has a count of its own, unless
+            others are requested.
     """
 
     num_layers: int
@@ -38,5 +42,9 @@ class AllocationProblem:
 
     @property
     def total(self) -> int:
-        """Key heads plus value heads over all layers. Raises ValueError unless the ratio gives a whole number."""
+        """Key heads plus value heads over all layers.
+
+        Raises:
+            ValueError: Unless the ratio gives a whole number.
+        """
         return whole_heads(self.kv_ratio, 2 * self.num_layers * self.stored)

@@ -18,8 +18,12 @@ def uniform(
 ) -> Counts:
     """`kv_ratio * stored` key heads and as many value heads in each layer (Ainslie 2023).
 
-    `stored`: KV heads a layer of the checkpoint. `admissible`: the head counts that the grouping can make; by default
-    the divisors of `stored`. Raises ValueError naming ratio, heads and the admissible ratios for any other ratio.
+    Args:
+        stored: KV heads per layer of the checkpoint.
+        admissible: The head counts that the grouping can make; by default the divisors of `stored`.
+
+    Raises:
+        ValueError: Naming ratio, heads and the admissible ratios for any other ratio.
     """
     if admissible is None:
         admissible = [g for g in range(1, stored + 1) if stored % g == 0]
@@ -28,7 +32,8 @@ def uniform(
     if abs(exact - count) > 1e-6 or count not in admissible:
         ratios = ", ".join(f"{units_kept / stored:.8g}" for units_kept in sorted(admissible))
         raise ValueError(
-            f"kv_ratio {float(kv_ratio):.4g} of {stored} heads is {exact:.4g} heads a layer, which this grouping "
+            f"kv_ratio {float(kv_ratio):.4g} of {stored} heads is {exact:.4g} heads a layer, which "
+            f"this grouping "
             f"cannot make; the admissible ratios are {ratios}"
         )
     return ((count, count),) * num_layers

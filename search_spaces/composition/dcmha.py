@@ -1,4 +1,7 @@
-"""Dynamically composable heads (Xiao 2024). The settings are those that the paper varies in its Tables 9 and 10."""
+"""Dynamically composable heads (Xiao 2024).
+
+The settings are those that the paper varies in its Tables 9 and 10.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,11 @@ def none(plan: AttentionPlan) -> AttentionPlan:
 
 
 def composition_of(settings: Mapping[str, Any]) -> Composition:
-    """A composition from its own settings, and `windowed`. Raises PlanError for settings that cannot be."""
+    """Return a composition from its own settings, and `windowed`.
+
+    Raises:
+        PlanError: For settings that cannot be.
+    """
     fields = {name: value for name, value in settings.items() if name != "windowed"}
     if settings.get("windowed") and not fields.get("window"):
         fields["window"] = WINDOW
@@ -51,5 +58,5 @@ def composition_of(settings: Mapping[str, Any]) -> Composition:
 
 @COMPOSITION.part("dcmha", source="Xiao 2024, sec. 3 and 4", knobs=_KNOBS, passes_to=Composition)
 def dcmha(plan: AttentionPlan, *, windowed: bool = False, **knobs: Any) -> AttentionPlan:
-    """Raises PlanError for settings that cannot be."""
+    """Raise PlanError for settings that cannot be."""
     return replace(plan, composition=composition_of({"windowed": windowed, **knobs}))

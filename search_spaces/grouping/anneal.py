@@ -1,5 +1,7 @@
-"""Exchanging two heads of different groups on an additive group cost, by two published schedules: simulated annealing,
-and swaps that only improve, from many random starts."""
+"""Exchanging two heads of different groups on an additive group cost, by two published schedules.
+
+Simulated annealing, and swaps that only improve, from many random starts.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ from search_spaces.partitions import Partition, canonical, random_partition
 def swap_search(
     cost: GroupCost, start: Partition, temperatures: Iterable[float], generator: np.random.Generator
 ) -> tuple[Partition, float]:
-    """One exchange a temperature, kept if it lowers the cost or by chance exp(-increase / temperature).
+    """Try one exchange per temperature, kept if it lowers the cost or by chance.
 
-    At temperature 0 only improvements are kept. Returns the best partition visited and its total cost.
+    The chance is exp(-increase / temperature); at temperature 0 only improvements are kept.
+
+    Returns:
+        The best partition visited and its total cost.
     """
     groups = list(start)
     total = best_total = -cost.score(start)
@@ -51,7 +56,10 @@ def best_of_runs(
     schedules: Iterable[Iterable[float]],
     generator: np.random.Generator,
 ) -> Grouping:
-    """The best of one `swap_search` for each schedule of temperatures, each from a random partition."""
+    """Return the best result of `swap_search` over schedules of temperatures.
+
+    Each run starts from a random partition.
+    """
     runs = []
     for temperatures in schedules:
         start = random_partition(num_heads, groups, generator)
@@ -80,13 +88,27 @@ def anneal(
     moves: int = 1,
     restarts: int = 1,
 ) -> Grouping:
-    """A partition of low total cost (DHA, App. B.3, Alg. 4; its schedule is the default: 110 moves).
+    """Return a partition of low total cost by simulated annealing (DHA, App. B.3, Alg. 4).
 
-    `cost`: of one group (`GroupCost`, function of its members) or of one pair (`[n, n]` matrix, a distance). Groups
-    start equal (by one where `groups` does not divide the heads) and keep their sizes. `moves` at each temperature;
-    the best of `restarts` runs. As printed the algorithm maximises a sum of distances and returns where it ends; the
-    text asks for small distances within groups, so this minimises, and returns the best partition that it visited.
-    Raises ValueError for an impossible number of groups or schedule.
+    Its schedule is the default: 110 moves. Groups start equal (by one where `groups` does not
+    divide the heads) and keep their sizes. As printed the algorithm maximises a sum of distances
+    and returns where it ends; the text asks for small distances within groups, so this minimises,
+    and returns the best partition that it visited.
+
+    Args:
+        cost: Of one group (`GroupCost`, function of its members) or of one pair (`[n, n]` matrix, a
+            distance).
+        num_heads: n.
+        groups: Number of groups.
+        generator: For all random choices.
+        start_temperature: The first temperature.
+        end_temperature: The last temperature.
+        cooling: Factor between two temperatures.
+        moves: Moves at each temperature.
+        restarts: Runs, of which the best counts.
+
+    Raises:
+        ValueError: For an impossible number of groups or schedule.
     """
     if not (0 < cooling < 1 and end_temperature > 0 and moves > 0 and restarts > 0):
         raise ValueError(
@@ -144,7 +166,7 @@ def anneal_restarts(
     moves: int = 1000,
     restarts: int = 10,
 ) -> Grouping:
-    """The best of `restarts` runs of `moves` swaps from random starts, each kept only if it lowers the cost.
+    """Return the best of `restarts` runs of `moves` improving swaps, each from a random start.
 
     Silent: the paper names neither number. Without `equal_sizes` sizes may differ by one.
     """

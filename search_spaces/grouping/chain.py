@@ -1,9 +1,12 @@
-"""One chain of the walk over all sites of a model, for scores that arrive later: what a searcher of trials keeps.
+"""One chain of the walk over all sites of a model, for scores that arrive later.
 
-Legend: L layers, U stored KV heads a layer (units).
+What a searcher of trials keeps.
 
-Sites are searched from the first layer to the last, as in AsymGQA, the keys of a layer before its values. **Silent**
-in the paper is what later sites look like meanwhile: they keep all heads, so only plans of the last one meet the ratio.
+Legend: L layers, U stored KV heads per layer (units).
+
+Sites are searched from the first layer to the last, as in AsymGQA, the keys of a layer before its
+values. **Silent** in the paper is what later sites look like meanwhile: they keep all heads, so
+only plans of the last one meet the ratio.
 """
 
 from __future__ import annotations
@@ -28,7 +31,11 @@ SiteKey = tuple[int, str]
 def searched_sites(counts: Sequence[tuple[int, int]], units: int) -> dict[SiteKey, int]:
     """Heads to keep at each site where there is something to choose, in the order of the search.
 
-    `counts`: (key heads, value heads) of each layer. Raises ValueError for a count that `units` heads cannot make.
+    Args:
+        counts: (key heads, value heads) of each layer.
+
+    Raises:
+        ValueError: For a count that `units` heads cannot make.
     """
     sites = {
         (layer, side): pair[i] for layer, pair in enumerate(counts) for i, side in enumerate(SIDES)
@@ -42,11 +49,16 @@ def searched_sites(counts: Sequence[tuple[int, int]], units: int) -> dict[SiteKe
 class Chain:
     """Walks one site after another; one plan at a time waits for its score.
 
-    `counts`: (key heads, value heads) of each layer. `iterations`: moves at each of the `searched_sites`, at least one.
-    `settings`: probabilities, neighbours and `symmetric` of `Walk`. A chain and `make_plan` with the same generator and
-    score make the same decisions. Plain values: pickled and read back, the chain goes on as if nothing had happened.
+    A chain and `make_plan` with the same generator and score make the same decisions. Plain values:
+    pickled and read back, the chain goes on as if nothing had happened.
 
-    Raises ValueError for counts that the checkpoint's heads cannot make, or if `iterations` does not fit the sites.
+    Raises ValueError for counts that the checkpoint's heads cannot make, or if `iterations` does
+    not fit the sites.
+
+    Attributes:
+        counts: (key heads, value heads) of each layer.
+        iterations: Moves at each of the `searched_sites`, at least one.
+        settings: Probabilities, neighbours and `symmetric` of `Walk`.
     """
 
     geometry: HeadGeometry
@@ -65,7 +77,8 @@ class Chain:
             or min(self.iterations.values(), default=1) < 1
         ):
             raise ValueError(
-                f"iterations must give at least one move for each of the {len(choices)} sites where there is a choice, "
+                f"iterations must give at least one move for each of the {len(choices)} sites "
+                f"where there is a choice, "
                 f"got {dict(self.iterations)}"
             )
         self._open = [(layer, side) for layer in range(len(self.counts)) for side in SIDES]
@@ -100,13 +113,19 @@ class Chain:
 
     @property
     def plan(self) -> AttentionPlan:
-        """The best partition of every site that has been searched; the others keep all heads until then."""
+        """The best partition of every site that has been searched.
+
+        The others keep all heads until then.
+        """
         return plan_of_sites(self.found, self.geometry)
 
     def propose_next(self, similarities: Mapping[SiteKey, np.ndarray]) -> AttentionPlan | None:
-        """The plan to score next, the same again until `tell`; None when all sites have been searched.
+        """Return the plan to score next, the same again until `tell`.
 
-        `similarities`: of the units at each site, `[U, U]`, higher is closer.
+        None when all sites have been searched.
+
+        Args:
+            similarities: Of the units at each site, `[U, U]`, higher is closer.
         """
         if self.done:
             return None
@@ -123,7 +142,8 @@ class Chain:
     def tell(self, score: float | None) -> None:
         """Take the score of what was proposed (higher is better); None if it could not be measured.
 
-        Raises ValueError for a score that is not a number, or if nothing was proposed.
+        Raises:
+            ValueError: For a score that is not a number, or if nothing was proposed.
         """
         walk = self.walk
         if walk is None:

@@ -1,4 +1,4 @@
-"""Grouping where a price is dear: by estimates of the cost, each closer and dearer than the one before."""
+"""Grouping by estimates of a cost that is expensive, each closer than the one before."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ _Groups = list[Members]
 def by_estimates(
     problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool
 ) -> Grouping:
-    """Merging and annealing on the first of the cost's `estimates`, then with each further one the swaps and moves that
-    the one before ranks best. The score is by the last of them: the cost itself would take longer than the search."""
+    """Merge and anneal on the first of the cost's `estimates`, then refine with each further one.
+
+    A further one prices the swaps and moves that the one before ranks best. The score is by the
+    last of them: the cost itself would take longer than the search.
+    """
     cost = problem.need_cost()
     guide, *closer = (estimate() for estimate in cost.estimates)
     start = annealed_rounds(
@@ -40,7 +43,10 @@ def by_estimates(
 
 
 def screened(cost: GroupCost, guide: GroupCost, groups: _Groups, *, may_move: bool) -> _Groups:
-    """`groups` after the best of the `TRIED` changes that `guide` ranks first, by `cost`, until none of them helps."""
+    """Return `groups` after the best changes by `cost`, among those that `guide` ranks first.
+
+    It ends when none of the `TRIED` first ones helps.
+    """
     groups = list(groups)
     for _ in range(_MOST):
         first = sorted(changes_of(guide, groups, may_move))[:TRIED]

@@ -1,4 +1,7 @@
-"""Exact grouping as a part: the subset programme, and above its limit the search by merging and annealing."""
+"""Exact grouping as a part.
+
+The subset programme, and above its limit the search by merging and annealing.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,12 @@ AFFORDABLE = 1e13
 def exact(
     problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True
 ) -> Grouping:
-    """The cheapest partition. Above 16 heads, or where the groups of wide heads to be priced would take longer than all
-    else: merging and annealing on the same cost, or on its estimates if it has any; no longer proven best."""
+    """Return the cheapest partition.
+
+    Above 16 heads, or where the groups of wide heads to be priced would take longer than all else:
+    merging and annealing on the same cost, or on its estimates if it has any; no longer proven
+    best.
+    """
     cost = problem.need_cost()
     heads = problem.num_heads
     groups = problem.groups

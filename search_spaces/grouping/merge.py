@@ -1,4 +1,6 @@
-"""Hierarchical merging on an additive group cost, then local search: for more heads than the exact programme takes.
+"""Hierarchical merging on an additive group cost, then local search.
+
+For more heads than the exact programme takes.
 
 Legend: n heads, G groups, c(S) cost of the group S.
 """
@@ -25,7 +27,9 @@ def _merged(cost: GroupCost, num_heads: int, count: int, largest: int) -> _Group
     groups: _Groups = [(h,) for h in range(num_heads)]
     while len(groups) > count:
         pairs = [(a, b) for a, b in combinations(groups, 2) if len(a) + len(b) <= largest]
-        if not pairs:  # e.g. sizes 3, 3, 2 under a limit of 4: open the smallest group and place its heads one by one
+        # e.g. sizes 3, 3, 2 under a limit of 4: open the smallest group and place its heads one by
+        # one.
+        if not pairs:
             groups = _dissolved(cost, groups, largest)
             continue
         a, b = min(
@@ -52,7 +56,10 @@ def _union(a: Members, b: Members) -> Members:
 
 
 def improved(cost: GroupCost, groups: _Groups, may_move: bool, max_passes: int) -> _Groups:
-    """`groups` after the best swap (or move) between two groups, until none lowers the cost, changed in place."""
+    """Make the best swap (or move) between two groups until none lowers the cost; return `groups`.
+
+    They are changed in place.
+    """
     for _ in range(max_passes):
         changes = list(changes_of(cost, groups, may_move))
         if not changes:
@@ -68,7 +75,10 @@ def improved(cost: GroupCost, groups: _Groups, may_move: bool, max_passes: int) 
 def changes_of(
     cost: GroupCost, groups: _Groups, may_move: bool
 ) -> Iterator[tuple[float, int, int, Members, Members]]:
-    """Every swap (and every move) between two groups: (increase of the cost, i, j, new group i, new group j)."""
+    """Every swap (and every move) between two groups.
+
+    (increase of the cost, i, j, new group i, new group j).
+    """
     for i, j in combinations(range(len(groups)), 2):
         for a in groups[i]:
             for b in groups[j]:
@@ -101,8 +111,8 @@ def merge(
 ) -> Grouping:
     """Without chance: merge the cheapest pair until G groups are left, then improve.
 
-    Improving takes the best single move (not with `equal_sizes`) or swap of two groups until none lowers the cost,
-    `max_passes` times at most.
+    Improving takes the best single move (not with `equal_sizes`) or swap of two groups until none
+    lowers the cost, `max_passes` times at most.
     """
     cost = problem.need_cost()
     heads = problem.num_heads

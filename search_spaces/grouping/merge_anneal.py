@@ -1,4 +1,7 @@
-"""Merging, then annealing from there, on an additive group cost: for more heads than the exact programme takes."""
+"""Merging, then annealing from there, on an additive group cost.
+
+For more heads than the exact programme takes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ _STEPS = 4000  # of annealing
 _ROUNDS = 8  # or more, where a round would have more steps than ROUND
 ROUND = 500
 COLDEST = 0.02  # last temperature, relative to the first: below it hardly a step is accepted
-PRICES = 6000  # groups that are priced after merging, at most: where a cost is dear this is what takes the time
+# Groups that are priced after merging, at most: where a cost is dear this is what takes the time.
+PRICES = 6000
 SHARE = 0.75  # of what is left of them, for one local search
 PROBES = 64  # random steps from which the first temperature is taken
 
@@ -32,7 +36,7 @@ def _annealed(
     generator: np.random.Generator,
     limit: int,
 ) -> list[Members]:
-    """The best partition met on the way. Ends early when `limit` groups have been priced."""
+    """Return the best partition met on the way. Ends early when `limit` groups have been priced."""
     changes = [_step(cost, groups, may_move, generator)[0] for _ in range(PROBES)]
     first = float(np.mean(np.abs(changes)))
     if first == 0:
@@ -58,7 +62,10 @@ def _annealed(
 def _step(
     cost: GroupCost, groups: list[Members], may_move: bool, generator: np.random.Generator
 ) -> tuple[float, int, int, Members, Members]:
-    """A random swap or move between two groups: (increase of the cost, i, j, new group i, new group j)."""
+    """Return a random swap or move between two groups.
+
+    (increase of the cost, i, j, new group i, new group j).
+    """
     i, j = (int(g) for g in generator.choice(len(groups), size=2, replace=False))
     a = groups[i][int(generator.integers(len(groups[i])))]
     if may_move and len(groups[i]) > 1 and generator.random() < 0.5:
@@ -91,11 +98,11 @@ def merge_anneal(
 ) -> Grouping:
     """`merge`, then rounds of annealing, each ended by local search; the best partition counts.
 
-    Steps are swaps, and moves too if sizes may differ. The temperature starts at the mean change of cost over random
-    steps, so that no unit of the cost matters, and falls geometrically; it starts again in each round, by turns from
-    the best partition so far and from a random one. Local search ends with exact re-partitions of a few groups at a
-    time (`search_spaces.grouping.unions`). At most `PRICES` groups are priced on top of those of the plain local
-    searches at both ends.
+    Steps are swaps, and moves too if sizes may differ. The temperature starts at the mean change of
+    cost over random steps, so that no unit of the cost matters, and falls geometrically; it starts
+    again in each round, by turns from the best partition so far and from a random one. Local search
+    ends with exact re-partitions of a few groups at a time (`search_spaces.grouping.unions`). At
+    most `PRICES` groups are priced on top of those of the plain local searches at both ends.
     """
     return annealed_rounds(problem, generator, equal_sizes=equal_sizes, steps=steps)
 

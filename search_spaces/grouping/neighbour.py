@@ -10,7 +10,10 @@ from search_spaces.partitions import Partition, cut_into, full_sizes
 
 
 def neighbour_partition(num_heads: int, groups: int) -> Partition:
-    """Heads [0..m-1], [m..2m-1], ...; where m does not divide the heads, the last group is smaller (`full_sizes`)."""
+    """Heads [0..m-1], [m..2m-1], ....
+
+    Where m does not divide the heads, the last group is smaller (`full_sizes`).
+    """
     return cut_into(range(num_heads), full_sizes(num_heads, groups))
 
 
@@ -20,6 +23,7 @@ def neighbour(
 ) -> Grouping:
     """Consecutive heads; nothing is scored and nothing drawn.
 
-    The last group may be smaller, as in Table 1 of Chen 2024 (AsymGQA): 6 groups of 32 heads are 6, 6, 6, 6, 6, 2.
+    The last group may be smaller, as in Table 1 of Chen 2024 (AsymGQA): 6 groups of 32 heads are 6,
+    6, 6, 6, 6, 2.
     """
     return Grouping(neighbour_partition(problem.num_heads, problem.groups), None)

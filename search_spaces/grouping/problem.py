@@ -16,12 +16,18 @@ EQUAL_SIZES = Knob(
     "bool",
     "groups of one size, so that the result is plain GQA, or as near as can be",
 )
-"""Where the groups do not divide the heads, no group is larger than it must be: the query heads that engines need in
-place of missing ones are then as few as can be."""
+"""Where the groups do not divide the heads, no group is larger than it must be: the query heads
+that engines need in place of missing ones are then as few as can be."""
 
 
 class Grouping(NamedTuple):
-    """The best partition found, its score (higher is better; None if nothing was scored), and how it was found."""
+    """The best partition found.
+
+    Attributes:
+        partition: The groups of heads.
+        score: Higher is better; None if nothing was scored.
+        trace: How it was found.
+    """
 
     partition: Partition
     score: float | None
@@ -44,6 +50,11 @@ class GroupingProblem:
         check_groups(self.num_heads, self.groups)
 
     def need_similarity(self) -> np.ndarray:
+        """Return the similarity.
+
+        Raises:
+            ValueError: If there is none.
+        """
         if self.similarity is None:
             raise ValueError(
                 "this grouping is guided by a similarity; choose one on the similarity axis"
@@ -51,16 +62,26 @@ class GroupingProblem:
         return self.similarity
 
     def need_objective(self) -> Objective:
+        """Return the objective.
+
+        Raises:
+            ValueError: If there is none.
+        """
         if self.objective is None:
             raise ValueError("this grouping needs an objective; choose one on the objective axis")
         return self.objective
 
     def need_cost(self) -> GroupCost:
-        """The objective as an additive cost. Raises ValueError if it scores whole partitions only."""
+        """Return the objective as an additive cost.
+
+        Raises:
+            ValueError: If it scores whole partitions only.
+        """
         objective = self.need_objective()
         if not isinstance(objective, GroupCost):
             raise ValueError(
-                f"this grouping needs an additive group cost, got {type(objective).__name__}, which scores whole "
+                f"this grouping needs an additive group cost, got {type(objective).__name__}, "
+                f"which scores whole "
                 "partitions only; choose another objective, or a walk"
             )
         return objective

@@ -1,4 +1,6 @@
-"""One walk, step by step: what the walk of AsymGQA does between two scores, for callers that have to wait for them.
+"""One walk, step by step.
+
+What the walk of AsymGQA does between two scores, for callers that have to wait for them.
 
 Legend: n heads.
 """
@@ -14,8 +16,11 @@ from search_spaces.partitions import Partition, canonical, full_sizes, random_pa
 
 
 class WalkStep(NamedTuple):
-    """One iteration: the partition tried, its score, the best score so far, whether the walk went there, whether the
-    walk was reset before it."""
+    """One iteration.
+
+    The partition tried, its score, the best score so far, whether the walk went there, whether the
+    walk was reset before it.
+    """
 
     partition: Partition
     score: float
@@ -35,11 +40,13 @@ def propose(
 ) -> Partition:
     """One move of the walk (AsymGQA, App. A, Alg. 1 and 2). At least two groups.
 
-    A random head a goes to the group of b, one of its `neighbours` most similar heads outside its own group. In return
-    another random member of that group (sec. 2.1: "another head b' in group B"; b only where it is alone there) takes
-    the place of a: always if `symmetric`, else with probability `preserve`, and always when a is alone, since a group
-    may not vanish. (Were b to go back, a and b would end apart, and with two groups similarity would decide nothing.
-    The paper's text has a larger `preserve` unbalance more, its pseudo-code less; this follows the pseudo-code.)
+    A random head a goes to the group of b, one of its `neighbours` most similar heads outside its
+    own group. In return another random member of that group (sec. 2.1: "another head b' in group
+    B"; b only where it is alone there) takes the place of a: always if `symmetric`, else with
+    probability `preserve`, and always when a is alone, since a group may not vanish. (Were b to go
+    back, a and b would end apart, and with two groups similarity would decide nothing. The paper's
+    text has a larger `preserve` unbalance more, its pseudo-code less; this follows the
+    pseudo-code.)
     """
     owner = {head: index for index, group in enumerate(partition) for head in group}
     a = int(generator.integers(len(owner)))
@@ -63,12 +70,7 @@ def propose(
 
 @dataclass
 class Walk:
-    """The state of one walk: where it is, the best so far, and the partition whose score it waits for.
-
-    `propose_next` and `tell` alternate: the body of the loop of AsymGQA, Alg. 1 and 2. Pickled and read back, the
-    walk goes on with the same decisions. `count` heads are put into `groups` groups, at least two and fewer than
-    `count`; it starts at random ones of `full_sizes`. Probabilities and `neighbours` as in `asym_walk`.
-    """
+    """The state of one walk: its partition, the best so far, and the one to be scored."""
 
     count: int
     groups: int
@@ -91,7 +93,10 @@ class Walk:
         self.current = random_partition(self.count, self.groups, self.generator, full_sizes)
 
     def propose_next(self, similarity: np.ndarray) -> Partition:
-        """The partition to score next; the same again until `tell`. `similarity` `[n, n]`, higher is closer."""
+        """Return the partition to score next; the same again until `tell`.
+
+        `similarity` `[n, n]`, higher is closer.
+        """
         if self.pending is None:
             self._was_reset = bool(self.generator.random() < self.reset)
             if self._was_reset:
@@ -107,9 +112,12 @@ class Walk:
         return self.pending
 
     def tell(self, score: float | None) -> WalkStep:
-        """Take the score of what was proposed, higher is better; None if it could not be measured: not accepted.
+        """Take the score of what was proposed, higher is better.
 
-        Raises ValueError for a score that is not a number, or if nothing was proposed.
+        None if it could not be measured: not accepted.
+
+        Raises:
+            ValueError: For a score that is not a number, or if nothing was proposed.
         """
         tried = self.pending
         if tried is None:
@@ -117,7 +125,8 @@ class Walk:
         value = -np.inf if score is None else float(score)
         if np.isnan(value):
             raise ValueError(
-                f"the score of {tried} is not a number; check the model and the data it was measured on"
+                f"the score of {tried} is not a number; check the model and the data it was "
+                f"measured on"
             )
         better = score is not None and (self.best is None or value > self.best_score)
         lucky = self.generator.random() < self.accept

@@ -1,6 +1,7 @@
-"""The best partition for an additive group cost, for every number of groups at once, by a programme over subsets.
+"""The best partition for an additive group cost, for every number of groups, by subsets.
 
-Legend: n heads, G groups, c[S] cost of the subset S as a group, f[S, G] least cost of S in G groups.
+Legend: n heads, G groups, c[S] cost of the subset S as a group, f[S, G] least cost of S in G
+groups.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ def exact_partition(
     equal_sizes: bool = False,
     groups: Sequence[int] | None = None,
 ) -> dict[int, Grouping]:
-    """The cheapest partition of `num_heads` heads into G groups, for each G in `groups` (default: all that can be).
+    r"""Return the cheapest partition of `num_heads` heads into G groups, for each G in `groups`.
 
-    `cost` as in `anneal`: of one group, or a matrix of pair costs. With `equal_sizes` no group of a partition is
-    larger than it must be, so that all have one size where G divides the heads, as it does by default. f[S, G] = min
-    over the groups T of S that hold its first head, of c[T] + f[S \\ T, G - 1]: O(3^n) in all. Ties go to the group
-    of lowest bit mask. The score is minus the cost.
+    f[S, G] = min over the groups T of S that hold its first head, of c[T] + f[S \ T, G - 1]: O(3^n)
+    in all. Ties go to the group of lowest bit mask. The score is minus the cost.
 
-    Raises ValueError above 16 heads, or for a G that cannot be.
+    Args:
+        cost: As in `anneal`: of one group, or a matrix of pair costs.
+        num_heads: n.
+        equal_sizes: Whether no group of a partition is larger than it must be, so that all have one
+            size where G divides the heads.
+        groups: By default all numbers that can be; with `equal_sizes` those that divide the heads.
+
+    Raises:
+        ValueError: Above 16 heads, or for a G that cannot be.
     """
     if not 1 <= num_heads <= LIMIT:
         raise ValueError(
@@ -48,21 +55,24 @@ def exact_partition(
             group_cost.table(num_heads, range(1, largest + 1)), num_heads, max(requested_sizes)
         )
         return {g: programme.best(g) for g in requested_sizes}
-    found = {}
+    results = {}
     for g in requested_sizes:
         largest = largest_group(num_heads, g, equal_sizes)
         size = largest if num_heads % g == 0 else None
         table = group_cost.table(num_heads, range(1, largest + 1) if size is None else [size])
-        found[g] = Programme(table, num_heads, g, size=size).best(g)
-    return found
+        results[g] = Programme(table, num_heads, g, size=size).best(g)
+    return results
 
 
 def shared_exact_partition(
     cost: GroupCost, num_heads: int, groups: int, *, equal_sizes: bool
 ) -> Grouping:
-    """`exact_partition` for one number of groups, the work for which serves every other number asked of this `cost`.
+    """Return `exact_partition` for one number of groups, sharing the work with all other numbers.
 
-    The filled programme stays with the cost: `2^n (n + 1) / 2` numbers. Raises as `exact_partition` does.
+    The filled programme stays with the cost: `2^n (n + 1) / 2` numbers.
+
+    Raises:
+        ValueError: As `exact_partition`.
     """
     largest = largest_group(num_heads, groups, equal_sizes)
     size = largest if equal_sizes else None
@@ -80,10 +90,13 @@ def shared_exact_partition(
 
 
 class Programme:
-    """f of all subsets that can be left over when groups are taken away, each with the first head still there.
+    """f of all subsets that can be left when groups are taken away, each with the first head left.
 
-    `table` `[2^n]`: c by bit mask, infinite where not wanted; `most`: groups at most; with `size` all groups have it.
     All subsets but the whole lack head 0, which halves their number.
+
+    Args:
+        table: `[2^n]`, c by bit mask, infinite where not requested.
+        most: Most groups; with `size` all groups have it.
     """
 
     def __init__(
@@ -109,7 +122,7 @@ class Programme:
         self.totals = self._tried(self.full).min(axis=0)
 
     def best(self, groups: int) -> Grouping:
-        """The cheapest partition into so many groups; its score is minus the cost."""
+        """Return the cheapest partition into so many groups; its score is minus the cost."""
         partition = []
         mask = self.full
         for left in range(groups, 0, -1):
@@ -121,7 +134,10 @@ class Programme:
         return Grouping(canonical(partition), -float(self.totals[groups - 1]))
 
     def _tried(self, mask: int) -> np.ndarray:
-        """Least cost of `mask` in 1, 2, ... groups for each group that may hold its first head, `[options, most]`."""
+        """Return the least cost of `mask` in 1, 2, ... groups for each first group.
+
+        `[options, most]`.
+        """
         options = _first_groups(mask, self.size)
         return self.table[options, None] + self.least[(mask ^ options) >> 1, :-1]
 

@@ -1,4 +1,6 @@
-"""Local search whose step is exact: a few groups at once are dissolved and partitioned anew, the best way there is.
+"""Local search whose step is exact.
+
+A few groups at once are dissolved and partitioned anew, the best way there is.
 
 Legend: k groups taken together, m heads in their union.
 """
@@ -28,10 +30,11 @@ def regrouped(
     prices: int,
     work: int = WORK,
 ) -> _Groups:
-    """`groups` after exact re-partitions of pairs and triples of groups, until none helps or means are spent.
+    """Return `groups` after exact re-partitions of pairs and triples of groups.
 
-    The number of groups stays, and their sizes with `equal_sizes`. A union of m heads is work of `2^m` subsets, and may
-    be as many groups to price, at most `prices` in all. The smallest unions come first, in random order.
+    It ends when none helps or the work is spent. The number of groups stays, and their sizes with
+    `equal_sizes`. A union of m heads is work of `2^m` subsets, and may be as many groups to price,
+    at most `prices` in all. The smallest unions come first, in random order.
     """
     limit = cost.priced + prices
     # Sets of groups that are the best partition of their union.
@@ -69,7 +72,7 @@ def _open(remaining: _Groups, settled: set[frozenset[Members]]) -> list[tuple[Me
 
 
 def _best(cost: GroupCost, groups: tuple[Members, ...], equal_sizes: bool) -> _Groups:
-    """The best partition of the union of `groups` into as many."""
+    """Return the best partition of the union of `groups` into as many."""
     heads = sorted(head for group in groups for head in group)
 
     def named(members: Members) -> Members:

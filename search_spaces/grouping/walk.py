@@ -30,12 +30,19 @@ def asym_walk(
     generator: np.random.Generator,
     symmetric: bool = False,
 ) -> Grouping:
-    """Search a partition of high score (AsymGQA, App. A, Alg. 1 and 2, with the defects named in `propose` mended).
+    """Search a partition of high score by a random walk (AsymGQA, App. A, Alg. 1 and 2).
 
-    `similarity` `[n, n]`, higher is closer; `score(partition)`, higher is better, any sign. The walk starts, and
-    restarts with probability `reset` before an iteration, at random groups of `full_sizes`, also when asymmetric. It
-    moves to what it tried if that beats the best, or with probability `accept`. Its trace are `WalkStep`s. Raises
-    ValueError for an impossible number of groups or a score that is not a number.
+    The defects that are named in `propose` are mended. The walk starts, and restarts with
+    probability `reset` before an iteration, at random groups of `full_sizes`, also when asymmetric.
+    It moves to what it tried if that beats the best, or with probability `accept`. Its trace are
+    `WalkStep`s.
+
+    Args:
+        similarity: `[n, n]`, higher is closer.
+        score: Of a partition; higher is better, any sign.
+
+    Raises:
+        ValueError: For an impossible number of groups or a score that is not a number.
     """
     similarity = np.asarray(similarity, dtype=np.float64)
     count = len(similarity)
@@ -96,8 +103,11 @@ def walk_symmetric(
     equal_sizes: bool = True,
     **knobs: Any,
 ) -> Grouping:
-    """The walk by swaps: group sizes are kept. Without `equal_sizes` one group may be smaller than the others, as in
-    Table 1 (sizes of 3 and 6 for 32 heads)."""
+    """Return the walk by swaps, which keep group sizes.
+
+    Without `equal_sizes` one group may be smaller than the others, as in Table 1 (sizes of 3 and 6
+    for 32 heads).
+    """
     return _walk(problem, generator, True, knobs)
 
 
@@ -111,5 +121,5 @@ def walk_symmetric(
 def walk_asymmetric(
     problem: GroupingProblem, generator: np.random.Generator, **knobs: Any
 ) -> Grouping:
-    """The walk with groups of any size."""
+    """Return the walk with groups of any size."""
     return _walk(problem, generator, False, knobs)

@@ -15,22 +15,24 @@ from search_spaces.costs import GroupCost, Members
 from search_spaces.site import Site
 
 DEAR = 1e12
-"""Multiply-adds of a search by value costs from which it goes by estimates of them: about a minute of one core."""
-_SEARCHED = 6000  # prices that a search asks for
+"""Multiply-adds of a search by value costs from which it goes by estimates of them: about a minute
+of one core."""
+_SEARCHED = 6000  # prices that a search needs
 OFTEN = 4  # the size of most groups
 
 
 @OBJECTIVE.part(
     "least_squares",
-    source="ours: the eigenvalues that least-squares fusion drops (low-rank KV heads by group: Yu 2024)",
+    source=(
+        "ours: the eigenvalues that least-squares fusion drops (low-rank KV heads by "
+        "group: Yu 2024)"
+    ),
     needs=("statistics",),
 )
 def least_squares(site: Site) -> GroupCost:
-    """What least-squares fusion of the group loses: of attention logits (keys), of attention output (values).
+    """Return what least-squares fusion of the group loses of attention logits or output.
 
-    Where both sides count, each is taken relative to its cost with all heads in one group, since logits and outputs
-    have no common unit. Where value heads are so many and wide that a search by their costs is `DEAR`, there are
-    estimates; in these the cost in one group is that under the pooled moment.
+    They are logits for keys and outputs for values.
     """
     statistics = site.need_statistics("objective=least_squares")
     keys: list[Cost] = [KeyCost(site.heads, statistics, site.geometry)] if "key" in site.by else []

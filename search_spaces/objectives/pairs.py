@@ -29,13 +29,17 @@ _KNOBS = (
     needs=("fusion_distances",),
 )
 def fusion_loss(site: Site, *, steps: int = 240, rate: float = 1e-2) -> PairCost:
-    """Additive: a group costs the sum of L_head over its pairs, so one group of all heads costs the layer's loss.
+    """Additive.
+
+    A group costs the sum of L_head over its pairs, so one group of all heads costs the layer's
+    loss.
 
     The knobs say how the distances were measured, which is done before any plan is made.
     """
     if site.fusion_distance is None:
         raise ValueError(
-            "objective=fusion_loss needs the distances of DHA's search phase; pass fusion_distances to the context "
+            "objective=fusion_loss needs the distances of DHA's search phase; pass "
+            "fusion_distances to the context "
             "(trainers.fusion_search.search_distances)"
         )
     return PairCost(site.fusion_distance)

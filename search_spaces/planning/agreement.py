@@ -1,6 +1,6 @@
-"""How well the layer-output score ranks moves as the loss of the whole model does (docs/methods.md, section 7).
+"""How well the layer-output score ranks moves as the loss of the whole model does.
 
-Legend: U stored KV heads a layer (units), G groups.
+See docs/methods.md, section 7. Legend: U stored KV heads per layer (units), G groups.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ MOVES = 24
 
 @dataclass(frozen=True)
 class Agreement:
-    """Scores of the same moves at one site, higher is better: `cheap` of the layer's output, `full` minus the increase
-    of the loss in nats a token. `spearman`: their rank correlation, None where fewer than 3 moves differ."""
+    """Scores of the same moves at one site, higher is better.
+
+    `cheap` of the layer's output, `full` minus the increase of the loss in nats per token.
+    `spearman`: their rank correlation, None where fewer than 3 moves differ.
+    """
 
     layer: int
     side: str
@@ -62,15 +65,22 @@ def agreement(
 ) -> list[Agreement]:
     """Score random swaps from neighbour groups both ways, at every layer, for keys and for values.
 
-    Heads are mean-pooled; all other sites stay as they are. `groups`: half of the units by default. `moves`: different
-    partitions a site, at most. `tokens`: calibration tokens for either score. Raises ValueError without model,
-    sequences or calibration, or if there is nothing to swap.
+    Heads are mean-pooled; all other sites stay as they are.
+
+    Args:
+        groups: Half of the units by default.
+        moves: Different partitions a site, at most.
+        tokens: Calibration tokens for either score.
+
+    Raises:
+        ValueError: Without model, sequences or calibration, or if there is nothing to swap.
     """
     count = len(context.units)
     groups = count // 2 if groups is None else groups
     if not 1 < groups < count:
         raise ValueError(
-            f"{count} KV heads in {groups} groups leave nothing to swap; give 2 to {count - 1} groups"
+            f"{count} KV heads in {groups} groups leave nothing to swap; give 2 to {count - 1} "
+            f"groups"
         )
     if context.calibration is None:
         raise ValueError(
@@ -100,7 +110,7 @@ def agreement(
 def random_swaps(
     count: int, groups: int, moves: int, generator: np.random.Generator
 ) -> list[Partition]:
-    """Different partitions, each one exchange of two heads away from neighbour groups, in random order."""
+    """Return different partitions in random order, each one exchange away from neighbour groups."""
     start = neighbour_partition(count, groups)
     swaps = {
         canonical(

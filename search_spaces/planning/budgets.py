@@ -1,8 +1,9 @@
-"""Which KV ratios a recipe can keep, as far as can be told without weights.
+"""Which KV ratios a recipe can keep, as far as can be known without weights.
 
-A ratio that a user gives is a ceiling: `nearest_budget` is the budget that is used, `check_budget` the exact one.
+A ratio that a user gives is a ceiling: `nearest_budget` is the budget that is used, `check_budget`
+the exact one.
 
-Legend: L layers, U stored KV heads a layer (units).
+Legend: L layers, U stored KV heads per layer (units).
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ LOOKS_AT_WEIGHTS = frozenset({"measure", "group_cost", "model"})  # needs of an 
 
 
 def counts_of(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> Counts:
-    """(key heads, value heads) of each layer, for allocations that look at no weights. Raises ValueError for others."""
+    """(key heads, value heads) of each layer, for allocations that look at no weights.
+
+    Raises:
+        ValueError: For others.
+    """
     part = AXES["allocation"].get(recipe.allocation)
     if part.needs & LOOKS_AT_WEIGHTS:
         raise ValueError(f"allocation={recipe.allocation} looks at the weights of all layers")
@@ -37,8 +42,8 @@ def counts_of(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry
 def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]:
     """Head counts that the recipe's grouping can make of one site, ascending.
 
-    Every count, in groups as equal as can be; divisors alone where the grouping makes no other groups, or where a stock
-    checkpoint of the family could not hold them.
+    Every count, in groups as equal as can be; divisors alone where the grouping makes no other
+    groups, or where a stock checkpoint of the family could not hold them.
     """
     stored = geometry.num_kv_heads
     part = AXES["grouping"].get(recipe.grouping)
@@ -51,7 +56,10 @@ def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]
 def problem_of(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, **measures: Any
 ) -> AllocationProblem:
-    """What the recipe's allocation is handed. `measures`: `loss`, `curves` and `final` of the problem."""
+    """Return what the recipe's allocation is handed.
+
+    `measures`: `loss`, `curves` and `final` of the problem.
+    """
     counts = admissible_counts(recipe, geometry)
     usual = (
         usual_counts(geometry.num_kv_heads, geometry.num_heads) if recipe.equal_groups else counts
@@ -64,10 +72,15 @@ def problem_of(
 def check_budget(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, dtype: Any = None
 ) -> None:
-    """Raise ValueError if the budget cannot be met exactly, as far as can be told without weights, naming the nearest
-    that can.
+    """Raise ValueError naming the nearest budget if this one cannot be met exactly.
 
-    Cheap: for config checks. `dtype`: of the cache, where it is known, for the message.
+    Only what can be known without weights is checked. Cheap: for config checks.
+
+    Args:
+        recipe: The recipe.
+        kv_ratio: Share of the checkpoint's own cache.
+        geometry: That of the checkpoint.
+        dtype: Of the cache, where it is known, for the message.
     """
     if reason := _refused(recipe, kv_ratio, geometry):
         raise ValueError(
@@ -76,7 +89,10 @@ def check_budget(
 
 
 def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> str:
-    """In words: the next budgets below and above that the recipe can meet and that change something."""
+    """In words.
+
+    The next budgets below and above that the recipe can meet and that change something.
+    """
     heads = own_heads(geometry)
     most = heads - bool(keeps_everything(recipe.sharing, recipe.composition, 1))
     totals = [total for total in possible_totals(recipe, geometry) if total <= most]
@@ -92,7 +108,7 @@ def _nearest(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry)
 
 
 def _met(recipe: Recipe, totals: Sequence[int], geometry: HeadGeometry) -> list[int]:
-    """The first of these totals that the recipe can meet; none if there is none."""
+    """Return the first of these totals that the recipe can meet; none if there is none."""
     heads = own_heads(geometry)
     return list(
         islice((t for t in totals if not _refused(recipe, Fraction(t, heads), geometry)), 1)
@@ -101,7 +117,9 @@ def _met(recipe: Recipe, totals: Sequence[int], geometry: HeadGeometry) -> list[
 
 @cache
 def possible_totals(recipe: Recipe, geometry: HeadGeometry) -> Sequence[int]:
-    """Key heads plus value heads in all layers, ascending: the totals that the recipe's allocation may give.
+    """Key heads plus value heads in all layers, ascending.
+
+    The totals that the recipe's allocation may give.
 
     Those of an allocation that is not known here are all there are, to be tried one by one.
     """
@@ -130,7 +148,10 @@ def _refused(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry)
 
 
 def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> None:
-    """`check_budget` without a search for budgets to name: for many calls, as of a space that is being laid out."""
+    """`check_budget` without a search for budgets to name.
+
+    For many calls, as of a space that is being laid out.
+    """
     for reason in (
         sharing_saves_no_cache(recipe.sharing, kv_ratio),
         nothing_to_fuse(recipe.relaxation, kv_ratio),
@@ -140,18 +161,23 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     if recipe.sharing != "none":
         if geometry.num_kv_heads < geometry.num_heads:
             raise ValueError(
-                f"sharing={recipe.sharing} gives a query head the weights of another with the key and value of its "
-                f"own, and this checkpoint has {geometry.num_kv_heads} KV heads for {geometry.num_heads} query heads; "
+                f"sharing={recipe.sharing} gives a query head the weights of another with the key "
+                f"and value of its "
+                f"own, and this checkpoint has {geometry.num_kv_heads} KV heads for "
+                f"{geometry.num_heads} query heads; "
                 "it takes a multi-head checkpoint"
             )
         share_count(recipe.knobs("sharing")["alpha"], geometry.num_layers, geometry.num_heads)
     part = AXES["allocation"].get(recipe.allocation)
     if "any_count" in part.needs and recipe.equal_groups:
         raise ValueError(
-            f"allocation={recipe.allocation} gives counts that do not divide the heads, and grouping={recipe.grouping} "
-            "makes groups of equal size only; set grouping.equal_sizes to false or use walk_asymmetric"
+            f"allocation={recipe.allocation} gives counts that do not divide the heads, and "
+            f"grouping={recipe.grouping} "
+            "makes groups of equal size only; set grouping.equal_sizes to false or use "
+            "walk_asymmetric"
         )
-    # Flat losses: the counts are not those of the plan, but whether there are any does not depend on the losses.
+    # Flat losses: the counts are not those of the plan, but whether there are any does not depend
+    # on the losses.
     problem = problem_of(
         recipe,
         kv_ratio,
@@ -161,7 +187,8 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     )
     if problem.total < 2 * geometry.num_layers:
         raise ValueError(
-            f"kv_ratio {float(kv_ratio):.4g} is {problem.total} heads, fewer than one key and one value head in each "
+            f"kv_ratio {float(kv_ratio):.4g} is {problem.total} heads, fewer than one key and one "
+            f"value head in each "
             f"of {geometry.num_layers} layers; the least is {1 / geometry.num_kv_heads:g}"
         )
     if recipe.allocation in BY_CURVES and problem.total in possible_totals(recipe, geometry):
@@ -177,15 +204,17 @@ class BelowLeast(ValueError):
     ) -> None:
         self.least = least
         super().__init__(
-            f"recipe {recipe.name} keeps at least {percent(float(least))} of the checkpoint's KV cache, got "
+            f"recipe {recipe.name} keeps at least {percent(float(least))} of the checkpoint's KV "
+            f"cache, got "
             f"{percent(float(kv_ratio))}; {own_cache(geometry)}"
         )
 
 
 def nearest_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> Fraction:
-    """The largest share of the checkpoint's KV heads, at most `kv_ratio`, that the recipe can keep.
+    """Return the largest share of the KV heads, at most `kv_ratio`, that the recipe can keep.
 
-    Raises ValueError if there is none: below the least, or where nothing can be shared.
+    Raises:
+        ValueError: If there is none: below the least, or where nothing can be shared.
     """
     if recipe.sharing != "none" or nothing_to_fuse(recipe.relaxation, kv_ratio):
         check_budget(recipe, kv_ratio, geometry)
@@ -194,13 +223,14 @@ def nearest_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     most = most_heads(kv_ratio, geometry)
     totals = possible_totals(recipe, geometry)
     position = bisect_right(totals, most)
-    if found := _met(recipe, totals[:position][::-1], geometry):
-        return Fraction(found[0], heads)
+    if reachable := _met(recipe, totals[:position][::-1], geometry):
+        return Fraction(reachable[0], heads)
     if geometry.num_kv_heads == 1:
         raise ValueError(f"one KV head: nothing to share; {own_cache(geometry)}")
     if least := _met(recipe, totals[position:], geometry):
         raise BelowLeast(recipe, kv_ratio, Fraction(least[0], heads), geometry)
     reason = _refused(recipe, Fraction(1, geometry.num_kv_heads), geometry)
     raise ValueError(
-        f"recipe {recipe.name} can meet no kv_ratio on this checkpoint: {reason}; {own_cache(geometry)}"
+        f"recipe {recipe.name} can meet no kv_ratio on this checkpoint: {reason}; "
+        f"{own_cache(geometry)}"
     )

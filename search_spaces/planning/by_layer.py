@@ -1,6 +1,8 @@
-"""Plans a few layers at a time: what is measured of some layers, one layer's plan, and a plan from kept curves.
+"""Plans a few layers at a time.
 
-Legend: L layers, U stored KV heads a layer (units).
+What is measured of some layers, one layer's plan, and a plan from kept curves.
+
+Legend: L layers, U stored KV heads per layer (units).
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ def plan_layer(
     context: PlanningContext,
     generators: list[np.random.Generator],
 ) -> LayerPlan:
-    """The plan of the single layer that `context` holds, keeping `counts` (key heads, value heads). With its two
-    `generators` of `site_generators` for the whole checkpoint the plan is the layer's in `make_plan`."""
+    """Return the plan of the single layer in `context`, keeping `counts` (key heads, value heads).
+
+    With its two `generators` of `site_generators` for the whole checkpoint the plan is the layer's
+    in `make_plan`.
+    """
     planner = Planner(recipe, 1, context, generators, [])
     planner.group_layer(0, counts)
     return planner.plan_of(planner.partitions).layers[0]
@@ -41,9 +46,13 @@ def plan_layer(
 def requested_counts(
     recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry
 ) -> dict[tuple[int, str], _Counts]:
-    """Head counts of each (layer, "key", "value" or "both") of which the recipe's allocation wants loss increases.
+    """Return the head counts of which the recipe's allocation needs loss increases.
 
-    Raises ValueError if the budget cannot be met.
+    Returns:
+        The counts of each (layer, "key", "value" or "both").
+
+    Raises:
+        ValueError: If the budget cannot be met.
     """
     requested: dict[tuple[int, str], _Counts] = {}
 
@@ -65,9 +74,13 @@ def measure_curves(
     generator: np.random.Generator,
     layers: Sequence[int],
 ) -> int:
-    """Measure what `make_plan` with the same generator would measure in `layers`, into the context's curves.
+    """Measure, into the context's curves, what `make_plan` would measure in `layers`.
 
-    Returns the number of points that these layers have. Raises ValueError as `make_plan` does.
+    Returns:
+        The number of points that these layers have.
+
+    Raises:
+        ValueError: As `make_plan` does.
     """
     geometry = context.geometry
     requested = requested_counts(recipe, kv_ratio, geometry)
@@ -82,11 +95,17 @@ def curves_of_layer(
     context: PlanningContext,
     generators: list[np.random.Generator],
 ) -> dict[str, CurvePoint]:
-    """The points of the single layer that `context` holds, for the `counts` of each side (`requested_counts`). With the
-    layer's two curve generators of `site_generators` they are those of `make_plan` for the whole checkpoint."""
+    """Return the points of the single layer in `context`, for the `counts` of each side.
+
+    With the layer's two curve generators of `site_generators` they are those of `make_plan` for the
+    whole checkpoint.
+
+    Args:
+        counts: As `requested_counts` returns them.
+    """
     planner = Planner(recipe, 1, context, [], generators)
     for side, requested in counts.items():
-        # Who calls tells which layer of the checkpoint it is.
+        # The caller knows which layer of the checkpoint it is.
         planner.curves_of([(0, side)], requested, shown=False)
     return planner.curves.points
 
@@ -97,10 +116,15 @@ def plan_from_curves(
     geometry: HeadGeometry,
     points: Mapping[str, CurvePoint],
 ) -> tuple[AttentionPlan, list[float]]:
-    """The plan that the recipe's allocation makes of known curves, with the partitions that they were measured for, and
-    the loss increase that they expect of each layer.
+    """Return the plan that the recipe's allocation makes of known curves.
 
-    Raises ValueError if the budget cannot be met exactly.
+    It has the partitions that they were measured for.
+
+    Returns:
+        The plan, and the loss increase that the curves expect of each layer.
+
+    Raises:
+        ValueError: If the budget cannot be met exactly.
     """
     units = geometry.num_kv_heads
 

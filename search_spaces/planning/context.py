@@ -1,6 +1,6 @@
 """What plans are made from: the heads, their statistics, and a way to measure a whole model.
 
-Legend: L layers, H query heads, U stored KV heads a layer (units).
+Legend: L layers, H query heads, U stored KV heads per layer (units).
 """
 
 from __future__ import annotations
@@ -36,14 +36,21 @@ from search_spaces.recipes.recipe import Recipe
 class PlanningContext:
     """What plans are made from.
 
-    `heads`: lifted, one entry a layer (`attention.conversion.convert.lift`). `calibration` for parts that need
-    statistics; `model` for the layer-output score (rotary tables); `model` and `sequences` `[N, T]` for whole-model
-    scores and measured curves. `original`: the model where others look at its layers too; else one that keeps nothing.
-    `cache_dir`: folder where measured curves are kept, beside `curves` in memory. `fusion_distances`: of DHA's search
-    phase, `[L, H, H]` for "key" and "value"; `output_metrics`: of `attention.conversion.sensitivity`, worked out from
-    the model where they are not given. `work`: of each fit so far; `increases`: of the loss, that the curves expect of
-    each layer of the plans made so far. `first_layer`: the number in its checkpoint of the model's first layer, where
-    it is a window of a larger model. Raises ValueError if heads or statistics do not fit the geometry.
+    `calibration` for parts that need statistics; `model` for the layer-output score (rotary
+    tables); `model` and `sequences` `[N, T]` for whole-model scores and measured curves. Raises
+    ValueError if heads or statistics do not fit the geometry.
+
+    Attributes:
+        heads: Lifted, one entry per layer (`attention.conversion.convert.lift`).
+        cache_dir: Folder where measured curves are kept, beside `curves` in memory.
+        fusion_distances: Of DHA's search phase, `[L, H, H]` for "key" and "value".
+        output_metrics: Of `attention.conversion.sensitivity`, worked out from the model where they
+            are not given.
+        original: The model where others look at its layers too; else one that keeps nothing.
+        first_layer: The number in its checkpoint of the model's first layer, where it is a window
+            of a larger model.
+        work: Of each fit so far.
+        increases: Of the loss, that the curves expect of each layer of the plans made so far.
     """
 
     geometry: HeadGeometry
@@ -71,7 +78,8 @@ class PlanningContext:
         counts = {(h.num_heads, h.k.shape[0], h.v.shape[0]) for h in self.heads}
         if len(self.heads) != layers or counts != {(heads, heads, heads)}:
             raise ValueError(
-                f"expected {layers} layers of {heads} lifted heads, got {len(self.heads)} layers of {sorted(counts)}; "
+                f"expected {layers} layers of {heads} lifted heads, got {len(self.heads)} layers "
+                f"of {sorted(counts)}; "
                 "use attention.conversion.convert.lift"
             )
         if self.calibration is not None and len(self.calibration.layers) != layers:
@@ -94,11 +102,20 @@ class PlanningContext:
     def loss_of(
         self, recipe: Recipe, plan: AttentionPlan, refinement: Mapping[str, Any] | None = None
     ) -> float:
-        """Loss in nats a token of the model converted with the recipe's alignment and fusion, and with its refinement
-        if that is given settings (`refinement`). Raises ValueError without a model or sequences."""
+        """Return the loss of the model converted by the recipe with this plan, in nats per token.
+
+        Args:
+            recipe: Its alignment and fusion are used.
+            plan: The plan.
+            refinement: Settings of the recipe's refinement; None leaves it out.
+
+        Raises:
+            ValueError: Without a model or sequences.
+        """
         if self.model is None or self.sequences is None:
             raise ValueError(
-                f"recipe {recipe.name} measures whole models; the context needs a model and sequences"
+                f"recipe {recipe.name} measures whole models; the context needs a model and "
+                f"sequences"
             )
         converted = convert_with(recipe, self.model, plan, self.calibration, share=True)
         if refinement is not None:
@@ -107,7 +124,11 @@ class PlanningContext:
         return language_loss(converted, self.sequences)
 
     def measured_on(self, tokens: int) -> Tensor:
-        """The first sequences, about `tokens` tokens and at least one. Raises ValueError without model or sequences."""
+        """Return the first sequences, about `tokens` tokens and at least one.
+
+        Raises:
+            ValueError: Without model or sequences.
+        """
         if self.model is None or self.sequences is None:
             raise ValueError(
                 "measuring the increase of the loss needs a model and sequences in the context"
@@ -116,7 +137,10 @@ class PlanningContext:
 
     @property
     def layers_at_once(self) -> int:
-        """How many layers' loss increases are best asked for together: as many as are fitted beside each other."""
+        """Return how many layers' loss increases are best requested together.
+
+        They are as many as are fitted at the same time.
+        """
         if self.model is None:
             return 1
         modules = self.looked_at.modules
@@ -131,9 +155,18 @@ class PlanningContext:
         report: StepReport = lambda: None,
         **knobs: Any,
     ) -> list[float]:
-        """Loss increase in nats a token if only `layer` follows `plan`, of each (`layer`, `plan`), with the recipe's
-        alignment and fusion, on about `tokens` tokens. Layers are best given in ascending order. `report` is called after
-        each; `knobs`: steps and ways of `LayerIncreases`. Raises ValueError without model or sequences."""
+        """Return the loss increase, in nats per token, if only one layer follows a plan.
+
+        Args:
+            recipe: Its alignment and fusion are used.
+            plans: Each (`layer`, `plan`); best in ascending order of layers.
+            tokens: About how many tokens to measure on.
+            report: Called after each.
+            **knobs: Steps and ways of `LayerIncreases`.
+
+        Raises:
+            ValueError: Without model or sequences.
+        """
         single = LayerIncreases(
             recipe,
             self.trials(tokens),
@@ -149,14 +182,14 @@ class PlanningContext:
         return single.of(plans, report)
 
     def trials(self, tokens: int) -> LayerTrials:
-        """The model with the heads of one layer exchanged, on about so many tokens."""
+        """Return the model with the heads of one layer exchanged, on about so many tokens."""
         if tokens not in self._trials:
             self._trials[tokens] = LayerTrials(self.model, self.measured_on(tokens))  # type: ignore[arg-type]
         return self._trials[tokens]
 
     @cached_property
     def fit_texts(self) -> FitTexts:
-        """What layers are fitted on before their loss increases are told."""
+        """What layers are fitted on before their loss increases are measured."""
         return FitTexts.of(self.looked_at, self.measured_on(FIT_TOKENS))
 
     def output_metric(self, layer: int, tokens: int) -> Tensor:
@@ -168,20 +201,23 @@ class PlanningContext:
         return self._metrics[tokens][layer]
 
     def fusion_distance(self, layer: int, sides: Sequence[str]) -> np.ndarray | None:
-        """L_head of Eq. 7 (DHA) of a layer's units, summed over `sides`, `[U, U]`; None if not there."""
+        """L_head of Eq. 7 (DHA) of a layer's units, summed over `sides`, `[U, U]`.
+
+        None if not there.
+        """
         if self.fusion_distances is None:
             return None
         first = [unit[0] for unit in self.units]
         return sum(self.fusion_distances[side][layer][np.ix_(first, first)] for side in sides)  # type: ignore[return-value]
 
     def mlps(self) -> list[MlpWeights]:
-        """The MLP of every layer. Raises ValueError without a model."""
+        """Return the MLP of every layer. Raises ValueError without a model."""
         if self.model is None:
             raise ValueError("sharing.mlp=true compares MLPs; the context needs a model")
         return [read_mlp(site) for site in mlp_sites(self.model)]
 
     def similarity(self, recipe: Recipe, layer: int, side: str) -> np.ndarray:
-        """The recipe's similarity of the units of one side, `[U, U]`, kept for the next recipe that asks."""
+        """Return the recipe's similarity of the units of one side, `[U, U]`; it is cached."""
         key = (recipe.similarity, tuple(sorted(recipe.knobs("similarity").items())), layer, side)
         if key not in self._similarities:
             statistics = self.calibration.layers[layer] if self.calibration else None
@@ -201,8 +237,12 @@ def convert_with(
     *,
     share: bool = False,
 ) -> PreTrainedModel:
-    """Carry out a plan as the recipe's alignment and fusion say; refinement comes after it. `share`: what is outside of
-    attention stays `model`'s memory, for a result that is not trained."""
+    """Carry out a plan as the recipe's alignment and fusion say; refinement comes after it.
+
+    Args:
+        share: What is outside of attention stays `model`'s memory, for a result that is not
+            trained.
+    """
     return convert(
         model,
         plan,

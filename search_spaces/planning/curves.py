@@ -1,6 +1,9 @@
-"""Error curves: the measured increase of the loss for each head count of a site, with the partition that was measured.
+"""Error curves.
 
-Legend: U stored KV heads a layer (units).
+The measured increase of the loss for each head count of a site, with the partition that was
+measured.
+
+Legend: U stored KV heads per layer (units).
 
 A curve does not depend on the KV ratio, so all ratios share it, in memory and on disk.
 """
@@ -21,7 +24,7 @@ from attention.conversion.refinement.windows import windows
 from attention.io.files import write_whole
 from search_spaces.partitions import Partition
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.kept_files import alone
+from search_spaces.planning.folder_lock import locked_folder
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES
 
@@ -44,11 +47,17 @@ class CurveSite(NamedTuple):
 
 
 class Curves:
-    """Curves of one recipe on one context, over places of `units` heads.
+    """Curves of one recipe on one context, over sites of `units` heads.
 
-    `group(place, count)` is the recipe's partition of a place's units; `measure(partitions, told)` the increase of the
-    loss with each of these alone, and calls `told` after each. `prepare` is called before the first that is missing.
-    `at_once`: layers whose increases are measured together. `known` holds the points so far and is added to.
+    Args:
+        group: `group(site, count)` is the recipe's partition of a site's units.
+        measure: `measure(partitions, report)` is the increase of the loss with each of these alone;
+            it calls `report` after each.
+        points: The points so far; it is added to.
+        file: Where points are stored, or None.
+        prepare: Called before the first point that is missing.
+        units: Units per site.
+        at_once: Layers whose increases are measured together.
     """
 
     def __init__(
@@ -76,7 +85,15 @@ class Curves:
     def of(
         self, sites: Sequence[CurveSite], counts: Sequence[int], *, shown: bool = True
     ) -> list[dict[int, float]]:
-        """Rise in nats a token for each count, of each place; all units kept is 0. `shown`: how many are done yet."""
+        """Return the loss increase in nats per token of each site for each count.
+
+        0 if all units stay.
+
+        Args:
+            sites: The sites.
+            counts: Head counts.
+            shown: Whether to show progress.
+        """
         missing = [
             (p, c)
             for p in sites
@@ -116,7 +133,11 @@ class Curves:
         self._save()
 
     def whole(self, plan: Any, measure: Callable[[], float]) -> float:
-        """A measured loss of the whole model; `plan`: in plain values, all that it rests on besides the curves."""
+        """Return a measured loss of the whole model.
+
+        Args:
+            plan: In plain values, all that it rests on besides the curves.
+        """
         key = f"whole/{hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:24]}"
         if key not in self.points:
             self.points[key] = CurvePoint(measure(), ())
@@ -124,15 +145,16 @@ class Curves:
         return self.points[key].increase
 
     def partition(self, site: CurveSite, count: int) -> Partition | None:
-        """The partition that was measured, or None."""
+        """Return the partition that was measured, or None."""
         point = self.points.get(point_key(*site, count))
         return None if point is None else point.partition
 
     def _save(self) -> None:
         if self.file is None:
             return
-        with alone(self.file.parent):
-            # What another process has measured meanwhile stays; equal points are equal by construction.
+        with locked_folder(self.file.parent):
+            # What another process has measured meanwhile stays; equal points are equal by
+            # construction.
             self.points.update({**_read(self.file), **self.points})
             write_whole(self.file, json.dumps(self.points, sort_keys=True).encode())
 
@@ -140,7 +162,7 @@ class Curves:
 def curve_name(
     recipe: Recipe, context: PlanningContext, knobs: dict[str, int], seed_of: str
 ) -> str:
-    """A name that holds all that curves depend on.
+    """Return a name that holds all that curves depend on.
 
     `knobs` are those of the measurement; `seed_of` stands for the random generator of the grouping.
     """
@@ -163,8 +185,10 @@ def curve_name(
 
 
 def _windowed(context: PlanningContext) -> dict[str, int]:
-    """Into how many parts a local fit cuts long sequences, and how many of them are looked at here; nothing where it
-    takes them whole."""
+    """Into how many parts a local fit cuts long sequences, and how many of them are looked at here.
+
+    Nothing where it takes them whole.
+    """
     parts = (
         1 if context.sequences is None else len(windows(context.sequences.shape[1], STEP_TOKENS))
     )
@@ -172,13 +196,17 @@ def _windowed(context: PlanningContext) -> dict[str, int]:
 
 
 def point_key(layer: int, sides: tuple[str, ...], count: int) -> str:
+    """Return the key of a point in files and dictionaries."""
     return f"{layer}/{'+'.join(sides)}/{count}"
 
 
 def expected_increases(
     recipe: Recipe, counts: Sequence[tuple[int, int]], units: int, points: Mapping[str, CurvePoint]
 ) -> list[float]:
-    """The loss increase that `points` expect of each layer, where it keeps `counts` (key heads, value heads)."""
+    """Return the loss increase that `points` expect of each layer with its `counts`.
+
+    They are (key heads, value heads) of each layer.
+    """
 
     def of(layer: int, sides: tuple[str, ...], count: int) -> float:
         return 0.0 if count == units else points[point_key(layer, sides, count)].increase
@@ -200,7 +228,10 @@ def points_of(record: Mapping[str, Any]) -> dict[str, CurvePoint]:
 
 
 def _read(file: Path | None) -> dict[str, CurvePoint]:
-    """The points of a file; none if it is missing or damaged, since they can be measured again."""
+    """Return the points of a file.
+
+    None if it is missing or damaged, since they can be measured again.
+    """
     try:
         record = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
         return points_of(record)

@@ -1,6 +1,9 @@
-"""What the loss increases by if one layer has other heads: measured, or estimated from the error of its attention.
+"""What the loss increases by if one layer has other heads.
 
-Legend: T tokens, D model dim. Only what enters the layer that is being tried is kept, for all batches: `T x D` numbers.
+Measured, or estimated from the error of its attention.
+
+Legend: T tokens, D model dim. Only what enters the layer that is being tried is kept, for all
+batches: `T x D` numbers.
 """
 
 from __future__ import annotations
@@ -45,11 +48,13 @@ StepReport = Callable[[], None]
 
 
 class LayerTrials:
-    """Losses of a model with the heads of one layer exchanged, on `sequences` `[N, T]`. The layers below it are run
-    once, not every time.
+    """Losses of a model with the heads of one layer exchanged, on `sequences` `[N, T]`.
 
-    Works on a copy of the model's attention with one key and value head a query head (which changes no logit). Layers
-    are best tried in ascending order: going back to a lower one starts again from the embeddings.
+    The layers below it are run once, not every time.
+
+    Works on a copy of the model's attention with one key and value head per query head (which
+    changes no logit). Layers are best tried in ascending order: going back to a lower one starts
+    again from the embeddings.
     """
 
     def __init__(
@@ -68,16 +73,22 @@ class LayerTrials:
 
     @cached_property
     def base(self) -> float:
-        """The loss as it is, in nats a token."""
+        """The loss as it is, in nats per token."""
         return self._loss()
 
     def increase(self, layer: int, heads: LayerHeads) -> float:
-        """How much the loss in nats a token increases with these lifted `heads` in `layer`; the model is as before
-        afterwards. Raises ValueError if the heads are not lifted."""
+        """How much the loss in nats per token increases with these lifted `heads` in `layer`.
+
+        The model is as before afterwards.
+
+        Raises:
+            ValueError: If the heads are not lifted.
+        """
         layer_heads = self.heads[layer]
         if heads.k.shape != layer_heads.k.shape or heads.v.shape != layer_heads.v.shape:
             raise ValueError(
-                f"layer {layer}: expected {layer_heads.k.shape[0]} keys and values, got {heads.k.shape[0]} and "
+                f"layer {layer}: expected {layer_heads.k.shape[0]} keys and values, got "
+                f"{heads.k.shape[0]} and "
                 f"{heads.v.shape[0]}; expand the heads first"
             )
         base = self.base  # before anything is written
@@ -89,7 +100,7 @@ class LayerTrials:
             self._write(layer, layer_heads)
 
     def module(self, layer: int, heads: LayerHeads, plan: LayerPlan) -> nn.Module:
-        """An attention module of its own, in float32, with `heads` in the shapes of `plan`: to be fitted, say."""
+        """Return a new attention module, in float32, with `heads` in the shapes of `plan`."""
         module = copy.deepcopy(self.modules[layer]).float()
         self.family.reshape(module, self.geometry, plan)
         attach(module, plan)
@@ -97,7 +108,7 @@ class LayerTrials:
         return module.eval()
 
     def heads_of(self, module: nn.Module, plan: LayerPlan) -> LayerHeads:
-        """The heads of such a module, one key and one value a query head."""
+        """Return the heads of such a module, one key and one value a query head."""
         return self.family.read(module, self.geometry).expand(plan.key_map, plan.value_map)
 
     def _write(self, layer: int, heads: LayerHeads) -> None:
@@ -118,16 +129,21 @@ class LayerTrials:
 class LayerIncreases:
     """Loss increases of single layers of the model of `trials`.
 
-    `increases`: MEASURED by running the whole model, or ESTIMATED from the error of the attention's output
-    (`attention.conversion.sensitivity`). With `fit_steps` the layer is first fitted to the original's output for so
-    many steps, as refinement will do: a fit takes away most of what fused keys cost, and little of what values do. So
-    nothing is fitted for an estimate where keys stay as they are. Where they are fused the estimate is scaled by
-    FIT_DECAY from `fit_steps` to the `refined_steps` of the refinement, if these are more.
+    With `fit_steps` the layer is first fitted to the original's output for so many steps, as
+    refinement will do: a fit takes away most of what fused keys cost, and little of what values do.
+    So nothing is fitted for an estimate where keys stay as they are. Where they are fused the
+    estimate is scaled by FIT_DECAY from `fit_steps` to the `refined_steps` of the refinement, if
+    these are more.
 
-    `heads`: of each layer, lifted. `task(layer)`: what the layer is fitted to and judged by; `metric(layer)`: `[D, D]`,
-    see `attention.conversion.sensitivity`. The work of each fit is added to `work`. `first_layer`: the number in its
-    checkpoint of the model's first layer; fits are seeded by the numbers there, so that a window of a model gives what
-    the whole model does.
+    `task(layer)`: what the layer is fitted to and judged by; `metric(layer)`: `[D, D]`, see
+    `attention.conversion.sensitivity`. The work of each fit is added to `work`.
+
+    Attributes:
+        heads: Of each layer, lifted.
+        first_layer: The number in its checkpoint of the model's first layer; fits are seeded by the
+            numbers there, so that a window of a model gives what the whole model does.
+        increases: MEASURED by running the whole model, or ESTIMATED from the error of the
+            attention's output (`attention.conversion.sensitivity`).
     """
 
     recipe: Recipe
@@ -153,9 +169,9 @@ class LayerIncreases:
         def increase(index: int) -> float:
             layer, plan = plans[index]
             find = self._measured if measures else self._estimated
-            found = find(layer, plan.layers[layer], tasks.get(layer))
+            result = find(layer, plan.layers[layer], tasks.get(layer))
             report()
-            return found
+            return result
 
         if measures:  # runs the whole model
             return [increase(index) for index in range(len(plans))]
@@ -172,7 +188,7 @@ class LayerIncreases:
         return heads
 
     def _module(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> nn.Module:
-        """The layer's attention as `plan` has it, fitted to `task` if that is given."""
+        """Return the layer's attention as `plan` has it, fitted to `task` if that is given."""
         module = self.trials.module(layer, self._fused(layer, plan), plan)
         if task is not None:
             generator = torch.Generator().manual_seed(self.first_layer + layer)

@@ -1,9 +1,9 @@
 """From a recipe and a KV ratio to a plan.
 
-Legend: L layers, H query heads, U stored KV heads a layer (units).
+Legend: L layers, H query heads, U stored KV heads per layer (units).
 
-The same recipe, KV ratio, model, calibration and seed give the same plan in any process: every site has a generator of
-its own, spawned in a fixed order.
+The same recipe, KV ratio, model, calibration and seed give the same plan in any process: every site
+has a generator of its own, spawned in a fixed order.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ def make_plan(
     context: PlanningContext,
     generator: np.random.Generator,
 ) -> AttentionPlan:
-    """The plan of `recipe` that keeps exactly `kv_ratio` of the checkpoint's own KV heads.
+    """Return the plan of `recipe` that keeps exactly `kv_ratio` of the checkpoint's own KV heads.
 
-    Raises ValueError if the budget cannot be met exactly (naming the admissible ratios), or if a part of the
-    recipe lacks what it needs.
+    Raises:
+        ValueError: If the budget cannot be met exactly (naming the admissible ratios), or if a part
+            of the recipe lacks what it needs.
     """
     check_budget(recipe, kv_ratio, context.geometry)
     return Planner(
@@ -54,7 +55,7 @@ def make_plan(
 def site_generators(
     generator: np.random.Generator, layers: int
 ) -> tuple[list[np.random.Generator], ...]:
-    """Generators of the sites for grouping, and for measured curves: two a layer each."""
+    """Return the generators of the sites for grouping and for curves, two per layer each."""
     return generator.spawn(2 * layers), generator.spawn(2 * layers)
 
 
@@ -71,6 +72,7 @@ class Planner:
     _last_objective: tuple[Any, Objective] | None = field(default=None, init=False)
 
     def plan(self) -> AttentionPlan:
+        """Group the heads of all sites and return the plan."""
         counts = self.counts()
         with stage("grouping heads", len(counts), "layers") as progress:
             for layer, of_layer in enumerate(counts):
@@ -97,7 +99,7 @@ class Planner:
             )
 
     def counts(self) -> Counts:
-        """(key heads, value heads) of each layer, from the allocation part, checked against the budget."""
+        """Return (key heads, value heads) of each layer, by the allocation, within the budget."""
         recipe = self.recipe
         measures: dict[str, Any] = {"loss": self._loss_of_one_group, "curves": self.curves_of}
         if recipe.knobs("allocation").get("increases") == MEASURED_INCREASE:
@@ -107,14 +109,15 @@ class Planner:
         total = sum(keys + values for keys, values in counts)
         if total != problem.total:
             raise ValueError(
-                f"allocation={recipe.allocation} gave {total} heads, expected exactly {problem.total}"
+                f"allocation={recipe.allocation} gave {total} heads, expected exactly "
+                f"{problem.total}"
             )
         return counts
 
     def group(
         self, layer: int, sides: tuple[str, ...], groups: int, generator: np.random.Generator
     ) -> Partition:
-        """The recipe's partition of the units at one site."""
+        """Return the recipe's partition of the units at one site."""
         count = len(self.context.units)
         if groups in (1, count):  # nothing to choose
             return neighbour_partition(count, groups)
@@ -134,7 +137,10 @@ class Planner:
         return self.recipe.apply("grouping", problem, generator).partition
 
     def plan_of(self, partitions: dict[tuple[int, str], Partition]) -> AttentionPlan:
-        """The plan of partitions of units; sites without one keep what the checkpoint has."""
+        """Return the plan of partitions of units.
+
+        Sites without one keep what the checkpoint has.
+        """
         return plan_of_sites(partitions, self.context.geometry)
 
     def _site(self, layer: int, sides: tuple[str, ...]) -> Site:
@@ -162,7 +168,10 @@ class Planner:
         )
 
     def _objective(self, site: Site) -> Objective:
-        """The recipe's objective at a site; of the last site only, since it holds the site's moments."""
+        """Return the recipe's objective at a site.
+
+        Only that of the last site is cached, since it holds the site's moments.
+        """
         key = (site.layer, site.sides)
         name = str(self.recipe.objective)
         knobs = self.recipe.knobs("objective")
@@ -192,8 +201,13 @@ class Planner:
     def curves_of(
         self, sites: Sequence[tuple[int, str]], counts: Sequence[int], *, shown: bool = True
     ) -> list[dict[int, float]]:
-        """Increase of the loss if only that site is grouped, for each count, of each site (layer, side). `side` may be
-        "both". `shown`: as in `Curves.of`."""
+        """Return the loss increases if only one site is grouped, for each site and count.
+
+        Args:
+            sites: (layer, side); `side` may be "both".
+            counts: Head counts.
+            shown: As in `Curves.of`.
+        """
         both = (SIDES,) if self.recipe.together else tuple((side,) for side in SIDES)
         curve_sites = [
             [CurveSite(at, sides) for sides in (both if side == "both" else ((side,),))]
@@ -211,7 +225,10 @@ class Planner:
         ]
 
     def _final(self, counts: Counts) -> float:
-        """Measured loss of the model that these counts lead to, refined in few steps: enough to rank the finalists."""
+        """Measured loss of the model that these counts lead to, refined in few steps.
+
+        Enough to rank the finalists.
+        """
         recipe = self.recipe
         knobs = recipe.knobs("refinement")
         if "fit_steps" in knobs:
@@ -228,20 +245,22 @@ class Planner:
 
     @cached_property
     def curves(self) -> Curves:
-        """Measured curves of this recipe, shared by all budgets through the context and its cache folder."""
+        """The measured curves of this recipe, shared by all budgets through the context."""
         allocation_knobs = self.recipe.knobs("allocation")
         # What no refinement will fit is measured as it is.
         fitted = self.recipe.knobs("refinement").get("fit_steps", 0)
         knobs = {name: allocation_knobs[name] for name in ("tokens", "increases")}
         fit_steps = min(allocation_knobs["fit_steps"], fitted)
-        # Only estimates of fitted layers are scaled to the steps of the refinement: others serve any number of them.
+        # Only estimates of fitted layers are scaled to the steps of the refinement: others serve
+        # any number of them.
         scaled = allocation_knobs["increases"] != MEASURED_INCREASE and fit_steps > 0
         knobs |= {"fit_steps": fit_steps, "refined_steps": fitted if scaled else 0}
 
         def group(site: CurveSite, groups: int) -> Partition:
             if groups == 1:
                 return neighbour_partition(len(self.context.units), 1)
-            # A generator of its own for each point, so that no point depends on which others are measured.
+            # A generator of its own for each point, so that no point depends on which others are
+            # measured.
             generator = self.curve_generators[2 * site.layer + SIDES.index(site.sides[0])]
             fresh = np.random.default_rng([*_seeds(generator), groups])
             return self._grouped(site.layer, site.sides, groups, fresh)
@@ -264,7 +283,8 @@ class Planner:
         file = None if folder is None else Path(folder) / f"curves-{name}.json"
         points = self.context.curves.setdefault(name, {})
         units = len(self.context.units)
-        # What runs the whole model gains nothing by more layers at a time, and would keep what it found less often.
+        # What runs the whole model gains nothing by more layers at a time, and would keep what it
+        # found less often.
         at_once = (
             1 if allocation_knobs["increases"] == MEASURED_INCREASE else self.context.layers_at_once
         )
@@ -283,12 +303,15 @@ class Planner:
 
 
 def _seeds(generator: np.random.Generator) -> list[int]:
-    """What a generator was seeded with, as integers."""
+    """Return what a generator was seeded with, as integers."""
     return [int(word) for word in generator.bit_generator.seed_seq.generate_state(4)]  # type: ignore[attr-defined]
 
 
 def _combined(matrices: list[np.ndarray]) -> np.ndarray:
-    """Sum of similarities, each brought to zero mean and unit spread over its pairs; one matrix comes back as it is."""
+    """Sum of similarities, each brought to zero mean and unit spread over its pairs.
+
+    One matrix comes back as it is.
+    """
     if len(matrices) == 1:
         return matrices[0]
     total = np.zeros_like(matrices[0])

@@ -1,7 +1,7 @@
 """Prices of groups, kept for the next plan: of another seed, KV ratio, trial or process.
 
-Exact grouping asks for the price of every group of some sizes at a site, which is most of the time that a plan takes,
-and the same for every plan of one objective on one calibration.
+Exact grouping asks for the price of every group of some sizes at a site, which is most of the time
+that a plan takes, and the same for every plan of one objective on one calibration.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from attention.io.files import write_whole
-from search_spaces.planning.kept_files import alone
+from search_spaces.planning.folder_lock import locked_folder
 from search_spaces.site import Site
 
 
 class StoredPrices:
-    """The prices of one objective at one site by size of group, all of a size in the order of `itertools.combinations`,
-    in a file that several processes add to."""
+    """The prices of one objective at one site by size of group, in a file that processes add to.
+
+    All prices of a size are in the order of `itertools.combinations`.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file = file
 
     def read(self) -> dict[int, np.ndarray]:
-        """float64 prices by size; none if the file is missing or damaged, since they can be worked out again."""
+        """float64 prices by size.
+
+        None if the file is missing or damaged, since they can be worked out again.
+        """
         try:
             stored = {int(size): prices for size, prices in load_file(self.file).items()}
             return {
@@ -41,8 +46,8 @@ class StoredPrices:
             return {}
 
     def add(self, prices: Mapping[int, np.ndarray]) -> None:
-        """Raises OSError if the folder cannot be written."""
-        with alone(self.file.parent):
+        """Raise OSError if the folder cannot be written."""
+        with locked_folder(self.file.parent):
             every = self.read() | dict(prices)
             write_whole(
                 self.file,
@@ -53,7 +58,10 @@ class StoredPrices:
 def prices_of_site(
     folder: str | Path, objective: str, knobs: Mapping[str, Any], site: Site, digest: str
 ) -> StoredPrices:
-    """Where the prices of an objective at a site are kept; `digest` is that of the calibration, and so of the model."""
+    """Where the prices of an objective at a site are kept.
+
+    `digest` is that of the calibration, and so of the model.
+    """
     record = {
         "objective": [objective, dict(knobs)],
         "site": [site.layer, site.by, site.units],

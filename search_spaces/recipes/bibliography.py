@@ -42,7 +42,10 @@ PAPERS = {
             "DHA",
             "Chen et al.",
             2024,
-            "DHA: Learning Decoupled-Head Attention from Transformer Checkpoints via Adaptive Heads Fusion",
+            (
+                "DHA: Learning Decoupled-Head Attention from Transformer Checkpoints via "
+                "Adaptive Heads Fusion"
+            ),
             "2406.06567",
         ),
         Paper(

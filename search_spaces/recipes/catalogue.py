@@ -22,7 +22,11 @@ LEAST_SQUARES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class NamedRecipe:
-    """A recipe as `headfold recipes` lists it. `papers`: keys of `bibliography.PAPERS`; none: our own."""
+    """A recipe as `headfold recipes` lists it.
+
+    Attributes:
+        papers: Keys of `bibliography.PAPERS`; none: our own.
+    """
 
     recipe: Recipe
     summary: str
@@ -66,7 +70,10 @@ NAMED_RECIPES = (
             objective="layer",
             similarity="activation",
             together=False,
-            source="Chen 2024 (AsymGQA); the score is the layer's output error, objective=model is the paper's",
+            source=(
+                "Chen 2024 (AsymGQA); the score is the layer's output error, objective=model is "
+                "the paper's"
+            ),
         ),
         "Search groups of unequal size by a random walk guided by the similarity of activations.",
         ("AsymGQA",),
@@ -137,7 +144,10 @@ NAMED_RECIPES = (
         Recipe(
             "least_squares",
             **LEAST_SQUARES,
-            source="ours: exact grouping on the cost of least-squares fusion; in closed form, exports as plain GQA",
+            source=(
+                "ours: exact grouping on the cost of least-squares fusion; in closed form, "
+                "exports as plain GQA"
+            ),
         ),
         "Group heads exactly and fuse each group by least squares, in closed form.",
     ),
@@ -148,7 +158,10 @@ NAMED_RECIPES = (
             refinement="fit_heal",
             source="ours: least_squares, then refined layer by layer; exports as plain GQA",
         ),
-        "least_squares, then each attention layer is fitted to the original's output: one head count for all layers.",
+        (
+            "least_squares, then each attention layer is fitted to the original's output: "
+            "one head count for all layers."
+        ),
     ),
     NamedRecipe(
         Recipe(
@@ -156,7 +169,10 @@ NAMED_RECIPES = (
             **LEAST_SQUARES,
             allocation="layerwise",
             refinement="fit_heal",
-            source="ours: headfold_gqa with a head count of its own in each layer, which vLLM and llama.cpp hold",
+            source=(
+                "ours: headfold_gqa with a head count of its own in each layer, which vLLM and "
+                "llama.cpp hold"
+            ),
         ),
         "headfold_gqa with a head count per layer, more where the loss needs them.",
     ),
@@ -167,9 +183,15 @@ NAMED_RECIPES = (
             allocation="knapsack",
             refinement="fit_heal",
             together=False,
-            source="ours: keys and values apart, heads where their loss is measured to matter, refined layer by layer",
+            source=(
+                "ours: keys and values apart, heads where their loss is measured to matter, "
+                "refined layer by layer"
+            ),
         ),
-        "Head counts per layer for keys and values apart, then the same fit: the lowest loss, in transformers alone.",
+        (
+            "Head counts per layer for keys and values apart, then the same fit: the lowest "
+            "loss, in transformers alone."
+        ),
     ),
 )
 
@@ -177,9 +199,10 @@ RECIPES: dict[str, Recipe] = {named.recipe.name: named.recipe for named in NAMED
 
 
 def recipe(name: str, /, **overrides: Any) -> Recipe:
-    """A named recipe, with other choices where `overrides` say so (see `Recipe.with_changes`).
+    """Return a named recipe, with other choices for `overrides` (see `Recipe.with_changes`).
 
-    Raises RecipeError with the known names for an unknown one.
+    Raises:
+        RecipeError: For an unknown name or choice.
     """
     if name not in RECIPES:
         raise RecipeError(one_of("recipe", sorted(RECIPES), name))

@@ -1,4 +1,7 @@
-"""Which recipe suits a checkpoint: what each engine holds of the named ones, and the best of them."""
+"""Which recipe suits a checkpoint.
+
+What each engine holds of the named ones, and the best of them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ SERVERS = ("vllm", "llama.cpp")  # what a recipe is chosen for where no engine i
 class RecipeChoice:
     """The recipe that suits a checkpoint, the engines that load its results, and why it was taken.
 
-    `forms`: what each engine holds of the family (`engine_forms`).
+    Attributes:
+        forms: What each engine holds of the family (`engine_forms`).
     """
 
     recipe: str
@@ -60,7 +64,8 @@ def engine_forms(config: Any, geometry: HeadGeometry) -> dict[str, list[EngineFo
 def refusals(recipe: Recipe, forms: list[EngineForm]) -> list[str]:
     """Return why an engine cannot hold the plans of a recipe at their own bytes; empty if it can.
 
-    `forms`: of the export targets that it loads; the reasons are those of the first one.
+    Args:
+        forms: Of the export targets that it loads; the reasons are those of the first one.
     """
     reasons = [form.refusals(vars(recipe), equal_groups=recipe.equal_groups) for form in forms]
     return min(reasons, key=bool)
@@ -74,9 +79,12 @@ def engines_of(recipe: Recipe, forms: Mapping[str, list[EngineForm]]) -> tuple[s
 def choose_recipe(config: Any, geometry: HeadGeometry, engine: str | None = None) -> RecipeChoice:
     """Return the best recipe for a checkpoint, by the order of `BEST_FIRST`.
 
-    With `engine` the first that it holds; else the first that all servers hold which hold any, so that
-    the result is not tied to one of them. A family that no engine holds in groups gets the best recipe
-    in Headfold's own format. Raises RecipeError where the named engine holds none.
+    With `engine` the first that it holds; else the first that all servers hold which hold any, so
+    that the result is not tied to one of them. A family that no engine holds in groups gets the
+    best recipe in Headfold's own format.
+
+    Raises:
+        RecipeError: Where the named engine holds none.
     """
     forms = engine_forms(config, geometry)
     engines = {name: engines_of(RECIPES[name], forms) for name in BEST_FIRST}

@@ -1,6 +1,7 @@
-"""What an engine holds exactly of a checkpoint's family, without a larger cache, and what that leaves of a recipe.
+"""What an engine represents exactly of a family in the same cache, and which recipes suit it.
 
-Nothing here knows an engine: the export target is asked about a few plans (`attention.io.targets.Target.held`).
+Nothing here knows an engine: the export target is asked about a few plans
+(`attention.io.targets.Target.held`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from search_spaces.recipes.rules import EQUAL_SIZES_FIELD
 
 @dataclass(frozen=True)
 class EngineForm:
-    """What export target `target` holds at the plan's own bytes: `grouped` layers at all, with groups of `unequal`
-    size, counts of KV heads of each layer's own (`own_counts`: the usual ones, in groups as equal as can be), both of
-    these together (`own_unequal`), keys and values with groups of
-    their own (`apart`), heads that are `composed`."""
+    """What export target `target` holds at the plan's own bytes.
+
+    `grouped` layers at all, with groups of `unequal` size, counts of KV heads of each layer's own
+    (`own_counts`: the usual ones, in groups as equal as can be), both of these together
+    (`own_unequal`), keys and values with groups of their own (`apart`), heads that are `composed`.
+    """
 
     target: str
     grouped: bool
@@ -35,7 +38,11 @@ class EngineForm:
 
     @classmethod
     def of(cls, name: str, config: Any, geometry: HeadGeometry) -> EngineForm:
-        """`config`, `geometry`: of the checkpoint. Raises ValueError naming the targets for one that is unknown."""
+        """`config`, `geometry`: of the checkpoint.
+
+        Raises:
+            ValueError: Naming the targets for one that is unknown.
+        """
         stored = geometry.num_kv_heads
         layers = geometry.num_layers
         engine_target = target(name)
@@ -45,17 +52,17 @@ class EngineForm:
             values: Sequence[Sequence[int]] | None = None,
             **more: Any,
         ) -> bool:
-            """Whether it holds layers whose stored head `u` goes to group `keys[l][u]`, and `values[l][u]`."""
+            """Whether stored head `u` of each layer may go to `keys[l][u]` and `values[l][u]`."""
             both = zip(keys, values or keys, strict=True)
             maps = [
                 LayerPlan(*(tuple(g[u] for u in geometry.kv_map) for g in pair)) for pair in both
             ]
             plan = AttentionPlan(tuple(maps), geometry.head_dim, **more)
             try:
-                held = engine_target.held(config, plan)
+                support = engine_target.held(config, plan)
             except TargetError:
                 return False
-            return held.bytes_per_token("float16") <= plan.kv_bytes_per_token("float16")
+            return support.bytes_per_token("float16") <= plan.kv_bytes_per_token("float16")
 
         # Uneven on purpose: all but the first group have one head
         groups = {
@@ -80,8 +87,15 @@ class EngineForm:
         )
 
     def refusals(self, record: Mapping[str, Any], *, equal_groups: bool) -> list[str]:
-        """Why the choices of `record` (fields of a recipe, not all of them) make plans that it does not hold so; empty
-        if they make none. `equal_groups`: whether the grouping, if it is there, makes groups of one size."""
+        """Return why the choices of `record` make plans that the engine does not represent.
+
+        Args:
+            record: Fields of a recipe, not all of them.
+            equal_groups: Whether the grouping, if it is there, makes groups of one size.
+
+        Returns:
+            The reasons; empty if there are none.
+        """
         name = f"target {self.target}"
         reasons = []
         by_layer = (
@@ -91,7 +105,8 @@ class EngineForm:
         )
         if record.get("composition", "none") != "none" and not self.composed:
             reasons.append(
-                f"{name} composes no heads, so composition must be none, got {record['composition']}"
+                f"{name} composes no heads, so composition must be none, got "
+                f"{record['composition']}"
             )
         if record.get("together", True) is False and not self.apart:
             reasons.append(
@@ -99,7 +114,8 @@ class EngineForm:
             )
         if by_layer and not self.own_counts:
             reasons.append(
-                f"{name} holds as many KV heads in every layer of this family as in the widest, so allocation must be "
+                f"{name} holds as many KV heads in every layer of this family as in the widest, so "
+                f"allocation must be "
                 f"uniform, got {record['allocation']}"
             )
         if (
@@ -109,7 +125,8 @@ class EngineForm:
         ):
             where = "beside head counts of each layer's own, " if by_layer and self.unequal else ""
             reasons.append(
-                f"{name} holds no groups of unequal size {where}of this family, so grouping.equal_sizes must be true "
+                f"{name} holds no groups of unequal size {where}of this family, so "
+                f"grouping.equal_sizes must be true "
                 f"and grouping one that has it, got grouping={record['grouping']}"
             )
         if not self.grouped and record.get("sharing") == "none":
@@ -117,14 +134,14 @@ class EngineForm:
         return reasons
 
     def limited(self, geometry: HeadGeometry) -> HeadGeometry:
-        """The geometry without query heads of zeros where the target holds no groups that need them."""
+        """Return the geometry without padded query heads if the target's groups need none."""
         return geometry if self.unequal else replace(geometry, pads_queries=False)
 
     def settings(self) -> dict[str, Any]:
-        """Settings that a search among recipes is to keep to."""
+        """Return the settings that a search among recipes is to keep to."""
         return {} if self.own_unequal else {EQUAL_SIZES_FIELD: True}
 
 
 def _even_groups(stored: int, count: int) -> list[int]:
-    """The group of each stored head: `count` groups of neighbours, as equal as can be."""
+    """Return the group of each stored head: `count` groups of neighbours, as equal as can be."""
     return [g for g, members in enumerate(neighbour_partition(stored, count)) for _ in members]

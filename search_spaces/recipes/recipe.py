@@ -43,9 +43,13 @@ class RecipeError(ValueError):
 class Recipe:
     """One point of the joint space, but for the KV ratio. Hashable.
 
-    `objective` and `similarity` are None where the grouping does not use them. `together`: one grouping for keys and
-    values, judged `by` the key side, the value side or both (ignored when apart). `settings`: knob values by
-    "axis.knob", completed with the defaults at construction. Raises RecipeError for what cannot be combined.
+    `objective` and `similarity` are None where the grouping does not use them. Raises RecipeError
+    for what cannot be combined.
+
+    Attributes:
+        together: One grouping for keys and values, judged `by` the key side, the value side or both
+            (ignored when apart).
+        settings: Knob values by "axis.knob", completed with the defaults at construction.
     """
 
     name: str
@@ -88,7 +92,8 @@ class Recipe:
         unknown = sorted(set(settings) - set(full))
         if unknown:
             raise RecipeError(
-                f"recipe {self.name}: setting {unknown[0]!r} belongs to no chosen part{near(unknown[0], full)}; "
+                f"recipe {self.name}: setting {unknown[0]!r} belongs to no chosen "
+                f"part{near(unknown[0], full)}; "
                 f"there are {sorted(full) or 'none'}"
             )
         object.__setattr__(self, "settings", tuple(sorted(full.items())))
@@ -96,26 +101,29 @@ class Recipe:
             raise RecipeError(f"recipe {self.name}: {reason}")
 
     def parts(self) -> dict[str, Part]:
-        """The chosen part of each axis that is in use, in the order of `AXES`."""
+        """Return the chosen part of each axis that is in use, in the order of `AXES`."""
         chosen = {name: getattr(self, name) for name in AXES}
         return {name: AXES[name].get(part) for name, part in chosen.items() if part is not None}
 
     def knobs(self, axis: str) -> dict[str, Any]:
-        """Settings of the part on `axis`, defaults included."""
+        """Return the settings of the part on `axis`, defaults included."""
         return {k.removeprefix(f"{axis}."): v for k, v in self.settings if k.startswith(f"{axis}.")}
 
     def apply(self, axis: str, *arguments: Any) -> Any:
-        """What the part on `axis` makes of these arguments, with its settings."""
+        """Return what the part on `axis` makes of these arguments, with its settings."""
         return AXES[axis].get(getattr(self, axis))(*arguments, **self.knobs(axis))
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the parts must be handed: of "statistics", "model", "sequences" and internal marks."""
+        """What the parts need: of "statistics", "model", "sequences" and internal marks."""
         return frozenset().union(*(part.needs for part in self.parts().values()))
 
     @property
     def equal_groups(self) -> bool:
-        """True if the grouping only makes groups of one size: its knob says so, or the part can do no other."""
+        """True if the grouping only makes groups of one size.
+
+        Its knob says so, or the part can do no other.
+        """
         return makes_equal_groups(self.grouping, dict(self.settings))
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,24 +142,35 @@ class Recipe:
         settings = record.get("settings", {})
         if not isinstance(settings, Mapping):
             raise RecipeError(
-                f"recipe {record['name']}: settings must map 'axis.knob' to values, got {settings!r}"
+                f"recipe {record['name']}: settings must map 'axis.knob' to values, got "
+                f"{settings!r}"
             )
         return cls(**{**record, "settings": tuple(sorted(settings.items()))})
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all but name and source, first 16 hex digits: equal choices have equal digests."""
+        """SHA-256 of all but name and source, first 16 hex digits.
+
+        Equal choices have equal digests.
+        """
         record = {k: v for k, v in self.to_dict().items() if k not in ("name", "source")}
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
     def with_changes(self, **changes: Any) -> Recipe:
-        """This recipe with other choices. `settings` (or "axis.knob" keys) are merged; settings of parts that are no
-        longer chosen fall away; what the new grouping does not use is set to None. Raises RecipeError."""
+        """Return this recipe with other choices.
+
+        `settings` (or "axis.knob" keys) are merged; settings of parts that are no longer chosen
+        fall away; what the new grouping does not use is set to None.
+
+        Raises:
+            RecipeError: Always.
+        """
         dotted = {key: changes.pop(key) for key in list(changes) if "." in key}
         unknown = sorted(set(changes) - {*_CHOSEN, "settings"})
         if unknown:
             raise RecipeError(
-                f"recipe {self.name}: no field {unknown[0]!r}{near(unknown[0], _CHOSEN)}; there are {list(_CHOSEN)}, and "
+                f"recipe {self.name}: no field {unknown[0]!r}{near(unknown[0], _CHOSEN)}; there "
+                f"are {list(_CHOSEN)}, and "
                 "settings like grouping.iterations"
             )
         settings = changes.pop("settings", {})

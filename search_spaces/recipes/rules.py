@@ -1,4 +1,7 @@
-"""What cannot be combined, and why. Declared once: recipes refuse it, and the joint space never proposes it."""
+"""What cannot be combined, and why.
+
+Declared once: recipes refuse it, and the joint space never proposes it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ FUSING = ("lagrangian", "hard_concrete")  # relaxations at whose end heads are f
 
 
 def broken_rules(record: Mapping[str, Any]) -> list[str]:
-    """Reasons why the choices of `record` (fields of a recipe) do not go together; empty if they do.
+    """Reasons why the choices of `record` (fields of a recipe) do not go together.
+
+    Empty if they do.
 
     The record may be partial: a rule applies once all fields that it reads are there.
     """
@@ -35,7 +40,11 @@ def used(axis: str, chosen: Mapping[str, Any]) -> bool:
 
 
 def makes_equal_groups(grouping: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a grouping makes groups of one size, with these settings ("axis.knob") and its defaults."""
+    """Return whether a grouping makes groups of one size with these settings.
+
+    Args:
+        settings: By "axis.knob"; others are at their defaults.
+    """
     part = GROUPING.get(grouping)
     default = next(
         (knob.default for knob in part.knobs if knob.name == EQUAL_SIZES_FIELD.partition(".")[2]),
@@ -56,16 +65,25 @@ def _objective_unused(grouping: str, objective: str | None) -> str | None:
 def _not_additive(grouping: str, objective: str | None) -> str | None:
     needs_cost = "group_cost" in GROUPING.get(grouping).needs
     if needs_cost and objective is not None and "whole_partition" in OBJECTIVE.get(objective).needs:
-        return f"grouping={grouping} needs an additive group cost; objective={objective} scores whole partitions"
+        return (
+            f"grouping={grouping} needs an additive group cost; objective={objective} scores "
+            f"whole partitions"
+        )
     return None
 
 
 def _similarity_unused(grouping: str, objective: str | None, similarity: str | None) -> str | None:
     needed = used("similarity", {"grouping": grouping, "objective": objective})
     if needed and similarity is None:
-        return f"grouping={grouping} with objective={objective} needs a similarity, one of {SIMILARITY.names()}"
+        return (
+            f"grouping={grouping} with objective={objective} needs a similarity, one of "
+            f"{SIMILARITY.names()}"
+        )
     if not needed and similarity is not None:
-        return f"grouping={grouping} with objective={objective} uses no similarity; leave it out, got {similarity!r}"
+        return (
+            f"grouping={grouping} with objective={objective} uses no similarity; leave it "
+            f"out, got {similarity!r}"
+        )
     return None
 
 
@@ -73,18 +91,28 @@ def _no_cost_for_allocation(objective: str | None, allocation: str) -> str | Non
     if "group_cost" not in ALLOCATION.get(allocation).needs:
         return None
     if objective is None or "whole_partition" in OBJECTIVE.get(objective).needs:
-        return f"allocation={allocation} needs an objective with a group cost, got objective={objective}"
+        return (
+            f"allocation={allocation} needs an objective with a group cost, got "
+            f"objective={objective}"
+        )
     return None
 
 
 def _split_counts(together: bool, allocation: str) -> str | None:
     if together and "apart" in ALLOCATION.get(allocation).needs:
-        return f"allocation={allocation} gives keys and values counts of their own; set together to false"
+        return (
+            f"allocation={allocation} gives keys and values counts of their own; set together "
+            f"to false"
+        )
     return None
 
 
 def _only_with(axis: str, parts: tuple[str, ...], why: str, choice: str, plain: str) -> Rule:
-    """These parts of an axis go only with `choice` = `plain`. `why`: what the message says of such a part."""
+    """Return the rule that these parts of an axis need `choice` = `plain`.
+
+    Args:
+        why: What the message says of such a part.
+    """
 
     def rule(part: str, chosen: str) -> str | None:
         if part in parts and chosen != plain:
@@ -107,7 +135,8 @@ def sharing_saves_no_cache(sharing: str, kv_ratio: float | Fraction) -> str | No
     """Why a shared head cannot also meet a smaller KV budget, or None."""
     if sharing != "none" and kv_ratio != 1:
         return (
-            f"sharing={sharing} saves weights and no KV cache, so kv_ratio must be 1, got {float(kv_ratio):g}; "
+            f"sharing={sharing} saves weights and no KV cache, so kv_ratio must be 1, got "
+            f"{float(kv_ratio):g}; "
             "shared heads together with grouped ones are not supported"
         )
     return None
@@ -115,7 +144,10 @@ def sharing_saves_no_cache(sharing: str, kv_ratio: float | Fraction) -> str | No
 
 def _drawn_together(sharing: str, relaxation: str) -> str | None:
     if (sharing == "post") != (relaxation == "pull_together"):
-        return f"sharing=post and relaxation=pull_together go together, got sharing={sharing} and relaxation={relaxation}"
+        return (
+            f"sharing=post and relaxation=pull_together go together, got sharing={sharing} "
+            f"and relaxation={relaxation}"
+        )
     return None
 
 
@@ -129,7 +161,10 @@ def nothing_to_fuse(relaxation: str, kv_ratio: float | Fraction) -> str | None:
 def keeps_everything(sharing: str, composition: str, kv_ratio: float | Fraction) -> str | None:
     """Why a conversion at this ratio would leave the checkpoint as it is, or None."""
     if kv_ratio == 1 and sharing == "none" and composition == "none":
-        return "kv_ratio 1 keeps the whole cache of the checkpoint and changes nothing; give less than 1, e.g. 0.5"
+        return (
+            "kv_ratio 1 keeps the whole cache of the checkpoint and changes nothing; give "
+            "less than 1, e.g. 0.5"
+        )
     return None
 
 

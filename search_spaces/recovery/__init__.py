@@ -1,4 +1,5 @@
 """How a converted model is trained.
 
-A part is `f(**knobs) -> dict`: what it changes of the training's settings (`trainers.settings.TrainSettings`).
+A part is `f(**knobs) -> dict`: what it changes of the training's settings
+(`trainers.settings.TrainSettings`).
 """

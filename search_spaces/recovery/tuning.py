@@ -1,4 +1,4 @@
-"""Which weights train after the conversion, and what every such training may change of its settings."""
+"""Which weights train after the conversion, and which settings of a training that may change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _KNOBS = (
     Knob(
         "distillation",
         "choice",
-        "learn from the original model: as the training's settings say, not at all, KL, or KL + BiLD (Jin 2024)",
+        (
+            "learn from the original model: as the training's settings say, not at all, KL, "
+            "or KL + BiLD (Jin 2024)"
+        ),
         choices=(AS_CONFIGURED, "none", "kl", "kl_bild"),
     ),
     Knob(
@@ -26,7 +29,8 @@ _KNOBS = (
     Knob(
         "decay",
         "choice",
-        "the cosine, which spans the relaxation too, ends as the training's settings say, at a tenth of the peak "
+        "the cosine, which spans the relaxation too, ends as the training's settings say, at a "
+        "tenth of the peak "
         "(DHA, B.5) or at 0 (Jin 2024, 4.1)",
         choices=(AS_CONFIGURED, *ENDS),
     ),

@@ -1,4 +1,4 @@
-"""The relaxations, as far as a plan shows them: which plans training reaches one after the other."""
+"""The plans that training with a relaxation reaches one after the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ STAGED = (
     Knob(
         "regroup_steps",
         "int",
-        "with halving: steps before each stage that say which heads fuse first (App. B.2); 0: in their order",
+        (
+            "with halving: steps before each stage that say which heads fuse first (App. "
+            "B.2); 0: in their order"
+        ),
         low=0,
         high=1_000_000,
     ),
@@ -54,8 +57,8 @@ STAGED = (
 )
 SETUP_KNOBS = tuple(knob.name for knob in (FRACTION, *STAGED))
 """Knobs that are for whoever sets up the training; the relaxation itself does not have them."""
-# Jin 2024 has its schedule over all of the training, of which the last fifth has frozen masks: that fifth is recovery
-# here, and the shares are of the first four fifths.
+# Jin 2024 has its schedule over all of the training, of which the last fifth has frozen masks: that
+# fifth is recovery here, and the shares are of the first four fifths.
 WHOLE = 0.8
 OF_WHOLE = {"target_fraction": 0.3 / WHOLE, "freeze_fraction": 1.0}
 
@@ -113,9 +116,10 @@ def lagrangian(
 ) -> tuple[AttentionPlan, ...]:
     """DHA: heads become learned mixes, which a Lagrangian draws together (DHA, sec. 4.2, App. B.2).
 
-    The plan itself or, with `halving`, first groups of two, of four, ... that make up its groups. Every stage is a part
-    of the last one, whose groups were searched for. Which heads of a group come first is cut here in their order; with
-    `regroup_steps` the training finds it anew at every stage, as the paper does.
+    The plan itself or, with `halving`, first groups of two, of four, ... that make up its groups.
+    Every stage is a part of the last one, whose groups were searched for. Which heads of a group
+    come first is cut here in their order; with `regroup_steps` the training finds it anew at every
+    stage, as the paper does.
     """
     if not halving:
         return (plan,)
@@ -128,7 +132,7 @@ def lagrangian(
 
 
 def _in_groups_of(size: int, plan: AttentionPlan) -> AttentionPlan:
-    """Every group of more than `size` heads cut into pieces of `size`, in the order of the heads."""
+    """Split every group of more than `size` heads into pieces of `size`, in head order."""
 
     def cut(groups: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         return [group[i : i + size] for group in groups for i in range(0, len(group), size)]

@@ -19,14 +19,18 @@ MATCHES = ("qk", "q", "k", "v", "qkv", "apart")
 
 @dataclass(frozen=True)
 class SharingProblem:
-    """`heads`: lifted, one entry a layer. `mlps()` reads the MLP of every layer, if it is asked for."""
+    """`heads`: lifted, one entry per layer.
+
+    `mlps()` reads the MLP of every layer, if it is used.
+    """
 
     heads: Sequence[LayerHeads]
     mlps: Callable[[], Sequence[MlpWeights]]
 
 
 _KNOBS = (
-    # At most half: more than a two-layer model can share, of which the first layer has no earlier one.
+    # At most half: more than a two-layer model can share, of which the first layer has no earlier
+    # one.
     Knob(
         "alpha",
         "float",
@@ -56,7 +60,8 @@ def none(problem: SharingProblem) -> Shares:
     return {}
 
 
-# The plan is the same. "post" trains the heads towards each other first: a penalty pulls each pair together.
+# The plan is the same. "post" trains the heads towards each other first: a penalty pulls each pair
+# together.
 @SHARING.part("post", source="Cao 2024, PostShare: the matches of DirectShare", knobs=_KNOBS)
 @SHARING.part("direct", source="Cao 2024, Eq. 3 and Alg. 1", knobs=_KNOBS)
 def match(
@@ -67,11 +72,14 @@ def match(
     match: str = "qk",
     output: bool = False,
 ) -> Shares:
-    """The best α·L·H matches of heads, and of MLP blocks if `mlp`.
+    """Return the best α·L·H matches of heads, and of MLP blocks if `mlp`.
 
-    `match`: one of the six functions of the paper's ablation ("Head-wise Matching Functions"): W_q, W_k, W_v, each
-    projection by itself ("apart"), W_q ‖ W_k ‖ W_v, and W_q ‖ W_k, its own. `output`: **silent** is by what an output
-    projection is matched; it follows the head's match, and that of its values where projections are matched apart.
+    Args:
+        match: One of the six functions of the paper's ablation ("Head-wise Matching Functions"):
+            W_q, W_k, W_v, each projection by itself ("apart"), W_q ‖ W_k ‖ W_v, and W_q ‖ W_k, its
+            own.
+        output: **silent** is by what an output projection is matched; it follows the head's match,
+            and that of its values where projections are matched apart.
     """
     blocks = match_blocks(problem.mlps(), problem.heads[0].num_heads, alpha) if mlp else ()
     if match == "apart":

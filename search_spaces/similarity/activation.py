@@ -1,4 +1,6 @@
-"""Activation-informed similarity: how well the vectors of one head find a like direction among those of the other.
+"""Activation-informed similarity.
+
+How well the vectors of one head find a like direction among those of the other.
 
 Legend: H heads, n tokens, d head dim.
 """
@@ -19,9 +21,9 @@ from search_spaces.similarity.projections import activations
 def activation_similarity(activations_HTd: Tensor) -> Tensor:
     """Return the similarity of each pair of heads, `[H, H]` float64 (AsymGQA, section 2.2, Eq. 1).
 
-    For heads a and b: half the sum, over the tokens of a, of the largest cosine with any token of b,
-    plus half the same from b to a. At most n; n for a head with itself. A zero row has cosine 0 with
-    everything.
+    For heads a and b: half the sum, over the tokens of a, of the largest cosine with any token of
+    b, plus half the same from b to a. At most n; n for a head with itself. A zero row has cosine 0
+    with everything.
     """
     unit_HTd = torch.nn.functional.normalize(activations_HTd.double(), dim=-1).float()
     count = len(unit_HTd)

@@ -28,8 +28,11 @@ def aligned(
 ) -> Tensor:
     """Pair similarity after the best alignment that leaves the model unchanged. `[H, H]` float64.
 
-    Keys turn within their rotary pairs, values freely. With a norm on the keys they cannot turn at all; the similarity
-    is then still that of rotated keys, which orders heads but promises nothing. Raises ValueError without statistics.
+    Keys turn within their rotary pairs, values freely. With a norm on the keys they cannot turn at
+    all; the similarity is then still that of rotated keys, which orders heads but promises nothing.
+
+    Raises:
+        ValueError: Without statistics.
     """
     if statistics is None:
         raise ValueError(

@@ -19,9 +19,12 @@ from search_spaces.similarity.projections import projection
 def cka(a: Tensor, b: Tensor, *, center: bool = False) -> float:
     """Linear CKA of a `[n, p]` and b `[n, q]`, one row an example: in [0, 1] (DHA, App. B.1).
 
-    Unchanged by orthogonal maps and scaling of the columns' space. The paper prints the formula without centring and
-    uses it on weights; `center=True` subtracts the mean of each column first, as Kornblith 2019 does for activations.
-    Raises ValueError on unequal row counts. A zero matrix has CKA 0.
+    Unchanged by orthogonal maps and scaling of the columns' space. The paper prints the formula
+    without centring and uses it on weights; `center=True` subtracts the mean of each column first,
+    as Kornblith 2019 does for activations. A zero matrix has CKA 0.
+
+    Raises:
+        ValueError: On unequal row counts.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[0]:
         raise ValueError(
@@ -40,8 +43,10 @@ def cka(a: Tensor, b: Tensor, *, center: bool = False) -> float:
 def cka_similarity(
     heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str
 ) -> Tensor:
-    """Linear CKA of the heads' weights, rows being the model's dims, so that a rotation inside a head changes nothing.
-    `[H, H]` float64."""
+    """Return the linear CKA of the heads' weights, `[H, H]` float64.
+
+    Rows are the model's dims, so that a rotation inside a head changes nothing.
+    """
     weight_HdD = projection(heads, side)[0].double()
     count, width, _ = weight_HdD.shape
     flat = weight_HdD.flatten(0, 1)
@@ -59,7 +64,8 @@ def weight(
 ) -> Tensor:
     """Cosine of the flattened weights. `[H, H]` float64.
 
-    Silent: the paper only says "difference of the weights"; a cosine keeps the scale of a head out of it.
+    Silent: the paper only says "difference of the weights"; a cosine keeps the scale of a head out
+    of it.
     """
     flat_HN = normalize(projection(heads, side)[0].flatten(1).double(), dim=1)
     return flat_HN @ flat_HN.T

@@ -1,4 +1,7 @@
-"""The projection of a side and its activations on the calibration sample. Legend: H heads, d head dim, D model dim."""
+"""The projection of a side and its activations on the calibration sample.
+
+Legend: H heads, d head dim, D model dim.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,11 @@ from attention.heads import LayerHeads
 
 
 def projection(heads: LayerHeads, side: str) -> tuple[Tensor, Tensor | None]:
-    """Weight `[H, d, D]` and bias `[H, d]` or None of "key" or "value". Raises ValueError for another side."""
+    """Weight `[H, d, D]` and bias `[H, d]` or None of "key" or "value".
+
+    Raises:
+        ValueError: For another side.
+    """
     if side == "key":
         return heads.k, heads.k_bias
     if side == "value":
@@ -21,9 +28,14 @@ def projection(heads: LayerHeads, side: str) -> tuple[Tensor, Tensor | None]:
 def activations(
     heads: LayerHeads, statistics: LayerStatistics | None, side: str, tokens: int
 ) -> Tensor:
-    """`x W_h^T + b_h` on at most `tokens` evenly spaced tokens of the stored inputs: `[H, n, d]` float32.
+    """`x W_h^T + b_h` on at most `tokens` evenly spaced tokens of the stored inputs.
 
-    Keys are taken before rotation and before a key norm. Raises ValueError without stored inputs.
+    `[H, n, d]` float32.
+
+    Keys are taken before rotation and before a key norm.
+
+    Raises:
+        ValueError: Without stored inputs.
     """
     if statistics is None or not statistics.inputs.numel():
         raise ValueError(

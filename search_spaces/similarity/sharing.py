@@ -1,7 +1,7 @@
 """How alike the heads are that a plan lets share, as they are and once turned towards each other.
 
-Legend: H query heads, d head dim. Cosines are means over tokens of the cosine of two heads' vectors of one token
-(Jin 2024, section 3.3); keys are taken before RoPE, biases included.
+Legend: H query heads, d head dim. Cosines are means over tokens of the cosine of two heads' vectors
+of one token (Jin 2024, section 3.3); keys are taken before RoPE, biases included.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ _TOKENS = 4096
 
 @dataclass(frozen=True)
 class PairCosines:
-    """Mean cosine of every pair of heads of one layer and side, `[H, H]` float64: `raw` as they are, `aligned` after
-    the best map of one of them that leaves the model as it is (any rotation for values, one in each rotary pair for
-    keys)."""
+    """Mean cosine of every pair of heads of one layer and side, `[H, H]` float64.
+
+    `raw` as they are, `aligned` after the best map of one of them that leaves the model as it is
+    (any rotation for values, one in each rotary pair for keys).
+    """
 
     raw: Tensor
     aligned: Tensor
@@ -42,11 +44,17 @@ def pair_cosines(
     side: str,
     tokens: int = _TOKENS,
 ) -> PairCosines:
-    """Cosines of the pairs of lifted heads of a layer, on the first sampled sequences that hold `tokens` tokens.
+    """Return the cosines of the pairs of lifted heads of a layer, before and after alignment.
 
-    Each pair has a map of its own, so `aligned` is what Jin 2024, eq. 18 and 19 score pairs by; one map a head for a
-    group of three or more reaches less. With a norm on the keys theirs is only what a rotation could do. Raises
-    ValueError without sampled inputs, or for a side that is neither "key" nor "value".
+    Each pair has a map of its own, so `aligned` is what Jin 2024, eq. 18 and 19 score pairs by; one
+    map per head for a group of three or more reaches less. With a norm on the keys theirs is only
+    what a rotation could do.
+
+    Args:
+        tokens: The first sampled sequences that have so many tokens are used.
+
+    Raises:
+        ValueError: Without sampled inputs, or for a side that is neither "key" nor "value".
     """
     inputs = statistics.inputs
     if inputs.dim() == 3 and len(inputs):
@@ -64,7 +72,10 @@ def similarity_pairs(
     statistics: Sequence[LayerStatistics],
     geometry: HeadGeometry,
 ) -> list[dict[str, PairCosines]]:
-    """`pair_cosines` of every layer and side. They depend on the checkpoint alone: all plans can use them."""
+    """`pair_cosines` of every layer and side.
+
+    They depend on the checkpoint alone: all plans can use them.
+    """
     return [
         {
             side: pair_cosines(layer_heads, layer_statistics, geometry.layer(index), side)
@@ -77,11 +88,17 @@ def similarity_pairs(
 def sharing_similarity(
     pairs: Sequence[dict[str, PairCosines]], plan: AttentionPlan, kv_map: Sequence[int]
 ) -> dict[str, Any]:
-    """Cosine of the heads that a plan puts into one group, before and after alignment, as plain JSON values.
+    """Return the cosines of heads that a plan groups, before and after alignment, as JSON values.
 
-    `{"key": {"raw", "aligned", "pairs"}, "value": ..., "means": {"key_raw", ...}}`: lists with one entry a layer,
-    each the mean over all pairs of distinct stored heads (`kv_map`: the stored head of each query head) that share a
-    group, None where there is no such pair; `means` weigh the layers by their pairs and leave out a side without any.
+    They are `{"key": {"raw", "aligned", "pairs"}, "value": ..., "means": {"key_raw", ...}}`: lists
+    with one entry per layer, each the mean over all pairs of distinct stored heads that share a
+    group, None where there is no such pair; `means` weigh the layers by their pairs and leave out a
+    side without any.
+
+    Args:
+        pairs: `pair_cosines` of each layer and side.
+        plan: The plan.
+        kv_map: The stored head of each query head.
     """
     means: dict[str, Any] = {"means": {}}
     for side in SIDES:
@@ -102,7 +119,7 @@ def sharing_similarity(
 
 
 def _pairs(groups: Iterable[Sequence[int]], kv_map: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of query heads that share a group, one query head for each stored head (its copies are equal)."""
+    """Return the pairs of query heads that share a group, one query head per stored head."""
     pairs = []
     for group in groups:
         stored = {kv_map[head]: head for head in reversed(group)}

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-# Sharing first, as it leaves little else to choose; then relaxation, which leaves no fusion. Fusion before alignment
-# and grouping before what it uses, so that the later choice is the one that gets narrowed.
+# Sharing first, as it leaves little else to choose; then relaxation, which leaves no fusion. Fusion
+# before alignment and grouping before what it uses, so that the later choice is the one that gets
+# narrowed.
 ORDER = (
-    "kv_ratio", "sharing", "relaxation", "fusion", "alignment", "grouping", "objective", "similarity", "allocation",
-    "together", "by", "refinement", "composition", "recovery",
+    "kv_ratio", "sharing", "relaxation", "fusion", "alignment", "grouping", "objective",
+    "similarity", "allocation", "together", "by", "refinement", "composition", "recovery",
 )  # fmt: skip
 SpacePoint = dict[str, Any]
 
@@ -21,9 +22,11 @@ SpacePoint = dict[str, Any]
 class Domain:
     """One decision, plain enough for any sampler.
 
-    `name` is unique; `field` is what it decides ("grouping", "kv_ratio", "grouping.preserve", ...): one field has
-    several domains where earlier choices narrow it. `kind`: "choice", "bool", "int", "float" or "log_float"; `low` and
-    `high` are inclusive.
+    `name` is unique; `field` is what it decides ("grouping", "kv_ratio", "grouping.preserve", ...):
+    one field has several domains where earlier choices narrow it.
+
+    Attributes:
+        kind: "choice", "bool", "int", "float" or "log_float"; `low` and `high` are inclusive.
     """
 
     name: str
@@ -35,7 +38,7 @@ class Domain:
     default: Any = None
 
     def sample(self, generator: np.random.Generator) -> Any:
-        """A uniform draw (uniform in the logarithm for "log_float")."""
+        """Return a uniform draw (uniform in the logarithm for "log_float")."""
         if self.kind in ("choice", "bool"):
             options = self.choices or (False, True)
             return options[int(generator.integers(len(options)))]
@@ -49,5 +52,5 @@ class Domain:
 
 
 def by_field(point: Mapping[str, Any]) -> SpacePoint:
-    """A point keyed by field, from one keyed by domain name or by field."""
+    """Return a point keyed by field, from one keyed by domain name or by field."""
     return {name.partition(":")[0]: value for name, value in point.items()}

@@ -1,7 +1,8 @@
 """The joint space: every axis and every searched knob, read from their one declaration.
 
-A point is decided field by field, in a fixed order, and a choice that would lead to an impossible combination, or to
-the same plan twice, is never offered. Any sampler that can draw one plain `Domain` at a time can drive it.
+A point is decided field by field, in a fixed order, and a choice that would lead to an impossible
+combination, or to the same plan twice, is never offered. Any sampler that can draw one plain
+`Domain` at a time can drive it.
 """
 
 from __future__ import annotations
@@ -37,13 +38,19 @@ NOT_UNASKED = {
 
 @dataclass
 class JointSpace:
-    """All recipes and budgets that can be tried on one checkpoint; what `NOT_UNASKED` holds back, `choices` brings in.
+    """All recipes and budgets that can be tried on one checkpoint.
 
-    `kv_ratios`: the budgets. `geometry` excludes those that a grouping cannot meet. `choices` restricts fields, e.g.
-    `{"grouping": ["exact", "neighbour"]}`. `provided`: what parts may need ("statistics", "model", ...). `settings`
-    fixes knobs ("axis.knob"), which are then not searched. `engine`: what is to hold the plans, exactly (None:
-    Headfold itself). A ratio that nothing in the space meets exactly is a ceiling, unless `strict`. Raises ValueError
-    for an unknown field or choice, or if nothing is left to propose.
+    What `NOT_UNASKED` holds back, `choices` brings in.
+
+    `geometry` excludes those that a grouping cannot meet. `choices` restricts fields, e.g.
+    `{"grouping": ["exact", "neighbour"]}`. `settings` fixes knobs ("axis.knob"), which are then not
+    searched. A ratio that nothing in the space meets exactly is a ceiling, unless `strict`. Raises
+    ValueError for an unknown field or choice, or if nothing is left to propose.
+
+    Attributes:
+        kv_ratios: The budgets.
+        provided: What parts may need ("statistics", "model", ...).
+        engine: What is to hold the plans, exactly (None: Headfold itself).
     """
 
     kv_ratios: Sequence[float | Fraction]
@@ -85,7 +92,8 @@ class JointSpace:
                 )
             if not allowed:
                 raise ValueError(
-                    f"{name}: expected at least one of {list(self._options[name])}, got an empty list"
+                    f"{name}: expected at least one of {list(self._options[name])}, got an empty "
+                    f"list"
                 )
             unknown = [c for c in allowed if c not in self._options[name]]
             if unknown:
@@ -107,30 +115,34 @@ class JointSpace:
         self._budgets.clear()
         if not self._can_finish({}):
             raise ValueError(
-                f"nothing can be proposed for kv_ratios {[float(r) for r in self.kv_ratios]} and choices "
+                f"nothing can be proposed for kv_ratios {[float(r) for r in self.kv_ratios]} and "
+                f"choices "
                 f"{dict(self.choices)}; {self._why_not()}"
             )
 
-    # ---- deciding ---------------------------------------------------------------------------------------------
+    # ---- deciding ------------------------------------------------------------------------------
 
     def next(self, point: Mapping[str, Any]) -> Domain | None:
-        """The next decision after those in `point` (by name or field), or None when the point is complete."""
+        """Return the next decision after those in `point` (by name or field); None at the end."""
         full, pending = self._forced(by_field(point))
         if pending is not None:
             return self._domain(pending, self._allowed(full, pending))
         return next((d for d in self._knob_domains(full) if d.field not in full), None)
 
     def sample(self, generator: np.random.Generator) -> SpacePoint:
-        """A random valid point, keyed by domain name."""
+        """Return a random valid point, keyed by domain name."""
         point: SpacePoint = {}
         while (domain := self.next(point)) is not None:
             point[domain.name] = domain.sample(generator)
         return point
 
     def to_recipe(self, point: Mapping[str, Any]) -> tuple[Recipe, float]:
-        """The recipe and the KV ratio of a complete point (knobs may be left at their defaults).
+        """Return the recipe and the KV ratio of a complete point.
 
-        Raises RecipeError if a decision is missing or not allowed after those before it.
+        Knobs may be left at their defaults.
+
+        Raises:
+            RecipeError: If a decision is missing or not allowed after those before it.
         """
         values = by_field(point)
         full, pending = self._forced(values)
@@ -146,10 +158,10 @@ class JointSpace:
         named = {candidate.digest: candidate for candidate in RECIPES.values()}
         return named.get(recipe.digest, recipe), float(full["kv_ratio"])
 
-    # ---- inside -----------------------------------------------------------------------------------------------
+    # ---- inside --------------------------------------------------------------------------------
 
     def _forced(self, values: Mapping[str, Any]) -> tuple[SpacePoint, str | None]:
-        """All decided fields with those that have one option only; and the first field still open, if any."""
+        """Return all decided fields, with those of one option, and the first open field, if any."""
         full: SpacePoint = {}
         for name in ORDER:
             allowed = self._allowed(full, name)
@@ -200,7 +212,10 @@ class JointSpace:
         return reasons
 
     def _over_budget(self, full: SpacePoint) -> str | None:
-        """Why the budget cannot be met: it looks at sharing, relaxation, grouping and allocation only."""
+        """Why the budget cannot be met.
+
+        It looks at sharing, relaxation, grouping and allocation only.
+        """
         assert self.geometry is not None
         names = ("sharing", "relaxation", "grouping", "objective", "similarity", "allocation")
         key = (full["kv_ratio"], *(full.get(name) for name in names))
@@ -222,7 +237,7 @@ class JointSpace:
         return self._budgets[key]
 
     def _why_not(self) -> str:
-        """The reason why the first budget fails with the plainest choices."""
+        """Return the reason why the first budget fails with the plainest choices."""
         full: SpacePoint = {}
         for name in ORDER:
             options = [o for o in self._options[name] if not self._broken({**full, name: o})]
@@ -235,7 +250,7 @@ class JointSpace:
         return "the choices exclude each other"
 
     def _fixed(self, full: SpacePoint) -> dict[str, Any]:
-        """The fixed settings of the parts that are chosen."""
+        """Return the fixed settings of the parts that are chosen."""
         return {k: v for k, v in sorted(self.settings.items()) if k in self._knobs(full)}
 
     def _knobs(self, full: SpacePoint) -> dict[str, Knob]:
@@ -251,7 +266,8 @@ class JointSpace:
         domains = []
         for name, knob in sorted(self._knobs(full).items()):
             if knob.searched and name not in self.settings:
-                # Knobs of one name on different parts of an axis are different domains: their ranges may differ.
+                # Knobs of one name on different parts of an axis are different domains: their
+                # ranges may differ.
                 label = f"{name}:{full[name.partition('.')[0]]}"
                 default = knob.default
                 # Samplers draw numbers.
@@ -264,7 +280,8 @@ class JointSpace:
 
     def _domain(self, name: str, allowed: Sequence[Any]) -> Domain:
         everything = [option for option in self._options[name] if option is not None]
-        # Narrowed choices are a domain of their own: samplers want the same choices under the same name.
+        # Narrowed choices are a domain of their own: samplers want the same choices under the same
+        # name.
         label = (
             name if list(allowed) == everything else f"{name}:{'+'.join(str(a) for a in allowed)}"
         )
@@ -290,7 +307,8 @@ class JointSpace:
                 )
                 near = get_close_matches(str(name), names, n=3) or names
                 raise ValueError(
-                    f"settings: {str(name)[:100]!r} is no 'axis.knob'; there are e.g. {', '.join(near)}"
+                    f"settings: {str(name)[:100]!r} is no 'axis.knob'; there are e.g. "
+                    f"{', '.join(near)}"
                 )
             for owner in owners:
                 try:
@@ -315,7 +333,7 @@ def _twice_the_same(full: SpacePoint) -> list[str]:
 
 
 def _too_dear(full: SpacePoint) -> list[str]:
-    """Measuring whole models for every move of a search, and that again for every point of every error curve."""
+    """Refuse whole-model measurements for every move of a search and every point of every curve."""
     objective = full.get("objective")
     allocation = full.get("allocation")
     if objective is None or allocation is None:
@@ -323,6 +341,7 @@ def _too_dear(full: SpacePoint) -> list[str]:
     parts = AXES["objective"].get(objective), AXES["allocation"].get(allocation)
     if all("measure" in part.needs for part in parts):
         return [
-            f"objective={objective} inside allocation={allocation} measures whole models within whole models"
+            f"objective={objective} inside allocation={allocation} measures whole models within "
+            f"whole models"
         ]
     return []

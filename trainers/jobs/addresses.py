@@ -1,4 +1,4 @@
-"""Addresses of storage (`s3://bucket/path`, `gs://...`, what fsspec knows) and of folders, opened as file systems."""
+"""Storage addresses (`s3://bucket/path`, what fsspec knows) and folders, opened as file systems."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ CHECKPOINT_INDEX = "checkpoints.json"
 
 
 def below(address: str, path: str) -> str:
-    """The address of what lies at `path` below another one; its query stays behind."""
+    """Return the address of what lies at `path` below another one; its query stays behind."""
     base, mark, query = address.partition("?")
     return f"{base.rstrip('/')}/{path}{mark}{query}"
 
 
 @lru_cache(maxsize=64)
 def open_location(location: str) -> tuple[Any, str]:
-    """The file system (pyarrow's) of an address or of an absolute folder, and the path in it.
+    """Return the file system of an address or of an absolute folder, and the path in it.
 
-    Raises ValueError, NotImplementedError, ImportError or OSError for what nothing here serves.
+    The file system is pyarrow's.
     """
     from pyarrow import fs
 
@@ -58,7 +58,11 @@ def fetch(filesystem: Any, path: str, target: Path) -> None:
 
 
 def private(folder: Path) -> None:
-    """Make a folder of this user's alone. Raises PermissionError for one of somebody else's: pickles are read there."""
+    """Make a folder of this user's alone.
+
+    Raises:
+        PermissionError: For one of somebody else's: pickles are read there.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(
@@ -67,7 +71,7 @@ def private(folder: Path) -> None:
 
 
 def folders(filesystem: Any, path: str) -> list[str]:
-    """The folders in a folder; none if it is not there."""
+    """Return the folders in a folder; none if it is not there."""
     from pyarrow import fs
 
     infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))

@@ -1,7 +1,10 @@
-"""The weights of a run's best measured step: `<out_dir>.best/step-000024/`; `<out_dir>` if the last step is the best.
+"""The weights of a run's best measured step: `<out_dir>.best/step-000024/`.
 
-Each report names the best step so far and where its weights lie. What the report of a kept training checkpoint names
-is there as long as the checkpoint, so a job that goes on from one ends with the same best as one never stopped.
+`<out_dir>` if the last step is the best.
+
+Each report names the best step so far and where its weights lie. What the report of a kept training
+checkpoint names is there as long as the checkpoint, so a job that goes on from one ends with the
+same best as one never stopped.
 """
 
 from __future__ import annotations
@@ -15,15 +18,20 @@ from typing import Any
 from attention.io import checkpoint
 
 BEST_KEYS = ("best_step", "best_loss", "best_kl", "best_dir")
-"""In a report: the best step so far, its held-out loss and KL (nats a token), where its weights lie."""
+"""In a report: the best step so far, its held-out loss and KL (nats a token), where its weights
+lie."""
 
 
 def best_folder(out_dir: str, step: int) -> str:
+    """Return the folder of the weights of `step`, while they are the best so far."""
     return f"{out_dir}.best/step-{step:06d}"
 
 
 def best_is_there(report: dict[str, Any], out_dir: str) -> bool:
-    """Whether the best weights that a report names are as they were written. Those in `out_dir` can be made again."""
+    """Whether the best weights that a report names are as they were written.
+
+    Those in `out_dir` can be made again.
+    """
     path = report.get("best_dir")
     return path in (None, out_dir) or checkpoint.intact(path)
 

@@ -3,12 +3,14 @@
     <place>/<run_name>/checkpoints.json     reports so far; checkpoints that are kept, oldest first
     <place>/<run_name>/checkpoint_000024/   what all workers wrote at step 24
 
-`checkpoints.json` names a checkpoint only once all of it is there, and is replaced as a whole, so that a kill at any
-moment leaves the checkpoints before. One whose files have changed since is passed over for the one before it.
+`checkpoints.json` names a checkpoint only once all of it is there, and is replaced as a whole, so
+that a kill at any moment leaves the checkpoints before. One whose files have changed since is
+passed over for the one before it.
 
-The place is a folder that every node sees, or an address (s3://...). To an address every worker sends its own files
-itself, from the scratch folder of its node (TMPDIR), in a thread: training goes on meanwhile, unless a report names the
-checkpoint or another one is to be saved. What is read from there, is read once a node, by its workers together.
+The place is a folder that every node sees, or an address (s3://...). To an address every worker
+sends its own files itself, from the scratch folder of its node (TMPDIR), in a thread: training goes
+on meanwhile, unless a report names the checkpoint or another one is to be saved. What is read from
+there, is read once a node, by its workers together.
 
 Legend: W workers; all of them make every call together, each with its own rank.
 """
@@ -50,7 +52,11 @@ KEEP = 2  # the newest, and the one before it in case the newest is damaged
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint in the index. `digests`: SHA-256 of each file, by its path below the checkpoint."""
+    """A checkpoint in the index.
+
+    Attributes:
+        digests: SHA-256 of each file, by its path below the checkpoint.
+    """
 
     name: str
     step: int
@@ -67,7 +73,7 @@ class _Sending:
 
 
 def gather_objects(value: Any, world_size: int) -> list[Any]:
-    """The values of all workers, by rank."""
+    """Return the values of all workers, by rank."""
     if world_size == 1:
         return [value]
     values: list[Any] = [None] * world_size
@@ -80,8 +86,11 @@ class CheckpointNotSentError(OSError):
 
 
 class CheckpointStore:
-    """Checkpoints of the run `run_name`, as worker `rank` of `world_size` sees them: at `address`, or else under the
-    folder `storage_path`. Reports name them below `storage_path` in either case."""
+    """Checkpoints of the run `run_name`, as worker `rank` of `world_size` sees them.
+
+    At `address`, or else under the folder `storage_path`. Reports name them below `storage_path` in
+    either case.
+    """
 
     def __init__(
         self,
@@ -106,16 +115,20 @@ class CheckpointStore:
 
     @classmethod
     def of(cls, job: TrainJob, rank: int = 0, world_size: int = 1) -> CheckpointStore:
+        """Return the store of a job, as worker `rank` of `world_size` sees it."""
         return cls(job.storage_path, job.run_name, rank, world_size, job.checkpoint_address)
 
     def of_run(self, run_name: str) -> CheckpointStore:
-        """That of another run beside this one."""
+        """Return the store of another run beside this one."""
         return CheckpointStore(
             str(self.named.parent), run_name, self.rank, self.world_size, self._address
         )
 
     def read(self) -> tuple[list[SavedCheckpoint], list[dict[str, Any]]]:
-        """Checkpoints and reports of the index, oldest first; both empty before the first. Any process may ask."""
+        """Checkpoints and reports of the index, oldest first; both empty before the first.
+
+        Any process may ask.
+        """
         try:
             with self.files.open_input_stream(str(self.root / CHECKPOINT_INDEX)) as stream:
                 record = json.loads(stream.read())
@@ -123,15 +136,21 @@ class CheckpointStore:
             return [], []
         return [SavedCheckpoint(**entry) for entry in record["checkpoints"]], record["reports"]
 
-    # ---- saving -----------------------------------------------------------------------------------------------
+    # ---- saving --------------------------------------------------------------------------------
 
     def save(
         self, step: int, write: Callable[[Path], None], report: dict[str, Any] | None = None
     ) -> None:
-        """Keep what `write(folder)` of every worker writes as the checkpoint of `step`, and with it the `report` of
-        rank 0, `checkpoint_path` added; None between two milestones.
+        """Save what `write(folder)` of every worker writes as the checkpoint of `step`.
 
-        It is there when this returns, but for one without a report that is on its way to an address: see `settle`.
+        It is there when this returns, but for one without a report that is on its way to an
+        address: see `settle`.
+
+        Args:
+            step: The step.
+            write: Writes one worker's share.
+            report: That of rank 0, to which `checkpoint_path` is added; None between two
+                milestones.
         """
         self.settle()
         name = f"checkpoint_{step:06d}"
@@ -175,8 +194,13 @@ class CheckpointStore:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the checkpoint on its way. One that did not come is told and left out; with a report it raises
-        CheckpointNotSentError."""
+        """Wait for the checkpoint that is on its way.
+
+        One that did not arrive is reported and left out.
+
+        Raises:
+            CheckpointNotSentError: If it has a report.
+        """
         if self._sending is None:
             return
         sending = self._sending
@@ -186,15 +210,21 @@ class CheckpointStore:
         if not problems:
             self._enter(sending.kept, sending.report)
             return
-        message = f"training checkpoint of step {sending.kept.step} did not come to its address: {problems[0]}"
+        message = (
+            f"training checkpoint of step {sending.kept.step} did not come to its address: "
+            f"{problems[0]}"
+        )
         if sending.report is not None:
             raise CheckpointNotSentError(message)
         logger.warning(message)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[Path]:
-        """A checkpoint of this run, by the path in a report, as a folder. Raises OSError for one at an address that is
-        not there, or not as it was written."""
+        """Open a checkpoint of this run, by the path in a report, as a folder.
+
+        Raises:
+            OSError: For one at an address that is not there, or not as it was written.
+        """
         if not self.remote:
             yield Path(path)
             return
@@ -236,10 +266,10 @@ class CheckpointStore:
             self._remove_all_but({k.name for k in checkpoints})
         gather_objects(None, self.world_size)  # nobody goes on before the index says so
 
-    # ---- reading ----------------------------------------------------------------------------------------------
+    # ---- reading -------------------------------------------------------------------------------
 
     def newest_whole(self) -> tuple[SavedCheckpoint | None, list[dict[str, Any]], list[str]]:
-        """The newest checkpoint that is as it was written, the reports up to it, and what is wrong with newer ones."""
+        """Return the newest undamaged checkpoint, the reports up to it, and newer damage."""
         checkpoints, reports = gather_objects(
             self.read() if self.rank == 0 else None, self.world_size
         )[0]
@@ -252,7 +282,10 @@ class CheckpointStore:
         return None, [], damage
 
     def damage(self, checkpoint: SavedCheckpoint) -> str | None:
-        """What is wrong with a checkpoint, of which every worker looks at a part. One at an address is fetched."""
+        """Return what is wrong with a checkpoint, of which every worker looks at a part.
+
+        One at an address is fetched.
+        """
         everyone = range(self.world_size)
         if self.remote:
             hosts = gather_objects(socket.gethostname(), self.world_size)
@@ -273,24 +306,27 @@ class CheckpointStore:
         return (self._scratch if self.remote else self.root) / checkpoint.name
 
     def release(self) -> None:
-        """What was fetched has been read."""
+        """Remove what was fetched, after it has been read."""
         gather_objects(None, self.world_size)
         if self.remote:
             shutil.rmtree(self._scratch, ignore_errors=True)
         gather_objects(None, self.world_size)
 
     def keep_only(self, name: str | None) -> None:
-        """Of a run that has ended: remove all checkpoints but one, or all of them. The reports stay."""
+        """Of a run that has ended: remove all checkpoints but one, or all of them.
+
+        The reports stay.
+        """
         checkpoints, reports = self.read()
         if left := [k for k in checkpoints if k.name != name]:
             self._write([k for k in checkpoints if k not in left], reports)
         with contextlib.suppress(OSError):  # a worker that is being stopped may still be writing
             self._remove_all_but({str(name)})
 
-    # ---- files ------------------------------------------------------------------------------------------------
+    # ---- files ---------------------------------------------------------------------------------
 
     def _damage(self, checkpoint: SavedCheckpoint, files: list[str]) -> str | None:
-        """What is wrong with some files of a checkpoint."""
+        """Return what is wrong with some files of a checkpoint."""
         for file in files:
             try:
                 if self.remote:
@@ -305,7 +341,10 @@ class CheckpointStore:
                     raise  # an address that is away is no damage
                 return f"{file} cannot be read ({error.strerror or type(error).__name__})"
             if digest != checkpoint.digests[file]:
-                return f"{file} is not what was written (SHA-256 {digest[:12]}..., not {checkpoint.digests[file][:12]}...)"
+                return (
+                    f"{file} is not what was written (SHA-256 {digest[:12]}..., not "
+                    f"{checkpoint.digests[file][:12]}...)"
+                )
         return None
 
     def _write(self, checkpoints: list[SavedCheckpoint], reports: list[dict[str, Any]]) -> None:
@@ -328,7 +367,11 @@ class CheckpointStore:
 
 
 def is_saved(path: str, address: str | None) -> bool:
-    """Whether the checkpoint of a report is still there. `address`: that of the job which has reported."""
+    """Whether the checkpoint of a report is still there.
+
+    Args:
+        address: That of the job which has reported.
+    """
     if address is None:
         return Path(path).is_dir()
     file = Path(path)
@@ -337,5 +380,5 @@ def is_saved(path: str, address: str | None) -> bool:
 
 
 def reports_of(job: TrainJob) -> list[dict[str, Any]]:
-    """What a job has reported so far, each milestone once."""
+    """Return what a job has reported so far, each milestone once."""
     return CheckpointStore.of(job).read()[1]

@@ -1,8 +1,10 @@
-"""The course of a training while it runs: a line of JSON every few seconds, which the driver shows in MLflow, and whose
-speed whoever wants the job done shows (`trainers.jobs.link.Link`).
+"""The course of a training while it runs.
 
-Only rank 0 writes. A training that was killed goes on from a checkpoint and repeats steps: of a step the last line
-counts.
+A line of JSON every few seconds, which the driver shows in MLflow, and whose speed whoever wants
+the job done shows (`trainers.jobs.link.Link`).
+
+Only rank 0 writes. A training that was killed goes on from a checkpoint and repeats steps: of a
+step the last line counts.
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ _NAME = "curve.jsonl"
 _SECONDS = 10.0
 """Between two lines."""
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Operations a second of dense bfloat16 products, by a part of the device's name; from NVIDIA's data sheets."""
+"""Operations a second of dense bfloat16 products, by a part of the device's name; from NVIDIA's
+data sheets."""
 
 
 class Curve:
-    """Lines of the run in `folder`, of an `engine` on `workers` devices. Each is also given to `show`."""
+    """Lines of the run in `folder`, of an `engine` on `workers` devices.
+
+    Each is also given to `show`.
+    """
 
     def __init__(
         self,
@@ -74,7 +80,7 @@ class Curve:
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run by rising step; one that a kill has cut short is left out."""
+    """Return the lines of a run by rising step; one that a kill has cut short is left out."""
     lines: dict[int, dict[str, Any]] = {}
     file = folder / _NAME
     for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
@@ -85,7 +91,10 @@ def read_curve(folder: Path) -> list[dict[str, Any]]:
 
 
 def node_use() -> dict[str, float]:
-    """Of the node of this process: CPU in percent of all, memory in MB, and that of the process's GPU."""
+    """Of the node of this process.
+
+    CPU in percent of all, memory in MB, and that of the process's GPU.
+    """
     used = {
         "cpu_percent": psutil.cpu_percent(),
         "memory_megabytes": psutil.virtual_memory().used / 1e6,

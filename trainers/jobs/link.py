@@ -1,4 +1,4 @@
-"""A worker's way to whoever wants a job done."""
+"""A worker's way to the process that wants a job done."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from trainers.jobs.train_job import TrainJob
 
 
 class Link(Protocol):
-    """What a worker knows of the world. `report` is called by all workers together with rank 0's numbers, after each
-    milestone but also for those that an earlier start of the job has measured; it says whether to go on."""
+    """What a worker knows of the world.
+
+    `report` is called by all workers together with rank 0's numbers, after each milestone but also
+    for those that an earlier start of the job has measured; it says whether to go on.
+    """
 
     rank: int
     world_size: int
@@ -21,5 +24,5 @@ class Link(Protocol):
         ...
 
     def show(self, job: TrainJob, line: dict[str, Any]) -> None:
-        """A line of a job's curve (`trainers.jobs.curve`). Called by rank 0 alone."""
+        """Show a line of a job's curve (`trainers.jobs.curve`). Called by rank 0 alone."""
         ...

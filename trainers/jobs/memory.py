@@ -1,7 +1,9 @@
-"""Out of memory in training: half the micro-batch with more accumulation, once, and the report says so.
+"""Out of memory in training.
 
-The batch of a step, and so the training, stays what it is. A note beside the job's `out_dir` keeps a job that is
-started again from running out of memory first.
+Half the micro-batch with more accumulation, once, and the report says so.
+
+The batch of a step, and so the training, stays what it is. A note beside the job's `out_dir` keeps
+a job that is started again from running out of memory first.
 """
 
 from __future__ import annotations
@@ -21,11 +23,17 @@ class JobOutOfMemoryError(RuntimeError):
 
 
 class MicroBatchLoweredError(RuntimeError):
-    """One of several workers ran out of memory. Started again, they go on with a smaller micro-batch."""
+    """One of several workers ran out of memory.
+
+    Started again, they go on with a smaller micro-batch.
+    """
 
 
 def lowered(settings: TrainSettings) -> TrainSettings | None:
-    """The settings with at most half as many sequences at once; None if it is one already."""
+    """Return the settings with at most half as many sequences at once.
+
+    None if it is one already.
+    """
     share = math.ceil(settings.batch_size / settings.num_workers)
     rows = max(
         (r for r in range(1, settings.device_batch_size // 2 + 1) if share % r == 0), default=None
@@ -36,21 +44,27 @@ def lowered(settings: TrainSettings) -> TrainSettings | None:
 def lower_micro_batch(job: TrainJob, cause: str, already: bool) -> None:
     """Have the job go on with a smaller micro-batch from its next start on.
 
-    `already`: whether it did so before. Raises JobOutOfMemoryError then, and if a single sequence is too much.
+    Args:
+        already: Whether it did so before.
+
+    Raises:
+        JobOutOfMemoryError: Then, and if a single sequence is too much.
     """
     rows = job.settings.device_batch_size
     if already or lowered(job.settings) is None:
         tried = ", which was lowered to already" if already else ""
         raise JobOutOfMemoryError(
-            f"out of memory with micro_batch_size {rows}{tried}: {cause}; lower train.micro_batch_size or "
-            "data.sequence_length, set train.activation_checkpointing, raise train.zero_stage, or use more workers or "
+            f"out of memory with micro_batch_size {rows}{tried}: {cause}; lower "
+            f"train.micro_batch_size or "
+            "data.sequence_length, set train.activation_checkpointing, raise train.zero_stage, or "
+            "use more workers or "
             "memory"
         )
     write_whole(_note(job), json.dumps({"rows": rows, "cause": cause}))
 
 
 def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
-    """The job with the micro-batch that earlier starts have found out, and what a report should say of it."""
+    """Return the job with the micro-batch that earlier starts found, and notes for its report."""
     file = _note(job)
     if not file.exists():
         return job, []
@@ -64,7 +78,8 @@ def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
             relaxation, settings=lowered(relaxation.settings) or relaxation.settings
         )
     message = (
-        f"out of memory with micro_batch_size {rows}: trained with {settings.device_batch_size} and "
+        f"out of memory with micro_batch_size {rows}: trained with {settings.device_batch_size} "
+        f"and "
         f"{settings.gradient_accumulation_steps} accumulation steps instead of "
         f"{job.settings.gradient_accumulation_steps}"
     )

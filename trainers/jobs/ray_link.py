@@ -1,4 +1,4 @@
-"""What a worker of Ray Train tells: reports, with where a checkpoint lies, and gauges."""
+"""What a worker of Ray Train reports: reports, with where a checkpoint lies, and gauges."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ WORKER_GAUGES = {
         "Share of the GPUs' peak that a training uses, 0 to 1; for GPUs of a known peak",
     ),
 }
-"""What Ray's metrics show of a line of a job's curve: name and description, by key. They are labelled by search (the
-name of its folder) and trial (that of the run); Ray exports them as `ray_` and the name, from the node of rank 0."""
+"""What Ray's metrics show of a line of a job's curve: name and description, by key. They are
+labelled by search (the name of its folder) and trial (that of the run); Ray exports them as
+`ray_` and the name, from the node of rank 0."""
 
 
 class RayLink:
-    """The link of a worker. In a worker pool's group all workers wait at a milestone for the pool's answer."""
+    """The link of a worker.
+
+    In a worker pool's group all workers wait at a milestone for the pool's answer.
+    """
 
     def __init__(self, pool: Any = None, group: str = "") -> None:
         context = ray.train.get_context()
@@ -67,16 +71,20 @@ class RayLink:
 
     @contextlib.contextmanager
     def _pointer(self, metrics: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """What `ray.train.report` is given of a checkpoint, by rank 0 alone: a small file that says where it lies. Ray
-        keeps the newest; checkpoints themselves are kept and removed by their own index (`trainers.jobs.checkpoints`),
-        which also knows those between two reports, and which of them are damaged."""
+        """Yield what `ray.train.report` is given of a checkpoint, by rank 0 alone.
+
+        A small file that says where it lies. Ray keeps the newest; checkpoints themselves are kept
+        and removed by their own index (`trainers.jobs.checkpoints`), which also knows those between
+        two reports, and which of them are damaged.
+        """
         if self.rank != 0:
             yield {}
             return
         with tempfile.TemporaryDirectory() as folder:
             where = {key: metrics.get(key) for key in ("checkpoint_path", "step")}
             (Path(folder) / POINTER).write_text(json.dumps(where))
-            name = f"reported_{metrics['step']:06d}-{uuid.uuid4().hex[:8]}"  # of its own, also when said once more
+            # Of its own, also when said once more.
+            name = f"reported_{metrics['step']:06d}-{uuid.uuid4().hex[:8]}"
             yield {
                 "checkpoint": ray.train.Checkpoint.from_directory(folder),
                 "checkpoint_dir_name": name,

@@ -21,29 +21,35 @@ from trainers.jobs.share import teacher_of
 from trainers.jobs.train_job import TrainJob
 from trainers.jobs.training import WorkerTraining
 from trainers.loop import TrainingDiverged
-from trainers.shortage import give_back, is_shortage
+from trainers.out_of_memory import free_memory, is_out_of_memory
 
 
 def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
-    """Carry out a job, or what is left of it. Returns the last report and how it ended: {"metrics"},
-    {"diverged": reason} or {"stopped": step}.
+    """Carry out a job, or what is left of it.
 
-    Out of memory, the job goes on with a smaller micro-batch, once; the report then has `notes` that say so. Raises
-    JobOutOfMemoryError when that does not help, and MicroBatchLoweredError where several workers must start again for
-    it: the others wait in a collective operation for the one that ran out.
+    Out of memory, the job goes on with a smaller micro-batch, once; the report then has `notes`
+    that say so.
+
+    Returns:
+        The last report and how it ended: {"metrics"}, {"diverged": reason} or {"stopped": step}.
+
+    Raises:
+        JobOutOfMemoryError: When that does not help.
+        MicroBatchLoweredError: Where several workers must start again for it: the others wait in a
+            collective operation for the one that ran out.
     """
     job = job.on(link.world_size)
     fitting, notes = _agreed(link, lambda: memory.as_it_fits(job))
     try:
         return _attempt(fitting, link, notes)
     except RuntimeError as error:
-        if not is_shortage(error):
+        if not is_out_of_memory(error):
             raise
         cause = reason(error)
     memory.lower_micro_batch(fitting, cause, already=bool(notes))
     if link.world_size > 1:
         raise memory.MicroBatchLoweredError(f"rank {link.rank}: {cause}")
-    give_back()
+    free_memory()
     return run_job(job, link)
 
 
@@ -59,7 +65,8 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     newest, reports, damage = store.newest_whole()
     if reports and not _agreed(link, lambda: best.best_is_there(reports[-1], job.out_dir)):
         damage.append(
-            f"the weights of the best step {reports[-1]['best_step']} are damaged: trained from the beginning"
+            f"the weights of the best step {reports[-1]['best_step']} are damaged: trained from "
+            f"the beginning"
         )
         newest = None
         reports = []
@@ -91,8 +98,11 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
 def _ended_before(
     job: TrainJob, link: Link, newest: SavedCheckpoint | None, reports: list[dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Report again what earlier starts of the job have measured. Returns how the job ended if nothing is left to do,
-    else None."""
+    """Report again what earlier starts of the job have measured.
+
+    Returns:
+        How the job ended if nothing is left to do, else None.
+    """
     last = job.milestones[-1]
     for report in reports:
         if not link.report(report, report["step"] == last):
@@ -115,5 +125,5 @@ def _is_written(job: TrainJob, report: dict[str, Any]) -> bool:
 
 
 def _agreed(link: Link, look: Callable[[], Any]) -> Any:
-    """What rank 0 finds, on all workers."""
+    """Return what rank 0 finds, on all workers."""
     return gather_objects(look() if link.rank == 0 else None, link.world_size)[0]

@@ -25,7 +25,10 @@ KEEP_BELOW = 500_000_000
 
 
 class WorkerShare:
-    """What one worker has of a job that is trained with `settings`; `seconds`: of work, up to the last `lap`."""
+    """What one worker has of a job that is trained with `settings`.
+
+    `seconds`: of work, up to the last `lap`.
+    """
 
     def __init__(self, job: TrainJob, settings: TrainSettings) -> None:
         self.job = job
@@ -69,7 +72,7 @@ class WorkerShare:
 
 @contextmanager
 def teacher_of(job: TrainJob, settings: TrainSettings, device: torch.device) -> Iterator[Any]:
-    """The job's teacher, without gradients, while the body runs; None where nothing is distilled.
+    """Open the job's teacher, without gradients; None if nothing is distilled.
 
     With ZeRO 3 it is split over the workers as the model is, and read for this job alone.
     """
@@ -86,7 +89,10 @@ def teacher_of(job: TrainJob, settings: TrainSettings, device: torch.device) -> 
 def frozen_model(
     folder: str | Path, settings: TrainSettings, device: torch.device
 ) -> Iterator[Any]:
-    """A checkpoint to run while the body does; with ZeRO 3 it is split over the workers, who run it together."""
+    """Open a checkpoint to run, without gradients, while the body runs.
+
+    With ZeRO 3 it is split over the workers, who run it together.
+    """
     if settings.zero_stage == 3:
         from trainers.zero import SplitModel  # here, and not above: it loads DeepSpeed
 

@@ -18,34 +18,43 @@ if TYPE_CHECKING:
 class TrainJob:
     """What to train, on what, for how long, and where the results go.
 
-    `milestones`: steps, counted from the beginning of the training, after which the held-out loss is measured and
-    reported with a checkpoint; the last one ends the job. `total_steps`: the step at which the learning-rate schedule
-    ends (None: the last milestone). `resume_from`: a checkpoint of an earlier job (`checkpoint_path` of its reports);
-    the job then continues its weights, optimiser, schedule position and, on the same `train_file`, its data position
-    from `start_step`. `seed` orders the data. `storage_path` and `out_dir` must be absolute.
+    `seed` orders the data. `storage_path` and `out_dir` must be absolute.
 
-    `relaxation`: a stage before all this: from `model_dir`, which is not converted yet, to a collapsed checkpoint (in
-    the reports: `relaxed_dir`), where the training then starts. Its tokens are in the report, its steps not in the
-    milestones; milestones (0,) measure the collapsed model and end there. One learning-rate schedule spans both, unless
-    the relaxation has its own: stage i starts at position `i steps`, the training after them at
-    `relaxation.total_steps`. What a stage that ends early leaves of its positions stays unused, so that the rate of a
-    step depends on the job alone. `schedule_offset`: the schedule's steps before step 0, for a job that goes on behind
-    the relaxation of an earlier one; minus `start_step` for a schedule that begins, and warms up, with this job.
-    `first_sequence`: of the training data, for a job that reads on where an earlier one has stopped.
+    Its tokens are in the report, its steps not in the milestones; milestones (0,) measure the
+    collapsed model and end there. One learning-rate schedule spans both, unless the relaxation has
+    its own: stage i starts at position `i steps`, the training after them at
+    `relaxation.total_steps`. What a stage that ends early leaves of its positions stays unused, so
+    that the rate of a step depends on the job alone.
 
-    A checkpoint is kept at each milestone; in between every `checkpoint_steps` steps, and once `checkpoint_minutes`
-    have gone by since the last one (None: not). With `settings.min_workers` workers come and go while it runs: each
-    time it goes on from its newest checkpoint, on as many as there are.
-
-    `keep_best`: also keep the weights of the milestone with the lowest held-out loss (`trainers.jobs.best`); the
-    reports then have `best_step`, `best_loss`, `best_kl` and `best_dir`.
+    A checkpoint is kept at each milestone; in between every `checkpoint_steps` steps, and once
+    `checkpoint_minutes` have gone by since the last one (None: not). With `settings.min_workers`
+    workers come and go while it runs: each time it goes on from its newest checkpoint, on as many
+    as there are.
 
     `accelerator_type`, `placement_strategy`: where its workers run (`trainers.settings.Shape`).
 
-    `checkpoint_address`: where its training checkpoints lie (s3://...), below its `run_name`; None: `storage_path`.
+    A `run_name` that already exists under `storage_path` continues that run: the same job run twice
+    does nothing twice, and two different jobs need two names.
 
-    A `run_name` that already exists under `storage_path` continues that run: the same job run twice does nothing
-    twice, and two different jobs need two names.
+    Attributes:
+        milestones: Steps, counted from the beginning of the training, after which the held-out loss
+            is measured and reported with a checkpoint; the last one ends the job.
+        total_steps: The step at which the learning-rate schedule ends (None: the last milestone).
+        schedule_offset: The schedule's steps before step 0, for a job that goes on behind the
+            relaxation of an earlier one; minus `start_step` for a schedule that begins, and warms
+            up, with this job.
+        first_sequence: Of the training data, for a job that reads on where an earlier one has
+            stopped.
+        resume_from: A checkpoint of an earlier job (`checkpoint_path` of its reports); the job then
+            continues its weights, optimiser, schedule position and, on the same `train_file`, its
+            data position from `start_step`.
+        keep_best: Also keep the weights of the milestone with the lowest held-out loss
+            (`trainers.jobs.best`); the reports then have `best_step`, `best_loss`, `best_kl` and
+            `best_dir`.
+        relaxation: A stage before all this: from `model_dir`, which is not converted yet, to a
+            collapsed checkpoint (in the reports: `relaxed_dir`), where the training then starts.
+        checkpoint_address: Where its training checkpoints lie (s3://...), below its `run_name`;
+            None: `storage_path`.
     """
 
     model_dir: str
@@ -79,11 +88,13 @@ class TrainJob:
         )
         if not collapsed_only and (not self.milestones or any(b <= a for a, b in pairwise(steps))):
             raise ValueError(
-                f"milestones must increase from above start_step {self.start_step}, got {self.milestones}"
+                f"milestones must increase from above start_step {self.start_step}, got "
+                f"{self.milestones}"
             )
         if self.total_steps is not None and self.total_steps < self.milestones[-1]:
             raise ValueError(
-                f"total_steps must reach the last milestone {self.milestones[-1]}, got {self.total_steps}"
+                f"total_steps must reach the last milestone {self.milestones[-1]}, got "
+                f"{self.total_steps}"
             )
         if self.settings.distillation != "none" and self.teacher_dir is None:
             raise ValueError(
@@ -97,22 +108,26 @@ class TrainJob:
             raise ValueError("a relaxation with distillation needs a teacher_dir, got None")
         if self.relaxation and self.resume_from is not None:
             raise ValueError(
-                "a job that resumes has its relaxation behind it: set model_dir to the relaxed_dir of its reports, "
+                "a job that resumes has its relaxation behind it: set model_dir to the relaxed_dir "
+                "of its reports, "
                 "schedule_offset to its relaxation.scheduled_steps and relaxation to None"
             )
         if self.schedule_offset < -self.start_step or (self.schedule_offset and self.relaxation):
             raise ValueError(
-                f"schedule_offset must be at least {-self.start_step} (minus start_step), and is 0 for a job with a "
+                f"schedule_offset must be at least {-self.start_step} (minus start_step), and is 0 "
+                f"for a job with a "
                 f"relaxation of its own, got {self.schedule_offset}"
             )
         if self.start_step and self.resume_from is None:
             raise ValueError(
-                f"start_step {self.start_step} needs the checkpoint it was reached with; set resume_from"
+                f"start_step {self.start_step} needs the checkpoint it was reached with; set "
+                f"resume_from"
             )
         for name in ("storage_path", "out_dir"):
             if not Path(getattr(self, name)).is_absolute():
                 raise ValueError(
-                    f"{name} must be an absolute path (workers run in other folders), got {getattr(self, name)!r}"
+                    f"{name} must be an absolute path (workers run in other folders), got "
+                    f"{getattr(self, name)!r}"
                 )
 
     @property
@@ -129,7 +144,7 @@ class TrainJob:
         return before + (self.milestones[-1] if self.total_steps is None else self.total_steps)
 
     def after_relaxation(self, model_dir: str) -> TrainJob:
-        """The rest of the job, from the collapsed checkpoint on."""
+        """Return the rest of the job, from the collapsed checkpoint on."""
         if self.relaxation is None:
             return self
         total = self.milestones[-1] if self.total_steps is None else self.total_steps
@@ -140,24 +155,29 @@ class TrainJob:
 
     @property
     def relaxation_settings(self) -> TrainSettings:
-        """How the relaxation stage is trained: always all weights, since it changes what the heads are."""
+        """How the relaxation stage is trained.
+
+        Always all weights, since it changes what the heads are.
+        """
         settings = self.relaxation.settings if self.relaxation else None
         return settings or self.settings.model_copy(update={"tuning": "full"})
 
     def on(self, workers: int) -> TrainJob:
-        """The same job on so many workers."""
+        """Return the same job on so many workers."""
         spec = self.relaxation
         if spec is not None and spec.settings is not None:
             spec = replace(spec, settings=spec.settings.on(workers))
         return replace(self, settings=self.settings.on(workers), relaxation=spec)
 
     def to_json(self) -> str:
+        """Return the job as JSON, for the processes that run it."""
         record = {f.name: getattr(self, f.name) for f in fields(self)}
         record["relaxation"] = self.relaxation.to_dict() if self.relaxation else None
         return json.dumps({**record, "settings": self.settings.model_dump()}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> TrainJob:
+        """Read a job from the text that `to_json` returns."""
         record = json.loads(text)
         record["settings"] = TrainSettings(**record["settings"])
         if record.get("relaxation") is not None:

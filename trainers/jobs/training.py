@@ -1,4 +1,7 @@
-"""A training job on one worker: from its start or its checkpoint, milestone by milestone, to its finished weights."""
+"""A training job on one worker.
+
+From its start or its checkpoint, milestone by milestone, to its finished weights.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class WorkerTraining(WorkerShare):
-    """One worker's training of a job: where it starts, and what it does at a step and at a milestone."""
+    """One worker's training of a job, from its start through steps and milestones."""
 
     def __init__(
         self,
@@ -65,8 +68,15 @@ class WorkerTraining(WorkerShare):
         self.curve = Curve(store.named, engine, self.world_size, show) if self.rank == 0 else None
 
     def run(self, newest: SavedCheckpoint | None, reports: list[dict[str, Any]]) -> dict[str, Any]:
-        """Train from the checkpoint `newest` of this run, or from where the job starts, to the last milestone.
-        `reports`: of the milestones before. Returns what `run_job` does."""
+        """Train to the last milestone, from a checkpoint of this run or from where the job starts.
+
+        Args:
+            newest: The checkpoint, or None.
+            reports: Of the milestones before.
+
+        Returns:
+            What `run_job` does.
+        """
         job = self.job
         last = self.job.milestones[-1]
         start = self._begin(newest)
@@ -92,7 +102,8 @@ class WorkerTraining(WorkerShare):
                 ),
             )
         except TrainingDiverged as error:
-            # Returned and not raised: the loss is the same on all workers, and another try would end alike
+            # Returned and not raised: the loss is the same on all workers, and another try would
+            # end alike
             self.store.settle()
             return {"diverged": str(error)}
         if self.stopped:
@@ -103,7 +114,7 @@ class WorkerTraining(WorkerShare):
         return {"metrics": self.metrics}
 
     def _begin(self, newest: SavedCheckpoint | None) -> int:
-        """The step to go on from."""
+        """Return the step to go on from."""
         if newest is not None:
             start = self.resume(self.store.folder(newest))
             self.store.release()
@@ -115,7 +126,10 @@ class WorkerTraining(WorkerShare):
         return 0
 
     def resume(self, folder: Path, earlier_job: bool = False) -> int:
-        """The step to go on from: that of this run's checkpoint, or of an earlier job's (`resume_from`)."""
+        """Return the step to go on from.
+
+        That of this run's checkpoint, or of an earlier job's (`resume_from`).
+        """
         state = self.engine.load(folder)
         self.saved_step = int(state["step"])
         if not earlier_job:
@@ -123,13 +137,15 @@ class WorkerTraining(WorkerShare):
             self.losses += state.get("losses", [])
         elif state["step"] != self.job.start_step:
             raise ValueError(
-                f"start_step is {self.job.start_step}, checkpoint {self.job.resume_from} is at {state['step']}"
+                f"start_step is {self.job.start_step}, checkpoint {self.job.resume_from} is at "
+                f"{state['step']}"
             )
         if not earlier_job or state["train_file"] == self.job.train_file:
             self.stream.load_state_dict(state["stream"])
         return int(state["step"])
 
     def on_step(self, step: int, loss: float) -> None:
+        """Count a step, and write a checkpoint or a line of the curve where one is due."""
         self.first_step_at = self.first_step_at or time.time()
         self.store.advance()
         lap = self.lap()
@@ -142,8 +158,10 @@ class WorkerTraining(WorkerShare):
             self.lap()
 
     def _due(self, step: int) -> bool:
-        """Whether a checkpoint is kept between two milestones; the clock is rank 0's. One is kept, once, when a node is
-        about to be taken away."""
+        """Whether a checkpoint is kept between two milestones; the clock is rank 0's.
+
+        One is kept, once, when a node is about to be taken away.
+        """
         if self.link.leaving() and not self.leaving:
             self.leaving = True
             return True
@@ -221,7 +239,7 @@ class WorkerTraining(WorkerShare):
         self.steps = 0
 
     def finish(self, metrics: dict[str, Any]) -> None:
-        """Write the finished weights as a checkpoint of their own, before the report says that they are there."""
+        """Write the finished weights as a checkpoint before the report names them."""
         self._write(self.job.out_dir)
         if self.link.rank == 0:
             metrics["out_dir"] = self.job.out_dir
@@ -229,7 +247,7 @@ class WorkerTraining(WorkerShare):
         dist.barrier()
 
     def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
-        """Write the weights down if none were better so far, and add to the report which are the best."""
+        """Write the weights if none were better so far, and note the best in the report."""
         best_so_far = {key: self.metrics[key] for key in best.BEST_KEYS if key in self.metrics}
         step = metrics["step"]
         # Never with NaN; of equal steps the earlier one stays.
@@ -243,7 +261,7 @@ class WorkerTraining(WorkerShare):
         metrics |= best_so_far
 
     def _write(self, folder: str) -> None:
-        """The weights as they are now, by rank 0, a file at a time; all workers take part."""
+        """Write the weights as they are now, by rank 0, a file at a time; all workers take part."""
         source = self.job.model_dir
         tensors = self.engine.tensors()
         if self.link.rank == 0:
@@ -254,7 +272,10 @@ class WorkerTraining(WorkerShare):
         dist.barrier()
 
     def _speed(self) -> float:
-        """Tokens a second since the last milestone; of the relaxation, with its own measuring, where it was all."""
+        """Return the tokens per second since the last milestone.
+
+        They are those of the relaxation, with its measurements, if that was all.
+        """
         if self.steps or self.relaxed is None:
             return self.steps * self.tokens_a_step / self.train_seconds
         return self.relaxed.tokens / self.relaxed.seconds

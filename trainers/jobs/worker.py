@@ -1,13 +1,14 @@
 """Ray Train: training jobs on workers that may die and come back.
 
-A job has workers of its own (`run_training`), or is one of many that a group of a worker pool carries out one after the
-other (`serve_pool`): processes, imports and placement are paid for once.
+A job has workers of its own (`run_training`), or is one of many that a group of a worker pool
+carries out one after the other (`serve_pool`): processes, imports and placement are paid for once.
 
-Ray Train's controllers and the worker pool import this module too, and train nothing: what only workers need
-(transformers, DeepSpeed: 5 s and 250 MB a process) is imported by the functions that workers run.
+Ray Train's controllers and the worker pool import this module too, and train nothing: what only
+workers need (transformers, DeepSpeed: 5 s and 250 MB a process) is imported by the functions that
+workers run.
 
-What a job reads (`train_file`, `eval_file`, checkpoints) and writes must be visible to every node: shared storage on a
-cluster of several.
+What a job reads (`train_file`, `eval_file`, checkpoints) and writes must be visible to every node:
+shared storage on a cluster of several.
 """
 
 from __future__ import annotations
@@ -35,23 +36,25 @@ from trainers.settings import AUTO_STRATEGY, Shape
 __all__ = ["TrainJob", "TrainingDiverged", "job_metrics", "run_training", "serve_pool"]
 
 RESIZE_SECONDS = 600.0
-"""How often a job whose number of workers may grow does, where its checkpoints do not tell: it goes on from the newest
-one, so that growing costs what lies behind that."""
+"""How often a job whose number of workers may grow does, where its checkpoints do not tell: it goes
+on from the newest one, so that growing costs what lies behind that."""
 
 
 def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, Any]:
     """Carry out a job on Ray Train workers of its own; returns the report of the last milestone.
 
-    At each milestone rank 0 reports loss, kl (None where nothing is distilled), step, tokens, train_loss (mean
-    since the last milestone), tokens_per_second (of training alone), seconds (of the job, start-up of processes not
-    counted) and checkpoint_path; of a relaxation, whose tokens and seconds count, also relaxation_steps,
-    collapsed_loss (before any recovery), relaxation_history, relaxation_remaining (share of its way) and
-    relaxed_dir; `notes` tell of a smaller micro-batch or a damaged checkpoint. The last report has `out_dir` and
-    `weights_digest` of the finished weights. A job that is started again first repeats its earlier reports.
+    At each milestone rank 0 reports loss, kl (None where nothing is distilled), step, tokens,
+    train_loss (mean since the last milestone), tokens_per_second (of training alone), seconds (of
+    the job, start-up of processes not counted) and checkpoint_path; of a relaxation, whose tokens
+    and seconds count, also relaxation_steps, collapsed_loss (before any recovery),
+    relaxation_history, relaxation_remaining (share of its way) and relaxed_dir; `notes` name a
+    smaller micro-batch or a damaged checkpoint. The last report has `out_dir` and `weights_digest`
+    of the finished weights. A job that is started again first repeats its earlier reports.
     `callbacks` are Ray Train's. Inside a Tune trial pass `TuneReportCallback()`.
 
-    Raises TrainingDiverged when the loss is no longer finite, and Ray's TrainingFailedError when workers failed more
-    than `max_failures` times.
+    Raises:
+        TrainingDiverged: When the loss is no longer finite, and Ray's TrainingFailedError when
+        workers failed more than `max_failures` times.
     """
     config = {"job": job.to_json()}
     minutes = job.checkpoint_minutes
@@ -60,8 +63,8 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
     trainer = _trainer(
         _work, config, *keys, job.max_failures, callbacks, resize_seconds=resize_seconds
     )
-    # In the main thread Ray Train takes over Ctrl-C for good, and what it sets keeps the run's controller, a process,
-    # alive for as long as this one [2.60]
+    # In the main thread Ray Train takes over Ctrl-C for good, and what it sets keeps the run's
+    # controller, a process, alive for as long as this one [2.60]
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -72,7 +75,7 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
 
 
 def job_metrics(job: TrainJob, ended: dict[str, Any] | None) -> dict[str, Any]:
-    """The last report, from what `run_job` returned. Raises TrainingDiverged."""
+    """Return the last report, from what `run_job` returned. Raises TrainingDiverged."""
     if ended and "diverged" in ended:
         raise TrainingDiverged(ended["diverged"])
     if not ended or "metrics" not in ended:
@@ -83,12 +86,16 @@ def job_metrics(job: TrainJob, ended: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def serve_pool(pool: Any, group: str, shape: Shape, storage_path: str) -> None:
-    """Be a group of a worker pool: workers of a shape take jobs from the pool's actor until it has no more.
+    """Be a group of a worker pool.
 
-    `pool.next(group, rank, number, worker)` gives job `number` as JSON, or None to end; `pool.report(group, metrics,
-    last)` is told rank 0's milestones and says whether to go on; `pool.finished(group, rank, ended)` what `run_job`
-    returned, or {"failed"} with the traceback. Returns when all workers have ended; raises when one has died, or failed
-    beside others.
+    Workers of a shape take jobs from the pool's actor until it has no more.
+
+    `pool.next(group, rank, number, worker)` gives job `number` as JSON, or None to end;
+    `pool.report(group, metrics, last)` takes rank 0's milestones and returns whether to go on;
+    `pool.finished(group, rank, ended)` what `run_job` returned, or {"failed"} with the traceback.
+
+    Returns:
+        When all workers have ended; raises when one has died, or failed beside others.
     """
     entry = {"pool": pool, "group": group, "device": shape.device}
     _trainer(_serve, entry, shape, group, storage_path, 0, preemptions=0).fit()
@@ -105,9 +112,14 @@ def _trainer(
     preemptions: int = -1,
     resize_seconds: float = RESIZE_SECONDS,
 ) -> TorchTrainer:
-    """`max_failures`, `preemptions`: how often the workers may fail, or lose a node that is taken away, and start again
-    (-1: without end). Those of a pool's group never do: the pool would not know them. `resize_seconds`: how often more
-    workers may take the place of fewer."""
+    """`max_failures`, `preemptions`.
+
+    How often the workers may fail, or lose a node that is taken away, and start again (-1: without
+    end). Those of a pool's group never do: the pool would not know them.
+
+    Args:
+        resize_seconds: How often more workers may take the place of fewer.
+    """
     workers, cpus, gpus, accelerator_type, strategy, device, fewest = shape
     resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     return TorchTrainer(
@@ -125,7 +137,8 @@ def _trainer(
         run_config=RunConfig(
             name=name,
             storage_path=storage_path,
-            # Without a limit on the controller's failures a start that can never succeed is tried for ever
+            # Without a limit on the controller's failures a start that can never succeed is tried
+            # for ever
             failure_config=FailureConfig(
                 max_failures=max_failures,
                 controller_failure_limit=1,
@@ -150,7 +163,7 @@ def _prepare_worker(device: str) -> None:
 
 
 def _work(config: dict[str, Any]) -> dict[str, Any]:
-    """What every worker of a run of one job does."""
+    """Return what every worker of a run of one job does."""
     job = TrainJob.from_json(config["job"])
     _prepare_worker(job.shape.device)
     from trainers.jobs.run import run_job
@@ -159,7 +172,7 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve(config: dict[str, Any]) -> None:
-    """What every worker of a pool's group does."""
+    """Serve trainings as one worker of a pool's group."""
     _prepare_worker(config["device"])
     import trainers.engine
     import trainers.relaxing  # noqa: F401 - loaded before the first job and not within it

@@ -1,8 +1,11 @@
-"""What every relaxation is made of: projections that hold the original heads, learned numbers, and the protocol.
+"""What every relaxation is made of.
 
-A relaxation is a model that computes what the checkpoint computes, in which stand-ins take the place of projections.
-A stand-in builds its weight anew in each forward pass from the original heads and a few learned numbers. Training
-drives these to where fewer heads do the same; `collapse` takes them.
+Projections that hold the original heads, learned numbers, and the protocol.
+
+A relaxation is a model that computes what the checkpoint computes, in which stand-ins take the
+place of projections. A stand-in builds its weight anew in each forward pass from the original heads
+and a few learned numbers. Training drives these to where fewer heads do the same; `collapse` takes
+them.
 
 Legend: L layers, S source heads that a projection holds, d head dim, D model dim.
 """
@@ -34,12 +37,15 @@ HeadGroups = tuple[tuple[int, ...], ...]
 
 
 def pooled(rows: Tensor, groups: HeadGroups) -> Tensor:
-    """The mean of each group's rows, `[S, ...]` -> `[G, ...]`."""
+    """Return the mean of each group's rows, `[S, ...]` -> `[G, ...]`."""
     return torch.stack([rows[list(group)].double().mean(0) for group in groups]).to(rows.dtype)
 
 
 class Learned(nn.Module):
-    """One learned tensor, read by calling the module: ZeRO 3 gathers parameters around a call and nowhere else."""
+    """One learned tensor, read by calling the module.
+
+    ZeRO 3 gathers parameters around a call and nowhere else.
+    """
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -50,7 +56,10 @@ class Learned(nn.Module):
 
 
 class HeadProjection(nn.Linear):
-    """A linear projection that knows its heads: weight `[S·d, D]`, bias `[S·d]` or None. Subclasses mix them."""
+    """A linear projection that knows its heads: weight `[S·d, D]`, bias `[S·d]` or None.
+
+    Subclasses mix them.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         heads, self.head_dim, in_features = weight.shape
@@ -62,15 +71,21 @@ class HeadProjection(nn.Linear):
                 self.bias.copy_(bias.flatten())
 
     def mixed(self) -> tuple[Tensor, Tensor | None]:
-        """The weight `[S, d, D]` and bias `[S, d]` that this pass computes with."""
+        """Return the weight `[S, d, D]` and bias `[S, d]` that this pass computes with."""
         return self.source()
 
     def collapsed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One head a group in the place of the heads held, `weight` and `bias` as `source` gives them, in float32."""
+        """Return one head per group in place of the present heads, in float32.
+
+        `weight` and `bias` are as `source` gives them.
+        """
         raise NotImplementedError
 
     def source(self) -> tuple[Tensor, Tensor | None]:
-        """The heads held, `[S, d, D]` and `[S, d]`. Inside the module's own call only, as ZeRO 3 has it."""
+        """Return the heads held, `[S, d, D]` and `[S, d]`.
+
+        Inside the module's own call only, as ZeRO 3 has it.
+        """
         bias = None if self.bias is None else self.bias.unflatten(0, (-1, self.head_dim))
         return self.weight.unflatten(0, (-1, self.head_dim)), bias
 
@@ -80,10 +95,14 @@ class HeadProjection(nn.Linear):
 
 
 class Relaxation(nn.Module, ABC):
-    """The protocol. Sits in the relaxed model as its child `relaxation`, so that what it learns is saved with it.
+    """The protocol.
 
-    `stand_ins`: of each layer, by side ("k" or "v"), those that belong to its attention module. `stop_early`: end the
-    stage as soon as `finished` says so.
+    Sits in the relaxed model as its child `relaxation`, so that what it learns is saved with it.
+
+    `stop_early`: end the stage as soon as `finished` says so.
+
+    Args:
+        stand_ins: Of each layer, by side ("k" or "v"), those that belong to its attention module.
     """
 
     stop_early = False
@@ -108,20 +127,29 @@ class Relaxation(nn.Module, ABC):
         return self._model[0]
 
     def begin(self, step: int) -> None:
-        """Called before each forward pass of step `step` (0 is the first) on every worker."""
+        """Prepare the forward passes of step `step` (0 is the first). Called on every worker."""
 
     @abstractmethod
     def penalty(self, step: int) -> Tensor:
-        """What is added to the loss of step `step`; a scalar. All workers call it together."""
+        """Return what is added to the loss of step `step`; a scalar.
+
+        All workers call it together.
+        """
 
     @abstractmethod
     def finished(self) -> bool:
-        """Whether collapsing would now change as little as the method asks for; the same on all workers."""
+        """Whether collapsing would now change as little as the method requires.
+
+        The same on all workers.
+        """
 
     @abstractmethod
     def remaining(self) -> float:
-        """Share of its way that is left: 1 at step 0, at most `UNFINISHED` where it came to its end. What collapsing
-        changes grows with it. All workers call it together."""
+        """Share of its way that is left.
+
+        1 at step 0, at most `UNFINISHED` where it came to its end. What collapsing changes grows
+        with it. All workers call it together.
+        """
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
@@ -129,13 +157,14 @@ class Relaxation(nn.Module, ABC):
 
     @abstractmethod
     def parameter_groups(self) -> list[ParameterGroup]:
-        """The parameters with rates of their own; all others train at the model's."""
+        """Return the parameters with rates of their own; all others train at the model's."""
 
     @torch.no_grad()
     def collapse(self) -> list[LayerHeads]:
-        """The heads of every layer, float32, keys and values in the order of the plan's groups.
+        """Return the heads of every layer, float32, in the order of the plan's groups.
 
-        For whole weights: with ZeRO 3 load the gathered weights into a second relaxed model and collapse that.
+        For whole weights: with ZeRO 3 load the gathered weights into a second relaxed model and
+        collapse that.
         """
         layers = read_layers(self.model)
         old = plan_of(self.model)
@@ -156,23 +185,27 @@ class Relaxation(nn.Module, ABC):
         return layers
 
     def collapsed_model(self) -> PreTrainedModel:
-        """The plain converted model."""
+        """Return the plain converted model."""
         return assemble(self.model, self.plan, self.collapse())
 
 
-# ---- making room in a model -----------------------------------------------------------------------------------
+# ---- making room in a model -------------------------------------------------------------------
 
 
 def coarser_groups(old: Sequence[int], new: Sequence[int], where: str) -> HeadGroups:
-    """Which kept heads of the map `old` each kept head of `new` is made of: (0,1,2,2), (0,0,1,1) -> ((0,1), (2,)).
+    """Which kept heads of the map `old` each kept head of `new` is made of.
 
-    Raises PlanError if `new` would split a head of `old`.
+    (0,1,2,2), (0,0,1,1) -> ((0,1), (2,)).
+
+    Raises:
+        PlanError: If `new` would split a head of `old`.
     """
     owner: dict[int, int] = {}
     for source, target in zip(old, new, strict=True):
         if owner.setdefault(source, target) != target:
             raise PlanError(
-                f"{where}: query heads that share a head now ({source}) must share it in the new plan too, got "
+                f"{where}: query heads that share a head now ({source}) must share it in the new "
+                f"plan too, got "
                 f"{tuple(old)} -> {tuple(new)}; lift the model to one head a query head first"
             )
     return groups_of([owner[source] for source in range(len(owner))])
@@ -190,7 +223,7 @@ def is_coarser(old: AttentionPlan, new: AttentionPlan) -> bool:
 
 
 def lifted(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with one key and one value head a query head: the same function, logits unchanged."""
+    """Return a copy with one key and one value head per query head; logits are unchanged."""
     plan = plan_of(model)
     mha = replace(plan, layers=(LayerPlan.identity(plan.num_heads),) * plan.num_layers)
     return assemble(model, mha, lift(model))
@@ -199,15 +232,20 @@ def lifted(model: PreTrainedModel) -> PreTrainedModel:
 def open_projections(
     model: PreTrainedModel, plan: AttentionPlan
 ) -> tuple[PreTrainedModel, AttentionPlan]:
-    """A copy of the model, the same function, whose q, k and v projections are separate `HeadProjection`s in every
-    layer, and its plan. Raises PlanError if `plan` does not fit the model.
+    """Return a copy of the model with separate q, k and v `HeadProjection`s, and its plan.
+
+    It is the same function.
+
+    Raises:
+        PlanError: If `plan` does not fit the model.
     """
     check_fits(plan, geometry_of(model.config))
     model = unshare(model)
     old = plan_of(model)
     if old.num_heads < 2:
         raise PlanError("a model with one query head has no heads to fuse or to share")
-    # Families with a fused projection only take it apart for fewer key and value heads: pretend, then put all back.
+    # Families with a fused projection only take it apart for fewer key and value heads: pretend,
+    # then put all back.
     single = LayerPlan((0,) * old.num_heads, (0,) * old.num_heads)
     layers = read_layers(model)
     first = [heads.expand((0,), (0,)) for heads in layers]
@@ -238,8 +276,19 @@ def replace_projections(
     new: AttentionPlan,
     make: Callable[[HeadProjection, HeadGroups], StandIn],
 ) -> list[dict[str, StandIn]]:
-    """Put `make(projection, groups)` in the place of every k and v projection of an opened model whose heads `new`
-    fuses. Returns them by side, for each layer. Raises PlanError if `new` fuses nothing, or splits a head of `old`.
+    """Replace every k and v projection whose heads `new` fuses by `make(projection, groups)`.
+
+    Args:
+        model: One that `open_projections` returned.
+        old: The model's plan.
+        new: The plan to reach.
+        make: Makes a replacement.
+
+    Returns:
+        The replacements by side, for each layer.
+
+    Raises:
+        PlanError: If `new` fuses nothing, or splits a head of `old`.
     """
     replaced: list[dict[str, StandIn]] = []
     for index, module in enumerate(family_of(model.config).attention_modules(model)):

@@ -1,16 +1,18 @@
-"""Align: each head fades from its own key and value to its group's new ones, by an L0 mask under one constraint.
+"""Align: each head fades from its own key and value to its group's new ones, by an L0 mask.
 
 Jin 2024, section 3.5, Eq. 25 to 29; the masks are hard concrete (Louizos 2017, Eq. 10 to 13).
 Legend: L layers with masks, H query heads, G groups, d head dim, D model dim; z mask, T target.
 
 Where the paper is **silent**:
-- the mean mask of Eq. 29 is the probability that a mask is not 0 (Louizos 2017, Eq. 12): a clamped sample at 1 has no
-  gradient, so masks that start at 1 would stay there;
-- Eq. 29 is negative for a mean mask below T, and still falls down to T - 1/2: masks run ahead of the schedule. The
-  formula is kept; T does not fall below 0;
-- the location log α starts at 4: then the mask is exactly 1 without noise, and fewer than one in ten below 1 with it;
-- the paper's constraint and rate close the masks in thousands of steps. With fewer, both are scaled up
-  (`relaxation_knobs`): with the rate alone, masks that the loss needs in the first steps stay open for good;
+- the mean mask of Eq. 29 is the probability that a mask is not 0 (Louizos 2017, Eq. 12): a clamped
+  sample at 1 has no gradient, so masks that start at 1 would stay there;
+- Eq. 29 is negative for a mean mask below T, and still falls down to T - 1/2: masks run ahead of
+  the schedule. The formula is kept; T does not fall below 0;
+- the location log α starts at 4: then the mask is exactly 1 without noise, and fewer than one in
+  ten below 1 with it;
+- the paper's constraint and rate close the masks in thousands of steps. With fewer, both are scaled
+  up (`relaxation_knobs`): with the rate alone, masks that the loss needs in the first steps stay
+  open for good;
 - a sample of the masks holds for a step, in all passes and on all workers.
 """
 
@@ -43,7 +45,7 @@ GAMMA = -0.1
 ZETA = 1.1
 
 
-# ---- the equations --------------------------------------------------------------------------------------------
+# ---- the equations ----------------------------------------------------------------------------
 
 
 def stretched(s: Tensor) -> Tensor:
@@ -52,12 +54,12 @@ def stretched(s: Tensor) -> Tensor:
 
 
 def sampled_mask(log_alpha: Tensor, uniform: Tensor) -> Tensor:
-    """A hard concrete sample from uniform noise in (0, 1) (Louizos 2017, Eq. 10 and 11)."""
+    """Return a hard concrete sample from uniform noise in (0, 1) (Louizos 2017, Eq. 10 and 11)."""
     return stretched(torch.sigmoid((uniform.logit() + log_alpha) / BETA))
 
 
 def certain_mask(log_alpha: Tensor) -> Tensor:
-    """The mask without noise (Louizos 2017, Eq. 13)."""
+    """Return the mask without noise (Louizos 2017, Eq. 13)."""
     return stretched(torch.sigmoid(log_alpha))
 
 
@@ -77,18 +79,24 @@ def size_constraint(mean_mask: Tensor, size: float) -> Tensor:
 
 
 def faded(z: Tensor, original: Tensor, shared: Tensor, head_map: Tensor) -> Tensor:
-    """Eq. 27 and 28: z W + (1 - z) W~ of the head's group. z `[H]`, own `[H, ...]`, shared `[G, ...]`."""
+    """Eq. 27 and 28.
+
+    Z W + (1 - z) W~ of the head's group. z `[H]`, own `[H, ...]`, shared `[G, ...]`.
+    """
     z = z.to(original.dtype).reshape(-1, *(1,) * (original.ndim - 1))
     return z * original + (1 - z) * shared[head_map]
 
 
-# ---- the relaxation -------------------------------------------------------------------------------------------
+# ---- the relaxation ---------------------------------------------------------------------------
 
 
 class MaskedProjection(HeadProjection):
-    """The k or v projection of Align: its original heads, its groups' new heads (their means at first), the masks.
+    """The k or v projection of Align.
 
-    `masks`: whose masks it fades by, and at which row of them.
+    Its original heads, its groups' new heads (their means at first), the masks.
+
+    Attributes:
+        masks: Whose masks it fades by, and at which row of them.
     """
 
     head_map: Tensor
@@ -121,16 +129,18 @@ class MaskedProjection(HeadProjection):
 
 
 def _means(rows: Tensor, groups: HeadGroups) -> nn.Parameter:
-    """The mean of each group's heads, `[S, ...]` -> `[G, ...]`."""
+    """Return the mean of each group's heads, `[S, ...]` -> `[G, ...]`."""
     return nn.Parameter(pooled(rows.detach(), groups))
 
 
 @RELAXATION_TRAINING.part("hard_concrete", source=_SOURCE, knobs=HARD_CONCRETE)
 class HardConcrete(Relaxation):
-    """Align's pruning training, of a copy of `model`, towards `plan`. `penalty` is Eq. 29 over all masks at once.
+    """Align's pruning training, of a copy of `model`, towards `plan`.
 
-    One mask a query head serves its key and its value (Eq. 27 and 28). `generator` seeds the masks' noise (None: 0).
-    Raises PlanError if the model shares heads already.
+    `penalty` is Eq. 29 over all masks at once.
+
+    One mask a query head serves its key and its value (Eq. 27 and 28). `generator` seeds the masks'
+    noise (None: 0). Raises PlanError if the model shares heads already.
     """
 
     seed: Tensor
@@ -151,7 +161,8 @@ class HardConcrete(Relaxation):
         new, old = open_projections(model, plan)
         if not all(layer.is_identity for layer in old.layers):
             raise PlanError(
-                "relaxation=hard_concrete needs one key and one value head a query head; lift the model first"
+                "relaxation=hard_concrete needs one key and one value head a query head; lift the "
+                "model first"
             )
         layers = replace_projections(new, old, plan, MaskedProjection)
         super().__init__(new, plan, layers)
@@ -172,14 +183,20 @@ class HardConcrete(Relaxation):
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Draw the step's noise: a function of seed and step alone, so equal on all workers and after a resume."""
+        """Draw the step's noise.
+
+        A function of seed and step alone, so equal on all workers and after a resume.
+        """
         self.step = step
         generator = torch.Generator().manual_seed(int(self.seed) * 1_000_003 + step)
         uniform = torch.rand(self._shape, generator=generator, dtype=torch.float64)
         self._uniform = uniform.clamp(1e-6, 1 - 1e-6).float()
 
     def masks(self) -> Tensor:
-        """z `[L, H]` float32: this step's sample in training, the mask without noise in evaluation, 0 once frozen."""
+        """Z `[L, H]` float32.
+
+        This step's sample in training, the mask without noise in evaluation, 0 once frozen.
+        """
         log_alpha = self.log_alpha().float()
         if self.finished():
             return log_alpha * 0
@@ -201,7 +218,7 @@ class HardConcrete(Relaxation):
 
     @torch.no_grad()
     def remaining(self) -> float:
-        """The mean mask without noise, whether or not masks are frozen by now."""
+        """Return the mean mask without noise, whether or not masks are frozen by now."""
         return float(certain_mask(self.log_alpha().float()).mean())
 
     @torch.no_grad()

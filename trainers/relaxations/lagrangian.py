@@ -1,16 +1,17 @@
-"""DHA: every head becomes a learned mix of its group's heads; a Lagrangian draws the mixes of a group together.
+"""DHA: every head becomes a learned mix of its group's heads, which a Lagrangian draws together.
 
-Chen 2024 (DHA), sections 4.2 and 4.3, App. B.2. Legend: L layers, S heads that a projection holds, g heads of a
-group, d head dim, P = sum of g² over a layer's groups.
+Chen 2024 (DHA), sections 4.2 and 4.3, App. B.2. Legend: L layers, S heads that a projection holds,
+g heads of a group, d head dim, P = sum of g² over a layer's groups.
 
 Where the paper is **silent** or at odds with itself:
-- the fusion loss is divided by the number of pairs and of layers, as Alg. 3 does and Eq. 7 does not; layers in which
-  nothing is fused do not count;
-- the multiplier starts at `multiplier_start` (from 0 it needs many hundred steps to weigh against the loss); its
-  gradient is never negative, so it never falls;
-- the margin's warm-up k is a share of the steps; the default is Alg. 3's 200 of the 1,000 of section 5;
-- per-dimension coefficients scale rotary dims apart, as the paper has it: what is mixed are weights before RoPE, so
-  each mix is a projection like any other, and nothing needs to commute.
+- the fusion loss is divided by the number of pairs and of layers, as Alg. 3 does and Eq. 7 does
+  not; layers in which nothing is fused do not count;
+- the multiplier starts at `multiplier_start` (from 0 it needs many hundred steps to weigh against
+  the loss); its gradient is never negative, so it never falls;
+- the margin's warm-up k is a share of the steps; the default is Alg. 3's 200 of the 1,000 of
+  section 5;
+- per-dimension coefficients scale rotary dims apart, as the paper has it: what is mixed are weights
+  before RoPE, so each mix is a projection like any other, and nothing needs to commute.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ from trainers.relaxations.base import (
 _SOURCE = "Chen 2024 (DHA), sec. 4.2, Eq. 5 to 8, and App. B.2"
 
 
-# ---- the equations --------------------------------------------------------------------------------------------
+# ---- the equations ----------------------------------------------------------------------------
 
 
 def identity_coefficients(groups: HeadGroups, width: int) -> Tensor:
-    """ω at the start, `[P, width]`: 1 where a head meets itself, 0 elsewhere, so that every head is itself (Eq. 5)."""
+    """ω at the start, `[P, width]`.
+
+    1 where a head meets itself, 0 elsewhere, so that every head is itself (Eq. 5).
+    """
     return (
         torch.cat([torch.eye(len(group)).flatten() for group in groups])[:, None]
         .expand(-1, width)
@@ -50,7 +54,10 @@ def identity_coefficients(groups: HeadGroups, width: int) -> Tensor:
 
 
 def group_blocks(omega: Tensor, groups: HeadGroups) -> list[Tensor]:
-    """ω `[P, width]` as one `[g, g, width]` a group: `block[h, j]` is what head h takes of head j."""
+    """ω `[P, width]` as one `[g, g, width]` a group.
+
+    `block[h, j]` is what head h takes of head j.
+    """
     pieces = omega.split([len(group) ** 2 for group in groups])
     return [
         piece.unflatten(0, (len(group), len(group)))
@@ -59,7 +66,10 @@ def group_blocks(omega: Tensor, groups: HeadGroups) -> list[Tensor]:
 
 
 def mix(omega: Tensor, groups: HeadGroups, rows: Tensor) -> Tensor:
-    """Eq. 5: head h becomes sum_j diag(ω_hj) rows_j over its group. `rows [S, d, ...]`, ω `[P, d or 1]`."""
+    """Eq. 5: head h becomes sum_j diag(ω_hj) rows_j over its group.
+
+    `rows [S, d, ...]`, ω `[P, d or 1]`.
+    """
     trailing = (1,) * (rows.ndim - 2)
     mixed = [
         (block.reshape(*block.shape, *trailing) * rows[list(group)]).sum(1)
@@ -72,23 +82,32 @@ def mix(omega: Tensor, groups: HeadGroups, rows: Tensor) -> Tensor:
 
 
 def head_distances(block: Tensor) -> Tensor:
-    """L_head of Eq. 7 for all pairs of a group, `[g, g, width]` -> `[g, g]`: 1/g sum_j mean_d (ω_hj - ω_h'j)²."""
+    """L_head of Eq. 7 for all pairs of a group, `[g, g, width]` -> `[g, g]`.
+
+    1/g sum_j mean_d (ω_hj - ω_h'j)².
+    """
     return (block[:, None] - block[None]).square().mean(-1).sum(-1) / len(block)
 
 
 def fusion_loss(block: Tensor) -> Tensor:
-    """Eq. 7 for one group: L_head summed over its pairs h < h'. The sum over pairs is that over heads of the distance
-    to the mean coefficients, times g: no pair is formed."""
+    """Eq. 7 for one group: L_head summed over its pairs h < h'.
+
+    The sum over pairs is that over heads of the distance to the mean coefficients, times g: no pair
+    is formed.
+    """
     return (block - block.mean(0)).square().mean(-1).sum()
 
 
 def margin(step: int, warmup: int, base: float = 0.999) -> float:
-    """t of Eq. 8: max(0, b^s (1 - s / k)); 0 throughout without a warm-up."""
+    """T of Eq. 8: max(0, b^s (1 - s / k)); 0 throughout without a warm-up."""
     return max(0.0, base**step * (1 - step / warmup)) if warmup else 0.0
 
 
 class _Reverse(torch.autograd.Function):
-    """The identity, whose gradient has the other sign: so it holds however optimiser state is split over workers."""
+    """The identity, whose gradient has the other sign.
+
+    So it holds however optimiser state is split over workers.
+    """
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -100,11 +119,11 @@ class _Reverse(torch.autograd.Function):
 
 
 def ascending(multiplier: Tensor) -> Tensor:
-    """The multiplier, to be maximised where all else is minimised."""
+    """Return the multiplier, to be maximised where all else is minimised."""
     return _Reverse.apply(multiplier)  # pyright: ignore[reportReturnType]
 
 
-# ---- the relaxation -------------------------------------------------------------------------------------------
+# ---- the relaxation ---------------------------------------------------------------------------
 
 
 class FusedProjection(HeadProjection):
@@ -134,7 +153,10 @@ class FusedProjection(HeadProjection):
         ).sum()
 
     def collapsed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One head a group: its heads mixed by their mean coefficients, sum_j diag(mean_h ω_hj) rows_j (App. B.2)."""
+        """One head a group.
+
+        Its heads mixed by their mean coefficients, sum_j diag(mean_h ω_hj) rows_j (App. B.2).
+        """
         rows = []
         shift = []
         for block, group in zip(
@@ -149,11 +171,13 @@ class FusedProjection(HeadProjection):
 
 @RELAXATION_TRAINING.part("lagrangian", source=_SOURCE, knobs=LAGRANGIAN)
 class Lagrangian(Relaxation):
-    """DHA's fusion stage, of a copy of `model`, towards `plan` over `steps` steps. `penalty` is the second term of
-    Eq. 8. Nothing is random, so `generator` is not used.
+    """DHA's fusion stage, of a copy of `model`, towards `plan` over `steps` steps.
 
-    The model may share heads already if the plan's groups are made of whole groups of its own (stages 2x, 4x, 8x of
-    App. B.2: relax, collapse, relax the result with the next plan). Raises PlanError for any other plan.
+    `penalty` is the second term of Eq. 8. Nothing is random, so `generator` is not used.
+
+    The model may share heads already if the plan's groups are made of whole groups of its own
+    (stages 2x, 4x, 8x of App. B.2: relax, collapse, relax the result with the next plan). Raises
+    PlanError for any other plan.
     """
 
     stop_early = True
@@ -191,7 +215,7 @@ class Lagrangian(Relaxation):
         self._latest: Tensor | None = None
 
     def layer_losses(self) -> list[Tensor]:
-        """Mean L_head over the pairs of each layer in which something is fused, keys and values together."""
+        """Return the mean L_head over the pairs of each layer that fuses heads, of both sides."""
         return [
             torch.stack([p.fusion_loss() for p in layer.values()]).sum()
             / sum(p.pairs for p in layer.values())
@@ -215,7 +239,10 @@ class Lagrangian(Relaxation):
 
     @torch.no_grad()
     def remaining(self) -> float:
-        """L_fusion over that of heads that are all themselves, of which two in a group of g are 2 / g apart."""
+        """Return L_fusion over that of heads that are all themselves.
+
+        Two of these in a group of g are 2 / g apart.
+        """
         start = [
             sum(len(group) - 1 for p in layer.values() for group in p.groups)
             / sum(p.pairs for p in layer.values())
@@ -226,7 +253,10 @@ class Lagrangian(Relaxation):
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """fusion_loss, multiplier, own_share (mean ω of a head for itself: 1 at the start, about 1/g at the end)."""
+        """Return fusion_loss, multiplier and own_share.
+
+        The latter is the mean ω of a head for itself: 1 at the start, about 1/g at the end.
+        """
         shares = [
             block.float().mean(-1).diagonal()
             for layer in self.stand_ins
@@ -242,7 +272,10 @@ class Lagrangian(Relaxation):
 
     @torch.no_grad()
     def distances(self, side: str) -> list[Tensor | None]:
-        """For each layer L_head between all heads, `[S, S]`, on side "k" or "v"; between groups it is infinite."""
+        """For each layer L_head between all heads, `[S, S]`, on side "k" or "v".
+
+        Between groups it is infinite.
+        """
         of_layers: list[Tensor | None] = []
         for layer in self.stand_ins:
             projection = layer.get(side)

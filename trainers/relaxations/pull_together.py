@@ -1,19 +1,25 @@
-"""PostShare: before a later head takes over an earlier head's Q, K and V weights, a penalty draws the two together.
+"""PostShare.
 
-Cao 2024, section on PostShare: the loss is that of the language model plus the squared distance of the
-selected pairs. An MLP block is shared, and drawn, as a head is. Legend: a *star* is an earlier block and the m later
-ones that are to use its weights; C its mean, D_i what lies between its i-th later block and the earlier one.
+Before a later head takes over an earlier head's Q, K and V weights, a penalty draws the two
+together.
 
-The earlier block is written as C - ΣD/(m + 1) and each later one as C + D_i - ΣD/(m + 1): the same weights, in
-coordinates in which the penalty is Σ‖D_i‖², a weight decay of the D_i. Both sides move, and the mean stays, as under
-the penalty's own gradient. Added to the loss under Adam the penalty's weight does nearly nothing, since Adam divides by
-it again: every weight moves by about the learning rate a step. AdamW's answer for weight decay (Loshchilov 2019, sec.
-2: decoupled) is taken here too: each step takes `rate` of every difference away, apart from what Adam does for the
-language model's loss. Without the latter a share (1 - rate)^2n of the squared distance is left after n steps at the
+Cao 2024, section on PostShare: the loss is that of the language model plus the squared distance of
+the selected pairs. An MLP block is shared, and drawn, as a head is. Legend: a *star* is an earlier
+block and the m later ones that are to use its weights; C its mean, D_i what lies between its i-th
+later block and the earlier one.
+
+The earlier block is written as C - ΣD/(m + 1) and each later one as C + D_i - ΣD/(m + 1): the same
+weights, in coordinates in which the penalty is Σ‖D_i‖², a weight decay of the D_i. Both sides move,
+and the mean stays, as under the penalty's own gradient. Added to the loss under Adam the penalty's
+weight does nearly nothing, since Adam divides by it again: every weight moves by about the learning
+rate a step. AdamW's answer for weight decay (Loshchilov 2019, sec. 2: decoupled) is taken here too:
+each step takes `rate` of every difference away, apart from what Adam does for the language model's
+loss. Without the latter a share (1 - rate)^2n of the squared distance is left after n steps at the
 peak.
 
-Where the paper is **silent**: the strength of the pull; whether biases count (they belong to the head, and do); what
-the shared weight is where a distance is left (the mean C, which changes the weights least).
+Where the paper is **silent**: the strength of the pull; whether biases count (they belong to the
+head, and do); what the shared weight is where a distance is left (the mean C, which changes the
+weights least).
 """
 
 from __future__ import annotations
@@ -38,15 +44,18 @@ _Block = tuple[int, int]  # layer, head
 
 
 def from_centre(apart: Tensor) -> Tensor:
-    """What a star's blocks have beside their mean, the earlier block first: D `[m, ...]` -> `[m + 1, ...]`, sum 0."""
+    """Return what a star's blocks have beside their mean, the earlier block first.
+
+    D `[m, ...]` -> `[m + 1, ...]`, sum 0.
+    """
     return torch.cat([torch.zeros_like(apart[:1]), apart]) - apart.sum(0) / (len(apart) + 1)
 
 
 class Star(Learned):
-    """The differences D `[m, size, width]` of the later blocks to the earlier one, at one projection.
+    """The differences D `[m, size, width]` of later blocks of a projection to the earlier one.
 
-    A block is `size` lines, the rows of a weight with the bias as last column, or its columns (`SharedColumns`, whose
-    bias belongs to no block).
+    A block is `size` lines, the rows of a weight with the bias as last column, or its columns
+    (`SharedColumns`, whose bias belongs to no block).
     """
 
     def __init__(self, apart: Tensor) -> None:
@@ -59,9 +68,10 @@ class Star(Learned):
 
 
 class Beside:
-    """Adds to the output of one shared or lending projection what its blocks have beside the shared weights.
+    """Adds to the output of one projection what its blocks have beside the shared weights.
 
-    `parts`: for each block its star and its place there (0: the earlier block).
+    Args:
+        parts: For each block its star and its index there (0: the earlier block).
     """
 
     def __init__(
@@ -88,7 +98,7 @@ class Beside:
 
 
 def _lines(projection: Any, columns: bool) -> Tensor:
-    """A projection's weight, the features of its blocks first, with the biases of rows as last column."""
+    """Return a projection's weight, the features of its blocks first, biases as last column."""
     if columns:
         return projection.weight.detach().T
     bias = projection.bias
@@ -111,7 +121,7 @@ def _centre(projection: Any, block: int, size: int, mean: Tensor, columns: bool)
 
 
 def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
-    """Move the lent blocks of one projection to the means of their stars and put the differences beside them."""
+    """Move the lent blocks of a projection to their stars' means, and store the differences."""
     columns = site.kind is SharedColumns
     size = site.size
     borrowers: dict[_Block, list[_Block]] = {}
@@ -145,11 +155,14 @@ def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
     "pull_together", source="Cao 2024: PostShare", knobs=PULL_TOGETHER, needs=("shares",)
 )
 class PullTogether(Relaxation):
-    """PostShare's post-training, of a copy of `model`: the shared model of `plan`, and beside it the differences, which
-    shrink. Nothing is random, and no schedule depends on `steps`.
+    """PostShare's post-training, of a copy of `model`.
 
-    `collapse` gives every head with the weights that it shares; MLP blocks are no heads: `collapsed_model` shares them.
-    Raises PlanError if the plan shares nothing, or if the model or the plan has fewer key or value than query heads.
+    The shared model of `plan`, and beside it the differences, which shrink. Nothing is random, and
+    no schedule depends on `steps`.
+
+    `collapse` gives every head with the weights that it shares; MLP blocks are no heads:
+    `collapsed_model` shares them. Raises PlanError if the plan shares nothing, or if the model or
+    the plan has fewer key or value than query heads.
     """
 
     def __init__(
@@ -169,7 +182,8 @@ class PullTogether(Relaxation):
         plain, old = open_projections(model, plan)
         if not all(layer.is_identity for layer in (*old.layers, *plan.layers)):
             raise PlanError(
-                "relaxation=pull_together shares whole heads, query, key and value; model and plan must keep one key "
+                "relaxation=pull_together shares whole heads, query, key and value; model and plan "
+                "must keep one key "
                 "and one value head a query head"
             )
         new = assemble(plain, plan, read_layers(plain))
@@ -187,11 +201,11 @@ class PullTogether(Relaxation):
         return torch.zeros((), device=self.model.device)
 
     def finished(self) -> bool:
-        """The pairs, as of the last `metrics`, are as near to each other as the tolerance asks for."""
+        """Return whether the pairs, as of the last `metrics`, are within the tolerance."""
         return self._left is not None and self._left <= self.tolerance
 
     def remaining(self) -> float:
-        """The squared distance of the pairs over that at step 0."""
+        """Return the squared distance of the pairs over that at step 0."""
         return self.metrics()["distance"]
 
     @torch.no_grad()

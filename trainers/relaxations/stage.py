@@ -22,14 +22,19 @@ from trainers.settings import TrainSettings
 class RelaxationSpec:
     """Which relaxation, towards what, for how long.
 
-    `plans`: JSON of the plan to reach, or of several, each coarser than the one before, reached one after the other
-    (DHA's 2x, 4x, 8x: App. B.2); every one takes up to `steps` steps. `knobs` are the part's. `settings`: of
-    this training; None for those of the job. `save_every`: steps between training checkpoints, which a killed run
-    resumes from.
+    `knobs` are the part's.
 
-    `own_schedule`: each stage has a learning-rate schedule of its own, and so has what follows (DHA, Table 4);
-    else one spans all. `regroup_steps`: so many steps before each stage but the last say which heads of a group are
-    fused first (`trainers.fusion_search`); 0: as `plans` have it. For "lagrangian" alone.
+    For "lagrangian" alone.
+
+    Attributes:
+        plans: JSON of the plan to reach, or of several, each coarser than the one before, reached
+            one after the other (DHA's 2x, 4x, 8x: App. B.2); every one takes up to `steps` steps.
+        settings: Of this training; None for those of the job.
+        save_every: Steps between training checkpoints, which a killed run resumes from.
+        own_schedule: Each stage has a learning-rate schedule of its own, and so has what follows
+            (DHA, Table 4); else one spans all.
+        regroup_steps: So many steps before each stage but the last say which heads of a group are
+            fused first (`trainers.fusion_search`); 0: as `plans` have it.
     """
 
     name: str
@@ -50,12 +55,14 @@ class RelaxationSpec:
             )
         if self.regroup_steps < 0 or (self.regroup_steps and self.name != "lagrangian"):
             raise ValueError(
-                "regroup_steps is for relaxation=lagrangian, whose mixes tell distances, and at least 0; got "
+                "regroup_steps is for relaxation=lagrangian, whose mixes tell distances, and at "
+                "least 0; got "
                 f"{self.regroup_steps} with {self.name}"
             )
         if self.settings is not None and self.settings.tuning != "full":
             raise ValueError(
-                f"a relaxation trains all weights: its tuning must be full, got {self.settings.tuning!r}"
+                f"a relaxation trains all weights: its tuning must be full, got "
+                f"{self.settings.tuning!r}"
             )
         if not self.plans:
             raise ValueError("a relaxation needs at least one plan, got none")
@@ -89,6 +96,7 @@ class RelaxationSpec:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> RelaxationSpec:
+        """Read a relaxation from its record."""
         settings = record.get("settings")
         return cls(
             **{**record, "settings": None if settings is None else TrainSettings(**settings)}
@@ -97,7 +105,14 @@ class RelaxationSpec:
     def install(
         self, model: PreTrainedModel, stage: int, seed: int, plan: AttentionPlan | None = None
     ) -> Relaxation:
-        """The relaxation of one stage, towards its plan or `plan`, on a copy of `model`, lifted where need be."""
+        """Return the relaxation of one stage on a copy of `model`, lifted where need be.
+
+        Args:
+            model: The model.
+            stage: Number of the stage.
+            seed: For random choices.
+            plan: The plan to reach, in place of the stage's.
+        """
         plan = plan or AttentionPlan.from_json(self.plans[stage])
         if not is_coarser(plan_of(model), plan):
             model = lifted(model)
@@ -110,7 +125,7 @@ class RelaxationSpec:
 def relaxed_objective(
     relaxation: Relaxation, loss_fn: LossFunction, step: Callable[[], int]
 ) -> LossFunction:
-    """`loss_fn` plus the penalty; `step()` tells how many steps are done."""
+    """`loss_fn` plus the penalty; `step()` returns how many steps are done."""
 
     def objective(model: Any, batch: Tensor) -> Tensor:
         now = step()

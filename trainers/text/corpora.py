@@ -1,17 +1,20 @@
-"""Where text comes from, as documents: this interpreter's standard library, local files, a hub data set, or tasks.
+"""Sources of text: the standard library, local files, a hub data set, or tasks, as documents.
 
 A *source* is one of
-- `builtin`: prose and code of this interpreter, half and half: the help topics of `pydoc` and files of `stdlib`;
+- `builtin`: prose and code of this interpreter, half and half: the help topics of `pydoc` and files
+  of `stdlib`;
 - `stdlib`: the Python standard library's source, one document a file, without its tests;
 - a local file, folder or glob of .txt, .jsonl, .json or .parquet;
 - a hub data set, `name`, `name@subset`;
 - `synthetic:NAME`: the tasks of Xiao 2024, see `trainers.text.synthetic_corpus`;
-and files and data sets may end in `:split`. Text that belongs to no split, or to `train`, is divided by the md5 rule
-below, of small files with a larger held-out side where that is asked for (`Division`); text of any other split
-(`validation`, `test`) is held out as a whole.
 
-A record of a file or data set has its text in one field, or a conversation in `messages` (role, content) or
-`conversations` (from, value): a `Conversation`, which becomes text by the tokenizer's chat template.
+and files and data sets may end in `:split`. Text that belongs to no split, or to `train`, is
+divided by the md5 rule below, of small files with a larger held-out side where that is requested
+(`Division`); text of any other split (`validation`, `test`) is held out as a whole.
+
+A record of a file or data set has its text in one field, or a conversation in `messages` (role,
+content) or `conversations` (from, value): a `Conversation`, which becomes text by the tokenizer's
+chat template.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ Side = Literal["train", "held_out", "all"]
 """Documents to train and calibrate on, documents to measure on, or both."""
 
 Division = Literal["twentieth", "by_size", "whole"]
-"""How a source is divided into sides. `twentieth`: by the md5 rule. `by_size`: the same, with more documents on the
-held-out side of local files that are too small for it. `whole`: not at all, since another source is for the other side;
-the built-in sources, whose held-out side is fixed, are divided by the md5 rule all the same."""
+"""How a source is divided into sides. `twentieth`: by the md5 rule. `by_size`: the same, with more
+documents on the held-out side of local files that are too small for it. `whole`: not at all,
+since another source is for the other side; the built-in sources, whose held-out side is fixed,
+are divided by the md5 rule all the same."""
 
 BUILTIN = "builtin"
 STDLIB = "stdlib"
@@ -50,7 +54,8 @@ FEW_FILES = (
 )
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SMALL_BYTES = 32 * 2**20  # of files that are read once more to divide them by size
-HELD_OUT_CHARACTERS = 100_000  # that `by_size` holds out, some 25,000 tokens, but no more than LARGEST_SHARE of the text
+# That `by_size` holds out, some 25,000 tokens, but no more than LARGEST_SHARE of the text.
+HELD_OUT_CHARACTERS = 100_000
 LARGEST_SHARE = 0.25
 TOPICS_HELD_OUT = (
     4  # one of so many help topics: there are 80, and a twentieth of them is no text to measure on
@@ -85,11 +90,18 @@ NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 
 
 class DataError(ValueError):
-    """Text that cannot be used. The message says what was expected, what was found, and what to do."""
+    """Text that cannot be used.
+
+    The message says what was expected, what was found, and what to do.
+    """
 
 
 class Conversation(str):
-    """The messages of a conversation as JSON: a list of objects with `role` and `content`. `field`: where they were."""
+    """The messages of a conversation as JSON: a list of objects with `role` and `content`.
+
+    Attributes:
+        field: Where they were.
+    """
 
     field: str
 
@@ -108,7 +120,8 @@ class Conversation(str):
                 {"content", "tool_calls"} & set(fields)
             ):
                 raise DataError(
-                    f"{field}: expected messages with role and content (or from and value), got one with "
+                    f"{field}: expected messages with role and content (or from and value), got "
+                    f"one with "
                     f"{sorted(fields)}"
                 )
             plain.append(fields)
@@ -122,7 +135,12 @@ class Conversation(str):
 
 
 def is_held_out(identity: str, one_in: int = HOLD_OUT) -> bool:
-    """True for about one document in `one_in`, by the md5 digest of what identifies it: the same in every process."""
+    """Return whether a document is held out, by the md5 digest of what identifies it.
+
+    Args:
+        identity: What identifies the document.
+        one_in: About one document in so many is held out.
+    """
     return _md5(identity) % one_in == 0
 
 
@@ -131,7 +149,7 @@ def _md5(identity: str) -> int:
 
 
 def document_digest(text: str) -> bytes:
-    """What two equal documents have in common, in 16 bytes."""
+    """Return what two equal documents have in common, in 16 bytes."""
     return hashlib.md5(text.encode()).digest()
 
 
@@ -163,7 +181,10 @@ class Corpus:
 
     @property
     def most_tokens(self) -> int | None:
-        """More tokens cannot be in the text, beginning and end tokens included; None where only reading it tells."""
+        """More tokens cannot be in the text, beginning and end tokens included.
+
+        None where only reading it shows that.
+        """
         if self.kind not in (STDLIB, BUILTIN) and not (
             self.files and self.files[0].suffix in _PLAIN
         ):
@@ -185,15 +206,19 @@ class Corpus:
         *,
         mixed: bool = False,
     ) -> Iterator[str]:
-        """Texts of one side, in the order of the source, or shuffled when a seed is given. `mixed`: of `builtin` only
-        as much code as there is prose.
+        """Texts of one side, in the order of the source, or shuffled when a seed is given.
 
-        Raises DataError when the source is missing, has no `text_field`, is held out and asked to train, or cannot be
-        divided.
+        Args:
+            mixed: Of `builtin` only as much code as there is prose.
+
+        Raises:
+            DataError: When the source is missing, has no `text_field`, is held out and used to
+                train, or cannot be divided.
         """
         if side == "train" and self.wholly_held_out:
             raise DataError(
-                f"{self.source}: split {self.split!r} is held out and cannot be trained on or calibrated with; "
+                f"{self.source}: split {self.split!r} is held out and cannot be trained on or "
+                f"calibrated with; "
                 f"name {self.name} without it, or its train split"
             )
         if self.kind == BUILTIN:
@@ -250,9 +275,14 @@ class Corpus:
                 yield text
 
     def _held_out_by_size(self, text_field: str) -> frozenset[bytes]:
-        """Digests of the held-out documents of small files: those by the md5 rule, and of the others as many as it
-        takes, in the order of the digests. Empty where the md5 rule is enough. Raises DataError for text that has less
-        than two different documents."""
+        """Digests of the held-out documents of small files.
+
+        Those by the md5 rule, and of the others as many as it takes, in the order of the digests.
+        Empty where the md5 rule is enough.
+
+        Raises:
+            DataError: For text that has less than two different documents.
+        """
         if self.wholly_held_out or not self.files or self.size > SMALL_BYTES:
             return frozenset()
         lengths: dict[str, int] = {}
@@ -267,7 +297,8 @@ class Corpus:
                 "1 document" if documents == 1 else f"{documents} documents, all of them equal"
             )
             raise DataError(
-                f"{self.source}: expected at least two different documents, so that one can be held out to measure on, "
+                f"{self.source}: expected at least two different documents, so that one can be "
+                f"held out to measure on, "
                 f"found {description}; give more text, or other text to measure on (--eval-data)"
             )
         order = sorted(lengths, key=lambda text: (_md5(text) % HOLD_OUT, _md5(text)))
@@ -294,7 +325,10 @@ def _shuffled(items: list[Any], seed: int | None) -> list[Any]:
 
 
 def help_topics() -> dict[str, str]:
-    """The texts of `help()` about Python, by name: English with examples. Empty where an interpreter comes without."""
+    """Return the texts of `help()` about Python, by name: English with examples.
+
+    Empty where an interpreter comes without.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -303,12 +337,18 @@ def help_topics() -> dict[str, str]:
 
 
 def resolve(source: str) -> Corpus:
-    """The corpus that a source names. Raises DataError when local files are named but missing or of no known type, and
-    TypeError for texts themselves."""
+    """Return the corpus that a source names.
+
+    Raises:
+        DataError: When local files are named but missing or of no known type.
+        TypeError: For texts themselves.
+    """
     if not isinstance(source, str):
         raise TypeError(
-            "data: expected the name of a source of text (str: a local file or folder, a hub data set, or "
-            f"'stdlib'), got {type(source).__name__}; write texts to a .jsonl file, one {{\"text\": ...}} object per "
+            "data: expected the name of a source of text (str: a local file or folder, a hub data "
+            "set, or "
+            f"'stdlib'), got {type(source).__name__}; write texts to a .jsonl file, one "
+            f'{{"text": ...}} object per '
             "line, and pass its path"
         )
     if not source.strip():
@@ -343,7 +383,8 @@ def resolve(source: str) -> Corpus:
     kinds = ", ".join(BUILDERS)
     if path.is_file():
         raise DataError(
-            f"{source}: {path.suffix or 'a file without a suffix'} is not read; expected {kinds} (a table as .jsonl: "
+            f"{source}: {path.suffix or 'a file without a suffix'} is not read; expected {kinds} "
+            f"(a table as .jsonl: "
             '{"text": "..."} in each line)'
         )
     if path.exists() or glob.has_magic(name):
@@ -352,7 +393,8 @@ def resolve(source: str) -> Corpus:
         raise DataError(f"{source}: no such file; expected a file, folder or glob of {kinds}")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+)?", name):
         raise DataError(
-            f"{source!r} is neither 'builtin', nor 'stdlib', nor local text (no such file), nor a hub name like "
+            f"{source!r} is neither 'builtin', nor 'stdlib', nor local text (no such file), nor a "
+            f"hub name like "
             "owner/name@subset:split"
         )
     hub_name, _, subset = name.partition("@")
@@ -360,7 +402,10 @@ def resolve(source: str) -> Corpus:
 
 
 def library_files() -> Iterable[Path]:
-    """Every .py file of this interpreter's standard library but tests and installed packages, by relative path."""
+    """Return the .py files of this interpreter's standard library, by relative path.
+
+    Tests and installed packages are left out.
+    """
     files: list[Path] = []
     for folder, below, names in os.walk(LIBRARY):
         # Installed packages are most of the tree.
@@ -389,17 +434,18 @@ def _local_files(name: str) -> tuple[Path, ...]:
     kinds = sorted({BUILDERS[f.suffix] for f in files})
     if len(kinds) > 1:
         raise DataError(
-            f"{name}: expected files of one type, found {kinds}; name one by a glob like '{name}/*.jsonl'"
+            f"{name}: expected files of one type, found {kinds}; name one by a glob like "
+            f"'{name}/*.jsonl'"
         )
     return files
 
 
 def _open(corpus: Corpus) -> Any:
-    """The source as a streaming data set, so that its size does not matter."""
+    """Return the source as a streaming data set, so that its size does not matter."""
     from datasets import disable_progress_bars, load_dataset, logging
 
     disable_progress_bars()
-    logging.set_verbosity(logging.CRITICAL)  # what goes wrong is raised as well, and told once
+    logging.set_verbosity(logging.CRITICAL)  # what goes wrong is raised as well, and reported once
     try:
         if corpus.kind == "hub":
             return load_dataset(
@@ -420,8 +466,10 @@ def _open(corpus: Corpus) -> Any:
             raise DataError(f"{corpus.source}: expected text, and what it names is empty") from None
         _check_json(corpus)
         raise DataError(
-            f"{corpus.source}: cannot be opened as a data set: {type(error).__name__}: {reason(error)}; "
-            "expected 'builtin', 'stdlib', local .txt, .jsonl, .json or .parquet, or a hub name that this machine can "
+            f"{corpus.source}: cannot be opened as a data set: {type(error).__name__}: "
+            f"{reason(error)}; "
+            "expected 'builtin', 'stdlib', local .txt, .jsonl, .json or .parquet, or a hub name "
+            "that this machine can "
             "reach"
         ) from error
 
@@ -442,13 +490,14 @@ def _texts(stream: Any, text_field: str, corpus: Corpus) -> Iterator[str]:
 
 
 def _text(row: Mapping[str, Any], text_field: str, corpus: Corpus) -> str:
-    """The text of a record, or its `Conversation`."""
+    """Return the text of a record, or its `Conversation`."""
     name = text_field
     if name not in row:
         name = next((chat for chat in CHAT_FIELDS if isinstance(row.get(chat), list)), "")
     if not name:
         raise DataError(
-            f"{corpus.source}: expected a field {text_field!r}, or a conversation in {' or '.join(CHAT_FIELDS)}, got "
+            f"{corpus.source}: expected a field {text_field!r}, or a conversation in "
+            f"{' or '.join(CHAT_FIELDS)}, got "
             f"{sorted(row)}; name the field with --text-field (data.text_field in a search)"
         )
     value = row[name]
@@ -457,12 +506,13 @@ def _text(row: Mapping[str, Any], text_field: str, corpus: Corpus) -> str:
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         return Conversation.of(value, f"{corpus.source}: field {name!r}") if value else ""
     raise DataError(
-        f"{corpus.source}: field {name!r} must be text, or a list of messages, got {type(value).__name__}"
+        f"{corpus.source}: field {name!r} must be text, or a list of messages, got "
+        f"{type(value).__name__}"
     )
 
 
 def _check_json(corpus: Corpus) -> None:
-    """Raises DataError naming the first line of a JSON file that is none."""
+    """Raise DataError naming the first line of a JSON file that is none."""
     for file in (
         corpus.files
         if corpus.kind == "files" and BUILDERS[corpus.files[0].suffix] == "json"

@@ -1,10 +1,12 @@
-"""Text to token sequences: tokenise, join with the end token, cut to equal length, keep on disk, batch.
+"""Text to token sequences.
 
-Where a tokenizer begins every text with a token, every sequence begins with it too, since a sequence begins in the
-middle of a document, and most heads attend to what every prompt begins with: it stands in the place of the sequence's
-first token, which nothing predicts.
+Tokenise, join with the end token, cut to equal length, keep on disk, batch.
 
-Legend: N sequences, T tokens a sequence, B sequences a step over all workers, W workers.
+Where a tokenizer begins every text with a token, every sequence begins with it too, since a
+sequence begins in the middle of a document, and most heads attend to what every prompt begins with:
+it stands in the place of the sequence's first token, which nothing predicts.
+
+Legend: N sequences, T tokens per sequence, B sequences per step over all workers, W workers.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ from trainers.text.tokenising import (
 Split = Literal["train", "eval", "calibration"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 SMALL_TEXT = 16_000_000  # tokens of a text that one process reads and tokenises in seconds
-POOL = 4_000_000  # tokens of text at most from which evaluation and calibration sequences are spaced evenly
+# Tokens of text at most from which evaluation and calibration sequences are spaced evenly.
+POOL = 4_000_000
 CALIBRATION_SPREAD = (
     64  # calibration keeps one sequence in so many: few long documents must not stand for all
 )
@@ -77,16 +80,20 @@ CALIBRATION_SEED = (
 
 @dataclass(frozen=True)
 class TextCut:
-    """Which text is cut into which sequences: those of one split of a source (see `trainers.text.corpora`), `[N, T]`
-    with N = tokens // T.
+    """Which text is cut into which sequences.
 
-    `train` and `calibration` come from the training side, documents shuffled by `seed` (each with its own order), the
-    calibration evenly spaced over many documents; `eval` from the held-out side, evenly spaced over it, in fixed order
-    whatever the seed. The sequences of `train` are the first of the text; evaluation and calibration are small, and
-    their text is held in memory (see `POOL`).
+    Those of one split of a source (see `trainers.text.corpora`), `[N, T]` with N = tokens // T.
 
-    `division`: how the source is divided into the two sides. `apart_from`: another source, whose documents are left out
-    of `eval`. `at_most`: where there is less text, all that there is.
+    `train` and `calibration` come from the training side, documents shuffled by `seed` (each with
+    its own order), the calibration evenly spaced over many documents; `eval` from the held-out
+    side, evenly spaced over it, in fixed order whatever the seed. The sequences of `train` are the
+    first of the text; evaluation and calibration are small, and their text is held in memory (see
+    `POOL`).
+
+    Attributes:
+        division: How the source is divided into the two sides.
+        apart_from: Another source, whose documents are left out of `eval`.
+        at_most: Where there is less text, all that there is.
     """
 
     source: str
@@ -100,16 +107,18 @@ class TextCut:
     at_most: bool = False
 
     def __post_init__(self) -> None:
-        """Raises DataError for what cannot be, before a text is read."""
+        """Raise DataError for what cannot be, before a text is read."""
         if self.split not in SPLITS:
             raise DataError(f"split must be one of {SPLITS}, got {self.split!r}")
         if self.sequence_length < 2:
             raise DataError(
-                f"sequence_length must be at least 2 (one token predicts the next), got {self.sequence_length}"
+                f"sequence_length must be at least 2 (one token predicts the next), got "
+                f"{self.sequence_length}"
             )
         if self.tokens < self.sequence_length:
             raise DataError(
-                f"{self.split}: {self.tokens} tokens do not fill one sequence of {self.sequence_length}; raise tokens"
+                f"{self.split}: {self.tokens} tokens do not fill one sequence of "
+                f"{self.sequence_length}; raise tokens"
             )
 
     @property
@@ -122,19 +131,25 @@ class TextCut:
         return resolve(self.source)
 
     def check(self) -> None:
-        """Raises DataError for a source that is not there, and for one whose files are too small for a text that takes
-        long to read; of a SMALL one reading tells how many tokens there are."""
+        """Raise DataError for a source that is missing or too small, before it is read.
+
+        A text up to `SMALL_TEXT` tokens is checked when it is read.
+        """
         most = self.corpus.most_tokens
         if most is not None and self.tokens > max(most, SMALL_TEXT):
             raise DataError(
-                f"{self.source}: {self.split} needs {self.tokens} tokens, and all its text has {most} at most; ask for "
+                f"{self.source}: {self.split} needs {self.tokens} tokens, and all its text has "
+                f"{most} at most; ask for "
                 "fewer tokens or give more text"
             )
 
     def folder(
         self, tokenizer: Any, cache_dir: str | Path, shard_tokens: int = SHARD_TOKENS
     ) -> Path:
-        """Where in `cache_dir` the token set lies, or will: the name holds everything that it depends on."""
+        """Where in `cache_dir` the token set lies, or will.
+
+        The name holds everything that it depends on.
+        """
         key = json.dumps([TOKEN_SET_FORMAT, shard_tokens, self._made_of(tokenizer)], sort_keys=True)
         return Path(cache_dir) / f"{self.split}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
@@ -175,8 +190,11 @@ class TextCut:
                 left_out.append(text)
 
     def _others(self) -> set[bytes]:
-        """Digests of the documents of `apart_from`, of its first COMPARED characters in the order that a calibration
-        reads them in."""
+        """Return digests of the documents of `apart_from`.
+
+        They are those of its first `_COMPARED` characters in the order in which a calibration reads
+        them.
+        """
         digests: set[bytes] = set()
         characters = 0
         other = resolve(self.apart_from or self.source)
@@ -190,7 +208,7 @@ class TextCut:
         return digests
 
     def in_memory(self, tokenizer: Any) -> np.ndarray:
-        """The sequences, `[N, T]` int32. Raises DataError when there is too little text."""
+        """Return the sequences, `[N, T]` int32. Raises DataError when there is too little text."""
         if self.split != "train":
             return self.pooled(tokenizer).sequences(self)
         check_end_token(tokenizer)
@@ -199,7 +217,7 @@ class TextCut:
         return PooledTokens(ids, reader.place.documents, beginning(tokenizer)).sequences(self)
 
     def pooled(self, tokenizer: Any) -> PooledTokens:
-        """The text that the sequences of an evaluation or a calibration are spaced over."""
+        """Return the text that the sequences of an evaluation or a calibration are spaced over."""
         check_end_token(tokenizer)
         left_out: list[str] = []
         most = POOL if self.split == "eval" else min(POOL, CALIBRATION_SPREAD * self.tokens)
@@ -208,8 +226,11 @@ class TextCut:
         return PooledTokens(ids, documents, beginning(tokenizer), len(left_out))
 
     def write(self, tokenizer: Any, folder: Path, shard_tokens: int, tokenise: Tokenise) -> None:
-        """Write the token set, what an earlier run has left of it excepted. Raises DataError when there is too little
-        text."""
+        """Write the token set, what an earlier run has left of it excepted.
+
+        Raises:
+            DataError: When there is too little text.
+        """
         made_of = self._made_of(tokenizer)
         largest = largest_id(tokenizer)
         if self.split != "train":
@@ -255,7 +276,7 @@ class TextCut:
             progress.to(done := done + tokens_needed)
 
     def too_few(self, tokens: int, documents: int, left_out: int = 0) -> DataError:
-        """The mistake that a text of so many tokens is."""
+        """Return the mistake that a text of so many tokens is."""
         requested = self.sequences
         length = self.sequence_length
         there = tokens // length
@@ -269,17 +290,25 @@ class TextCut:
                 if self.division == "by_size"
                 else f"about one document in {HOLD_OUT}"
             )
-            apart = f" ({share} is held out to measure on, by a digest of its text: of equal ones all or none)"
+            apart = (
+                f" ({share} is held out to measure on, by a digest of its text: of equal ones all "
+                f"or none)"
+            )
         return DataError(
-            f"{self.source}: {self.split} needs {requested} sequences of {length} tokens ({requested * length}), found "
+            f"{self.source}: {self.split} needs {requested} sequences of {length} tokens "
+            f"({requested * length}), found "
             f"{there} ({tokens} tokens in {documents} documents); {fewer} more text{apart}"
         )
 
 
 @dataclass(frozen=True)
 class PooledTokens:
-    """Tokens `[n]` int32 of the first documents of a split. `first`: what every sequence begins with; `left_out`:
-    documents that also stand in the text that it is to be apart from."""
+    """Tokens `[n]` int32 of the first documents of a split.
+
+    Attributes:
+        first: What every sequence begins with.
+        left_out: Documents that also stand in the text that it is to be apart from.
+    """
 
     ids: np.ndarray
     documents: int
@@ -287,7 +316,11 @@ class PooledTokens:
     left_out: int = 0
 
     def sequences(self, cut: TextCut) -> np.ndarray:
-        """Those of `cut`, `[N, T]` int32, evenly spaced. Raises DataError when there is too little text."""
+        """Those of `cut`, `[N, T]` int32, evenly spaced.
+
+        Raises:
+            DataError: When there is too little text.
+        """
         requested = cut.sequences
         length = cut.sequence_length
         there = len(self.ids) // length
@@ -312,8 +345,10 @@ def _begun(sequences: np.ndarray, first: list[int]) -> np.ndarray:
 
 
 def default_length(positions: int, *tokens: int) -> int:
-    """Tokens a sequence by default, for a model of so many positions and splits of so many tokens: LENGTH, or all that
-    the model takes; less where the tokens would be fewer than FEWEST sequences."""
+    """Tokens a sequence by default, for a model of so many positions and splits of so many tokens.
+
+    LENGTH, or all that the model takes; less where the tokens would be fewer than FEWEST sequences.
+    """
     length = min(LENGTH, positions)
     while length > _SHORTEST and min(tokens, default=length * FEWEST) < length * FEWEST:
         length //= 2
@@ -321,7 +356,13 @@ def default_length(positions: int, *tokens: int) -> int:
 
 
 class LoadedTexts(NamedTuple):
-    """Calibration and held-out token sequences `[N, T]` int64, and `facts` of where they are from, for a record."""
+    """Calibration and held-out token sequences, and where they come from.
+
+    Attributes:
+        calibration: `[N, T]` int64.
+        held_out: `[N, T]` int64.
+        facts: Of their source, for a record.
+    """
 
     calibration: Tensor
     held_out: Tensor
@@ -332,9 +373,10 @@ class LoadedTexts(NamedTuple):
 class Texts:
     """Which text is calibrated or trained on (`data`), and which is measured on (`eval_data`).
 
-    One source is for both, and is divided. Where another one is named to measure on, both are used whole, less the
-    documents of `eval_data` that also stand in the first. Without any it is `builtin`. Token counts of None: TOKENS, or
-    as many as there are; a sequence length of None: `default_length`.
+    One source is for both, and is divided. Where another one is named to measure on, both are used
+    whole, less the documents of `eval_data` that also stand in the first. Without any it is
+    `builtin`. Token counts of None: TOKENS, or as many as there are; a sequence length of None:
+    `default_length`.
     """
 
     data: str | None = None
@@ -363,7 +405,11 @@ class Texts:
         return resolve(self.source).text_of == resolve(self.eval_source).text_of
 
     def cut(self, split: Split, tokens: int | None, length: int) -> TextCut:
-        """One split. Raises DataError for a source that is not there, and for tokens that fill no sequence."""
+        """One split.
+
+        Raises:
+            DataError: For a source that is not there, and for tokens that fill no sequence.
+        """
         source = self.eval_source if split == "eval" else self.source
         corpus = resolve(source)
         apart = None
@@ -396,8 +442,13 @@ class Texts:
         calibration_tokens: int | None = None,
         calibrate: bool = True,
     ) -> LoadedTexts:
-        """Both texts, for a model of so many `positions`; that to calibrate on is empty, `[0, T]`, unless it is wanted
-        (`calibrate`). Raises DataError for a source that is not there or has too little text."""
+        """Both texts, for a model of so many `positions`.
+
+        That to calibrate on is empty, `[0, T]`, unless it is wanted (`calibrate`).
+
+        Raises:
+            DataError: For a source that is not there or has too little text.
+        """
         requested: dict[Split, int | None] = {"eval": eval_tokens}
         if calibrate:
             requested["calibration"] = calibration_tokens
@@ -428,7 +479,10 @@ class Texts:
 def load_sequences(
     source: str, tokenizer: Any, *, cache_dir: str | Path | None = None, **cut: Any
 ) -> Tensor:
-    """The sequences of `TextCut(source, **cut)` in memory, `[N, T]` int64; without `cache_dir` none are kept."""
+    """Return the sequences of `TextCut(source, **cut)` in memory, `[N, T]` int64.
+
+    Without `cache_dir` none are kept.
+    """
     if cache_dir is not None:
         return read_sequences(token_set(TextCut(source, **cut), tokenizer, cache_dir))[:]
     return torch.from_numpy(TextCut(source, **cut).in_memory(tokenizer)).long()
@@ -442,10 +496,14 @@ def token_set(
     tokenise: Tokenise = tokenise_here,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Path:
-    """The folder in `cache_dir` with the sequences of `cut`, for `read_sequences`; made unless it is there.
+    """Return the folder in `cache_dir` with the sequences of `cut`, for `read_sequences`.
 
-    A run that was killed is gone on with. Whatever `tokenise`, the set is the same. Raises DataError when there is too
-    little text.
+    Made unless it is there.
+
+    A run that was killed is resumed. Whatever `tokenise`, the set is the same.
+
+    Raises:
+        DataError: When there is too little text.
     """
     folder = cut.folder(tokenizer, cache_dir, shard_tokens)
     if not is_complete(folder):
@@ -454,11 +512,14 @@ def token_set(
 
 
 class BatchStream:
-    """Endless shuffled epochs over `sequences [N, T]`: `next()` gives this worker's rows of a step, `[B / W, T]` int64.
+    """Endless shuffled epochs over `sequences [N, T]`.
 
-    Worker r of W gets rows ⌊r B/W⌋ to ⌊(r + 1) B/W⌋ of the step, so that all together see what one worker would. An
-    epoch's remainder begins the next one's first step. The state is a position, so resuming is exact, with any W. Of a
-    set on disk only this worker's rows are read; memory holds the order of one epoch, 8 N bytes.
+    `next()` gives this worker's rows of a step, `[B / W, T]` int64.
+
+    Worker r of W gets rows ⌊r B/W⌋ to ⌊(r + 1) B/W⌋ of the step, so that all together see what one
+    worker would. An epoch's remainder begins the next one's first step. The state is a position, so
+    resuming is exact, with any W. Of a set on disk only this worker's rows are read; memory holds
+    the order of one epoch, 8 N bytes.
     """
 
     def __init__(
@@ -472,7 +533,8 @@ class BatchStream:
     ) -> None:
         if len(sequences.shape) != 2 or not len(sequences):
             raise ValueError(
-                f"sequences must be [N, T] with at least one row, got shape {tuple(sequences.shape)}"
+                f"sequences must be [N, T] with at least one row, got shape "
+                f"{tuple(sequences.shape)}"
             )
         if batch_size < max(1, world_size):
             raise ValueError(
@@ -489,6 +551,7 @@ class BatchStream:
         self._order = torch.empty(0, dtype=torch.int64)
 
     def next(self) -> Tensor:
+        """Return the next batch, `[B, T]`."""
         rows = [self._row(self._position + row) for row in self._mine]
         self._position += self._batch_size
         return self._sequences[rows].long()
@@ -496,7 +559,8 @@ class BatchStream:
     def _row(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._sequences))
         if epoch != self._epoch:
-            # a seed of its own for each (seed, epoch), so that a position can be reached without the ones before
+            # a seed of its own for each (seed, epoch), so that a position can be reached without
+            # the ones before
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             self._epoch = epoch
             self._order = torch.randperm(len(self._sequences), generator=generator)
@@ -507,13 +571,19 @@ class BatchStream:
         self._position += sequences
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position in the stream, as plain values."""
         return {"position": self._position, "seed": self._seed, "sequences": len(self._sequences)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises ValueError for a state of another seed or of other data."""
+        """Continue where `state` was taken.
+
+        Raises:
+            ValueError: For a state of another seed or of other data.
+        """
         for name, value in (("seed", self._seed), ("sequences", len(self._sequences))):
             if state[name] != value:
                 raise ValueError(
-                    f"the stream's {name} must be {value}, as here, got {state[name]}; start a new stream instead"
+                    f"the stream's {name} must be {value}, as here, got {state[name]}; start a new "
+                    f"stream instead"
                 )
         self._position = int(state["position"])

@@ -1,11 +1,12 @@
-"""Synthetic tasks that need the right source token and the right change of it (Xiao 2024, sec. 4.3 and App. F).
+"""Synthetic tasks that need the right source token and the right change of it.
 
-A task is an attention pattern (whom to look up) with a transformation (what to make of what is found there): heads
-with one fixed QK and one fixed OV circuit need one head for every pair, composed heads only one for each. The paper
-has 74 tasks with 888 examples and prints a few; these sentences, words and tasks are our own, drawn without end.
+Xiao 2024, sec. 4.3 and App. F. A task is an attention pattern (whom to look up) with a
+transformation (what to make of what is found there): heads with one fixed QK and one fixed OV
+circuit need one head for every pair, composed heads only one for each. The paper has 74 tasks with
+888 examples and prints a few; these sentences, words and tasks are our own, drawn without end.
 
-Every choice comes from the given `numpy.random.Generator`. An example has one right answer, and none of the other items
-in its context leads to it, copied or transformed.
+Every choice comes from the given `numpy.random.Generator`. An example has one right answer, and
+none of the other items in its context leads to it, copied or transformed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ SHOTS = (2, 3, 4, 5, 6, 7)  # the paper's mixture
 
 @dataclass(frozen=True, order=True)
 class Task:
-    """`pattern`: a key of PATTERNS; `domain`: a key of DOMAINS; `transformation`: one that the domain knows."""
+    """`pattern`: a key of PATTERNS.
+
+    Attributes:
+        domain: A key of DOMAINS.
+        transformation: One that the domain knows.
+    """
 
     pattern: str
     domain: str
@@ -42,7 +48,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt that ends right before the answer, and the one word that answers it. `shots`: solved examples in it."""
+    """A prompt that ends right before the answer, and the one word that answers it.
+
+    Attributes:
+        shots: Solved examples in it.
+    """
 
     task: Task
     prompt: str
@@ -50,7 +60,7 @@ class Example:
     shots: int = 0
 
 
-# ---- attention patterns ------------------------------------------------------------------------------------------
+# ---- attention patterns -----------------------------------------------------------------------
 
 
 def _pick(words: Sequence[str], count: int, generator: np.random.Generator) -> list[str]:
@@ -150,11 +160,14 @@ PATTERNS: dict[str, Callable[[WordDomain, dict[str, str], np.random.Generator], 
 }
 
 
-# ---- tasks and examples ------------------------------------------------------------------------------------------
+# ---- tasks and examples -----------------------------------------------------------------------
 
 
 def all_tasks() -> tuple[Task, ...]:
-    """Every pattern with every transformation that fits it, sorted; of a person (`same item`) only the name is said."""
+    """Every pattern with every transformation that fits it, sorted.
+
+    Of a person (`same item`) there is only the name.
+    """
     tasks = []
     for pattern in PATTERNS:
         for domain in DOMAINS.values():
@@ -168,8 +181,13 @@ def all_tasks() -> tuple[Task, ...]:
 def split_tasks(
     tasks: Sequence[Task], held_out: int, generator: np.random.Generator
 ) -> tuple[list[Task], list[Task]]:
-    """(tasks to train on, `held_out` tasks to test on): every pattern and every transformation of the second is also in
-    the first, but no pair of them. Raises ValueError if so many cannot be held out."""
+    """(tasks to train on, `held_out` tasks to test on).
+
+    Every pattern and every transformation of the second is also in the first, but no pair of them.
+
+    Raises:
+        ValueError: If so many cannot be held out.
+    """
     training = set(tasks)
     out = list[Task]()
     for task in (sorted(tasks)[i] for i in generator.permutation(len(tasks))):
@@ -201,7 +219,7 @@ def draw(task: Task, generator: np.random.Generator) -> Example:
 
 
 def episode(task: Task, shots: int, generator: np.random.Generator) -> Example:
-    """An example after `shots` solved ones of the same task, one a line."""
+    """Return an example after `shots` solved ones of the same task, one a line."""
     solved = "".join(
         f"{e.prompt} {e.answer}.\n" for e in (draw(task, generator) for _ in range(shots))
     )
@@ -215,7 +233,10 @@ def examples(
     generator: np.random.Generator,
     shots: Sequence[int] = SHOTS,
 ) -> list[Example]:
-    """`per_task` examples of each task (the paper has 12), each with one of `shots` numbers of shots, drawn evenly."""
+    """Return `per_task` examples of each task (the paper has 12).
+
+    Each has one of `shots` numbers of shots, drawn evenly.
+    """
     return [
         episode(task, int(generator.choice(shots)), generator)
         for task in tasks
@@ -224,7 +245,10 @@ def examples(
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word and sign that any example can hold, sorted, behind padding (id 0) and the line end."""
+    """Return every word and sign that an example can have, sorted.
+
+    Padding (id 0) and the line end come first.
+    """
     texts = [*PEOPLE, "Back to whoever is not the first last one listed once name was : . ,"]
     for domain in DOMAINS.values():
         texts += [
@@ -242,13 +266,19 @@ def vocabulary() -> tuple[str, ...]:
     return ("<pad>", "\n", *sorted(set(re.findall(r"\w+|[^\w\s]", plain))))
 
 
-# ---- evaluation --------------------------------------------------------------------------------------------------
+# ---- evaluation -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Score:
-    """Over `count` examples: `accuracy`, the share whose answer is the model's likeliest, token by token; `perplexity`
-    of the answer word, exp of its mean nats (all its tokens together). `by_task`: accuracy of each task by name."""
+    """Over `count` examples.
+
+    `accuracy`, the share whose answer is the model's likeliest, token by token; `perplexity` of the
+    answer word, exp of its mean nats (all its tokens together).
+
+    Attributes:
+        by_task: Accuracy of each task by name.
+    """
 
     accuracy: float
     perplexity: float
@@ -264,10 +294,12 @@ def evaluate_tasks(
     first: Sequence[int] = (),
     batch_size: int = 16,
 ) -> Score:
-    """Score a causal model on examples (Xiao 2024, Table 5). `encode` gives token ids without special tokens; `first`:
-    those that a prompt begins with.
+    """Score a causal model on examples (Xiao 2024, Table 5).
 
-    Padded on the right, which a causal model does not see. The answer is encoded with its leading space.
+    `encode` gives token ids without special tokens; `first`: those that a prompt begins with.
+
+    Padded on the right, which a causal model does not see. The answer is encoded with its leading
+    space.
     """
     from attention.modeling.running import evaluating  # brings all of transformers
 

@@ -1,8 +1,11 @@
-"""The synthetic tasks as text: `synthetic:NAME`, documents without end for training, others held out.
+"""The synthetic tasks as text.
 
-NAME is `all`, one attention pattern (`same-person`, `odd-one`, ...) with every transformation that fits it, or
-`new-pairs`: trained on the tasks but 15, held out on those, whose patterns and transformations are all in the others
-and whose pairs are in none. A document is one episode: some solved examples of a task and one more, solved too.
+`synthetic:NAME`, documents without end for training, others held out.
+
+NAME is `all`, one attention pattern (`same-person`, `odd-one`, ...) with every transformation that
+fits it, or `new-pairs`: trained on the tasks but 15, held out on those, whose patterns and
+transformations are all in the others and whose pairs are in none. A document is one episode: some
+solved examples of a task and one more, solved too.
 """
 
 from __future__ import annotations
@@ -36,20 +39,24 @@ _TRAINING, HOLDING, ASKING = range(3)  # streams of random numbers
 
 
 def names() -> list[str]:
+    """Return the names of the sources."""
     return ["all", "new-pairs", *(pattern.replace(" ", "-") for pattern in PATTERNS)]
 
 
 def fingerprint() -> str:
-    """Changes with the words and the tasks."""
-    return hashlib.sha256(repr((DOMAINS, PEOPLE, all_tasks(), _SHOTS)).encode()).hexdigest()
+    """Return a digest that changes with the words and the tasks."""
+    content = repr((DOMAINS, PEOPLE, all_tasks(), _SHOTS))
+    # By the name that the class had when the first sets of tokens were made: they stay valid.
+    return hashlib.sha256(content.replace("WordDomain(", "Domain(").encode()).hexdigest()
 
 
 @cache
 def tasks_of(name: str, train: bool) -> Sequence[Task]:
-    """The tasks of one side of a source. Raises ValueError for an unknown name."""
+    """Return the tasks of one side of a source. Raises ValueError for an unknown name."""
     if name not in names():
         raise ValueError(
-            f"{SYNTHETIC_PREFIX}{name}: expected one of {', '.join(names())} behind {SYNTHETIC_PREFIX}"
+            f"{SYNTHETIC_PREFIX}{name}: expected one of {', '.join(names())} behind "
+            f"{SYNTHETIC_PREFIX}"
         )
     if name == "new-pairs":
         return split_tasks(all_tasks(), NEW_PAIRS, np.random.default_rng(0))[0 if train else 1]
@@ -57,7 +64,10 @@ def tasks_of(name: str, train: bool) -> Sequence[Task]:
 
 
 def documents(name: str, train: bool, seed: int | None) -> Iterator[str]:
-    """Episodes of random tasks; those to train on by `seed` and without end, those held out always the same."""
+    """Episodes of random tasks.
+
+    Those to train on by `seed` and without end, those held out always the same.
+    """
     generator = np.random.default_rng([0, HOLDING] if not train else [seed or 0, _TRAINING])
     tasks = tasks_of(name, train)
     count = 0
@@ -70,8 +80,13 @@ def documents(name: str, train: bool, seed: int | None) -> Iterator[str]:
 def score_held_out(
     model: Any, tokenizer: Any, name: str, per_task: int = 12, *, first: Sequence[int] = ()
 ) -> Score:
-    """How a model answers the held-out tasks of `synthetic:name`, always the same examples; the paper has 12 a task
-    (App. F). `first`: tokens that every prompt begins with."""
+    """How a model answers the held-out tasks of `synthetic:name`, always the same examples.
+
+    The paper has 12 a task (App. F).
+
+    Args:
+        first: Tokens that every prompt begins with.
+    """
     prompts = examples(
         tasks_of(name, False), per_task, np.random.default_rng([0, ASKING]), PROMPT_SHOTS
     )

@@ -1,4 +1,6 @@
-"""Words and sentences of the synthetic tasks: what the contexts speak of, and what can be said about it.
+"""Words and sentences of the synthetic tasks.
+
+What the contexts speak of, and what can be said about it.
 
 All of it is written for this project; Xiao 2024 (App. F) gives only the idea and a few examples.
 """
@@ -14,15 +16,24 @@ def _split(words: str) -> tuple[str, ...]:
 
 
 PEOPLE = _split(
-    "Anna Boris Clara David Elena Felix Greta Hugo Irene Jonas Karin Leon Marta Nils Olga Peter Rosa Simon Tessa Viktor"
+    "Anna Boris Clara David Elena Felix Greta Hugo Irene Jonas Karin Leon Marta Nils Olga Peter "
+    "Rosa Simon Tessa Viktor"
 )
 
 
 @dataclass(frozen=True)
 class WordDomain:
-    """A kind of things. `classes`: class -> its items; `statement`: of a person and an item; `listing`: of items alone;
-    `other_class`: names what is outside a class ("" if no class may be asked for); `transformations`: phrase that asks
-    for it -> answer of every item, by name. `copy` is always among them."""
+    """A kind of things.
+
+    `transformations`: phrase that asks for it -> answer of every item, by name. `copy` is always
+    among them.
+
+    Attributes:
+        classes: Class -> its items.
+        statement: Of a person and an item.
+        listing: Of items alone.
+        other_class: Names what is outside a class ("" if no class may be requested).
+    """
 
     name: str
     classes: Mapping[str, tuple[str, ...]]
@@ -79,11 +90,13 @@ _TOWNS = {
     "Portugal": "Lisbon Porto Braga",
 }
 _OPPOSITES = _split(
-    "warm cold tall short rich poor loud quiet wet dry fast slow old young full empty sharp blunt early late "
+    "warm cold tall short rich poor loud quiet wet dry fast slow old young full empty sharp blunt "
+    "early late "
     "strong weak brave timid"
 )
 _COUNT = _split(
-    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen "
     "eighteen nineteen twenty"
 )
 

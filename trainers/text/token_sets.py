@@ -2,11 +2,13 @@
 
 A set is a folder:
 
-    00000.safetensors ...   `sequences` `[S, T]`, uint16 where every token id fits, else uint32; the last may be shorter
-    index.json              what the set was made of, and size and digest of each shard; written last, in one step
-    unfinished.json         until then the same of the shards so far, so that a killed run goes on with the others
+    00000.safetensors ...   `sequences` `[S, T]`, uint16 where every token id fits, else uint32
+                            (the last may be shorter)
+    index.json              what the set was made of, and size and digest of each shard
+                            (written last, in one step)
+    unfinished.json         until then the same of the shards so far, so that a killed run goes on
 
-Legend: N sequences, T tokens a sequence, S sequences a shard.
+Legend: N sequences, T tokens per sequence, S sequences per shard.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class TextPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished shard: `size` of its file in bytes, its SHA-256, and where in the text the next shard begins."""
+    """A finished shard.
+
+    `size` of its file in bytes, its SHA-256, and where in the text the next shard begins.
+    """
 
     size: int
     sha256: str
@@ -54,12 +59,16 @@ class Shard:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Shard:
+        """Read a shard from its record."""
         return cls(int(record["size"]), str(record["sha256"]), TextPosition(*record["end"]))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a set is cut: N `sequences` of T tokens, S of them a shard; `dtype` of the ids; `made_of`: plain values."""
+    """How a set is cut: N `sequences` of T tokens, S of them a shard.
+
+    `dtype` of the ids; `made_of`: plain values.
+    """
 
     sequences: int
     sequence_length: int
@@ -89,16 +98,20 @@ class Layout:
 
 
 class TokenSequences:
-    """The sequences of a finished set, `[N, T]`. Rows are read from disk when they are asked for, and nothing is kept,
-    so that memory does not grow with the number of tokens. `digest`: of all tokens and how they are cut."""
+    """The sequences of a finished set, `[N, T]`.
+
+    Rows are read from disk when they are used, and nothing is kept, so that memory does not
+    grow with the number of tokens. `digest`: of all tokens and how they are cut.
+    """
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises DataError if there is no finished set in `folder`."""
+        """Raise DataError if there is no finished set in `folder`."""
         self.folder = Path(folder)
         index = _read(self.folder / _INDEX)
         if index is None:
             raise DataError(
-                f"expected a set of token sequences, found none at {self.folder}; build it with token_set()"
+                f"expected a set of token sequences, found none at {self.folder}; build it with "
+                f"token_set()"
             )
         self._per_shard = int(index["layout"]["sequences_per_shard"])
         self.shape = (int(index["layout"]["sequences"]), int(index["layout"]["sequence_length"]))
@@ -108,7 +121,11 @@ class TokenSequences:
         return self.shape[0]
 
     def __getitem__(self, rows: slice | Sequence[int]) -> Tensor:
-        """Some sequences, `[rows, T]` int64. Raises DataError if a shard has gone or is damaged."""
+        """Return some sequences, `[rows, T]` int64.
+
+        Raises:
+            DataError: If a shard is missing or damaged.
+        """
         numbers = range(len(self))[rows] if isinstance(rows, slice) else rows
         result = np.empty((len(numbers), self.shape[1]), dtype=np.int64)
         rows_by_shard: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -119,7 +136,8 @@ class TokenSequences:
         for number, positions in rows_by_shard.items():
             file = shard_file(self.folder, number)
             try:
-                # Opened anew each time: a mapping that stays would count every page ever read as this process's memory
+                # Opened anew each time: a mapping that stays would count every page ever read as
+                # this process's memory
                 with safe_open(file, "numpy") as shard:
                     sequences = shard.get_slice(TENSOR)
                     for position, row in positions:
@@ -158,8 +176,11 @@ class TokenSetWriter:
         return self._shards[number - 1].end if number else TextPosition()
 
     def write(self, number: int, sequences: np.ndarray, end: TextPosition) -> None:
-        """`sequences` `[rows, T]`; `end`: where in the text the next shard begins. Raises ValueError for a token id
-        that the set's type cannot hold."""
+        """`sequences` `[rows, T]`; `end`: where in the text the next shard begins.
+
+        Raises:
+            ValueError: For a token id that the set's type cannot hold.
+        """
         if sequences.max() > np.iinfo(self.layout.dtype).max:
             raise ValueError(f"token ids must fit {self.layout.dtype}, got {sequences.max()}")
         with written_whole(shard_file(self._folder, number)) as fresh:
@@ -190,8 +211,11 @@ class TokenSetWriter:
 
 
 def read_sequences(folder: str | Path) -> TokenSequences:
-    """The sequences of a set by `write_sequences` or `trainers.text.data.token_set`. Raises DataError if there is
-    none."""
+    """Return the sequences of a set by `write_sequences` or `trainers.text.data.token_set`.
+
+    Raises:
+        DataError: If there is none.
+    """
     return TokenSequences(folder)
 
 
@@ -203,7 +227,11 @@ def write_sequences(
     shard_tokens: int = SHARD_TOKENS,
     made_of: dict[str, Any] | None = None,
 ) -> None:
-    """Write `[N, T]` token ids that are in memory. `largest_id`: of the vocabulary (None: of the sequences)."""
+    """Write `[N, T]` token ids that are in memory.
+
+    Args:
+        largest_id: Of the vocabulary (None: of the sequences).
+    """
     count, length = sequences.shape
     largest = int(sequences.max()) if largest_id is None else largest_id
     layout = Layout.of(count, length, largest, shard_tokens, made_of or {})
@@ -227,11 +255,15 @@ def is_complete(folder: str | Path) -> bool:
 
 
 def shard_file(folder: Path, number: int) -> Path:
+    """Return the path of a shard."""
     return folder / f"{number:05d}.safetensors"
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """An index of this format; None if it is not there, was cut by a full disk, or is of another format."""
+    """Return an index of this format.
+
+    None if it is not there, was cut by a full disk, or is of another format.
+    """
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

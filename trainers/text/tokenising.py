@@ -1,8 +1,9 @@
-"""Documents to token ids, block by block, so that several processes can work on one text and the result is the same.
+"""Documents to token ids, block by block, so that several processes can work on one text.
 
-A text is the concatenation of its documents, each followed by the end token, and begun as the tokenizer begins a text
-(`beginning`). It is tokenised in blocks of documents (`tokenise`, which a process of any machine can do for any block)
-and cut at any token (`TokenReader`): which block was tokenised where, and how many at a time, changes no token.
+The result is the same. A text is the concatenation of its documents, each followed by the end
+token, and begun as the tokenizer begins a text (`beginning`). It is tokenised in blocks of
+documents (`tokenise`, which a process of any machine can do for any block) and cut at any token
+(`TokenReader`): which block was tokenised where, and how many at a time, changes no token.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ BLOCK_CHARACTERS = 1_000_000  # a block ends with the document that reaches it
 
 
 class TokenBlock(NamedTuple):
-    """Token ids `[n]` int32 of some documents, each with beginning and end, and where each of them ends in `ids`."""
+    """Token ids of some documents, each with beginning and end.
+
+    Attributes:
+        ids: `[n]` int32.
+        ends: Where each document ends in `ids`.
+    """
 
     ids: np.ndarray
     ends: np.ndarray
 
 
 Tokenise = Callable[[Iterable[list[str]], Any], Iterator[TokenBlock]]
-"""`tokenise(blocks, tokenizer)`: the tokens of each block of documents, in the order of the blocks."""
+"""`tokenise(blocks, tokenizer)`: the tokens of each block of documents, in their order."""
 
 
 def text_blocks(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -52,8 +58,11 @@ def text_blocks(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def tokenise(texts: list[str], tokenizer: Any) -> TokenBlock:
-    """The tokens of one block: of nothing but the block and the tokenizer. Raises DataError for conversations that the
-    tokenizer's chat template does not take."""
+    """Return the tokens of one block: of nothing but the block and the tokenizer.
+
+    Raises:
+        DataError: For conversations that the tokenizer's chat template does not take.
+    """
     first = beginning(tokenizer)
     end = tokenizer.eos_token_id
     written = [
@@ -70,8 +79,10 @@ def tokenise(texts: list[str], tokenizer: Any) -> TokenBlock:
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text, as it is served: the beginning token of most Llamas and Gemmas, nothing
-    for GPT-2 and Qwen."""
+    """Return what the tokenizer puts before a text, as it is served.
+
+    The beginning token of most Llamas and Gemmas, nothing for GPT-2 and Qwen.
+    """
     plain = _ids(["a"], tokenizer)[0]
     whole = list(tokenizer("a")["input_ids"])
     starts = range(len(whole) - len(plain) + 1)
@@ -81,11 +92,13 @@ def beginning(tokenizer: Any) -> list[int]:
 
 
 def _written(conversation: Conversation, tokenizer: Any) -> str:
-    """A conversation as text, special tokens included."""
+    """Return a conversation as text, special tokens included."""
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
-            f"{conversation.field} holds conversations, and the tokenizer has no chat template to write them by; copy "
-            "chat_template.jinja (or tokenizer_config.json) of the model's chat version beside it, or give records "
+            f"{conversation.field} holds conversations, and the tokenizer has no chat template to "
+            f"write them by; copy "
+            "chat_template.jinja (or tokenizer_config.json) of the model's chat version beside it, "
+            "or give records "
             "with their text in one field (--text-field)"
         )
     try:
@@ -93,7 +106,8 @@ def _written(conversation: Conversation, tokenizer: Any) -> str:
     except Exception as error:  # of the template, which may raise whatever it likes
         roles = ", ".join(str(message["role"]) for message in conversation.messages[:6])
         raise DataError(
-            f"{conversation.field}: the tokenizer's chat template does not take a conversation of roles {roles}: "
+            f"{conversation.field}: the tokenizer's chat template does not take a conversation of "
+            f"roles {roles}: "
             f"{reason(error)}; change or remove such records"
         ) from None
 
@@ -120,8 +134,11 @@ def tokenise_here(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[TokenB
 
 @contextmanager
 def _on_all_cores() -> Iterator[None]:
-    """Within, tokenizers use threads. They read the variable at each call; outside it stays as it was, since what a
-    process forks off may not use them."""
+    """Within, tokenizers use threads.
+
+    They read the variable at each call; outside it stays as it was, since what a process forks off
+    may not use them.
+    """
     before = os.environ.get(PARALLELISM)
     os.environ[PARALLELISM] = "true"
     try:
@@ -134,8 +151,10 @@ def _on_all_cores() -> Iterator[None]:
 
 
 class TokenReader:
-    """Takes runs of tokens from blocks, and knows where in the text it is. The blocks begin with the document of
-    `start`."""
+    """Takes runs of tokens from blocks, and knows where in the text it is.
+
+    The blocks begin with the document of `start`.
+    """
 
     def __init__(self, tokens: Iterator[TokenBlock], start: TextPosition) -> None:
         self._blocks = tokens
@@ -145,7 +164,7 @@ class TokenReader:
         self._ends = np.empty(0, np.int64)
 
     def take(self, count: int) -> np.ndarray:
-        """The next `count` tokens, int32; fewer where the text ends."""
+        """Return the next `count` tokens, int32; fewer where the text ends."""
         taken = np.empty(count, np.int32)
         done = 0
         while done < count and (self._at < len(self._ids) or self._advance()):
@@ -175,8 +194,10 @@ class TokenReader:
 
 
 def pool(tokens: Iterator[TokenBlock], limit: int) -> tuple[np.ndarray, int]:
-    """All tokens of the first documents that have `limit` together, of a multiple of DOCUMENTS_AT_ONCE; and how many
-    documents that are."""
+    """Return all tokens of the first documents that have `limit` tokens together, and their number.
+
+    The number is a multiple of `DOCUMENTS_AT_ONCE`.
+    """
     ids = [np.empty(0, np.int32)]
     documents = 0
     total = 0
@@ -203,11 +224,12 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def largest_id(tokenizer: Any) -> int:
+    """Return the largest token id of a tokenizer."""
     return max(tokenizer.get_vocab().values())
 
 
 def check_end_token(tokenizer: Any) -> None:
-    """Raises DataError for a tokenizer that has none."""
+    """Raise DataError for a tokenizer that has none."""
     if tokenizer.eos_token_id is None:
         raise DataError(
             "the tokenizer has no end token to join documents with; set tokenizer.eos_token"

@@ -17,10 +17,13 @@ class TokenizerError(ValueError):
 
 
 def read_tokenizer(source: str | Path) -> Any:
-    """The tokenizer of a folder or hub name.
+    """Return the tokenizer of a folder or hub name.
 
-    Raises TokenizerError if there is none. For many families transformers makes an empty tokenizer of a folder without
-    its files, which turns every text into nothing: that is refused too.
+    For many families transformers makes an empty tokenizer of a folder without its files, which
+    turns every text into nothing: that is refused too.
+
+    Raises:
+        TokenizerError: If there is none.
     """
     folder = Path(source)
     try:
@@ -50,7 +53,7 @@ def read_tokenizer(source: str | Path) -> Any:
 
 
 def _read(source: str, cached: bool) -> Any:
-    """As transformers reads it, by the config in the folder, or by what Headfold makes of a config that it refuses."""
+    """Read a tokenizer by the config in the folder, or by one made of a config that is refused."""
     from transformers import AutoTokenizer
 
     try:
@@ -67,6 +70,7 @@ def _read(source: str, cached: bool) -> Any:
 
 def _none_at(source: str | Path) -> TokenizerError:
     return TokenizerError(
-        f"no tokenizer beside the checkpoint {str(source)!r}; copy tokenizer.json and tokenizer_config.json (or "
+        f"no tokenizer beside the checkpoint {str(source)!r}; copy tokenizer.json and "
+        f"tokenizer_config.json (or "
         "tokenizer.model, or vocab.json with merges.txt) from the model's source into the folder"
     )

@@ -1,5 +1,7 @@
-"""Alignment: turn the heads of a group towards each other before they are pooled; the model stays what it was.
+"""Alignment: turn the heads of a group towards each other before they are pooled.
 
-A part is `f(heads, plan, statistics, geometry, **knobs) -> LayerHeads` on lifted heads (one key and one value head a
-query head): the same layer, other coordinates.
+The model stays what it was.
+
+A part is `f(heads, plan, statistics, geometry, **knobs) -> LayerHeads` on lifted heads (one key and
+one value head per query head): the same layer, other coordinates.
 """

@@ -28,13 +28,15 @@ def unaligned(
     statistics: LayerStatistics | None = None,
     geometry: HeadGeometry | None = None,
 ) -> LayerHeads:
-    """The heads as they are."""
+    """Return the heads as they are."""
     return heads
 
 
 @ALIGNMENT.part(
     "procrustes",
-    source="Jin 2024 (Align Attention Heads Before Merging Them), sec. 3.2 to 3.3, eq. 4 to 22, alg. 1",
+    source=(
+        "Jin 2024 (Align Attention Heads Before Merging Them), sec. 3.2 to 3.3, eq. 4 to 22, alg. 1"
+    ),
     knobs=(
         CRITERION,
         Knob("iterations", "int", "most rounds of generalised Procrustes", low=1, high=10_000),
@@ -50,11 +52,16 @@ def align(
     criterion: str = "dist",
     iterations: int = 100,
 ) -> LayerHeads:
-    """Align the keys of each key group and the values of each value group of lifted heads; an equivalent layer.
+    """Align the keys of each key group and the values of each value group of lifted heads.
 
-    Keys turn within their rotary pairs and queries turn with them; values turn freely and the output projection turns
-    back (Jin 2024, eq. 12 to 16). With a norm on queries or keys after the projection only values turn. A group of one
-    stays as it is. Raises ValueError without statistics or if the heads are not lifted.
+    An equivalent layer.
+
+    Keys turn within their rotary pairs and queries turn with them; values turn freely and the
+    output projection turns back (Jin 2024, eq. 12 to 16). With a norm on queries or keys after the
+    projection only values turn. A group of one stays as it is.
+
+    Raises:
+        ValueError: Without statistics or if the heads are not lifted.
     """
     if statistics is None:
         raise ValueError("alignment=procrustes needs a calibration; pass the layer's statistics")
@@ -72,7 +79,10 @@ def align(
 def align_heads(
     gram: Tensor, groups: Sequence[Sequence[int]], layout: RotaryLayout, *, iterations: int = 100
 ) -> Tensor:
-    """A rotation for each head, `[H, d, d]` float64, from the Gram of all heads; the identity in groups of one."""
+    """Return a rotation for each head, `[H, d, d]` float64, from the Gram of all heads.
+
+    The identity in groups of one.
+    """
     rotations = torch.eye(gram.shape[-1]).to(gram).repeat(len(gram), 1, 1)
     for group in groups:
         if len(group) > 1:
@@ -86,11 +96,14 @@ def align_heads(
 def align_group(
     gram: Tensor, layout: RotaryLayout, *, iterations: int = 100, tolerance: float = 1e-9
 ) -> Tensor:
-    """Generalised Procrustes of g heads (Jin 2024, alg. 1): rotations `[g, d, d]` that bring P_i k_i together.
+    """Generalised Procrustes of g heads (Jin 2024, alg. 1).
 
-    Each round turns every head towards the mean of all, then takes the mean anew; the summed squared distance to the
-    mean never grows, and the rounds end when it falls by less than `tolerance` of the heads' energy (the paper
-    leaves the criterion open). The first mean is that of the heads as they are. gram `[g, g, d, d]`: mean of k_i k_j^T.
+    Rotations `[g, d, d]` that bring P_i k_i together.
+
+    Each round turns every head towards the mean of all, then takes the mean anew; the summed
+    squared distance to the mean never grows, and the rounds end when it falls by less than
+    `tolerance` of the heads' energy (the paper leaves the criterion open). The first mean is that
+    of the heads as they are. gram `[g, g, d, d]`: mean of k_i k_j^T.
     """
     gram = gram.double()
     members = gram.shape[0]
@@ -99,7 +112,8 @@ def align_group(
     energy = torch.einsum("iidd->", gram).item()
     reached = _agreement(gram, rotations)
     for _ in range(iterations):
-        # Row i: mean of M k_i^T, where M is the sum of all turned heads (a multiple of the mean does as well).
+        # Row i: mean of M k_i^T, where M is the sum of all turned heads (a multiple of the mean
+        # does as well).
         cross = torch.einsum("jab,jibc->iac", rotations, gram)
         rotations = rotation_from_cross(cross, layout)
         before = reached
@@ -115,7 +129,10 @@ def _agreement(gram: Tensor, rotations: Tensor) -> float:
 
 
 def rotate_keys(heads: LayerHeads, rotations: Tensor) -> LayerHeads:
-    """Turn key head h and query head h by `rotations[h]` `[d, d]`: q^T k is unchanged (Jin 2024, eq. 15 to 17)."""
+    """Turn key head h and query head h by `rotations[h]` `[d, d]`.
+
+    Q^T k is unchanged (Jin 2024, eq. 15 to 17).
+    """
     return heads.mapped(q=rotations, k=rotations)
 
 

@@ -1,4 +1,4 @@
-"""Gram matrices of a layer's heads under either criterion, and the similarity of every pair after alignment.
+"""Gram matrices of a layer's heads under either criterion, and the similarity of aligned pairs.
 
 Legend: H heads, d head dim. A Gram is `[H, H, d, d]` float64: mean over tokens of k_i k_j^T.
 """
@@ -30,9 +30,11 @@ def head_gram(
 ) -> Tensor:
     """Gram of the key or value activations (keys before RoPE), `[H, H, d, d]` float64.
 
-    `dist` takes the activations as they are, over all calibration tokens; `cos` makes each vector one unit long first
-    (Jin 2024, eq. 7 and 8), on the sampled inputs. Raises ValueError for an unknown side or criterion, or if `cos`
-    finds no sample.
+    `dist` takes the activations as they are, over all calibration tokens; `cos` makes each vector
+    one unit long first (Jin 2024, eq. 7 and 8), on the sampled inputs.
+
+    Raises:
+        ValueError: For an unknown side or criterion, or if `cos` finds no sample.
     """
     if side not in _SIDES:
         raise ValueError(f"side must be one of {_SIDES}, got {side!r}")
@@ -58,7 +60,10 @@ def head_gram(
 
 
 def _best_inner(gram: Tensor, layout: RotaryLayout) -> Tensor:
-    """Greatest mean <P k_j, k_i> over admissible P, `[H, H]`: moduli of rotary pairs plus nuclear norm of free dims."""
+    """Greatest mean <P k_j, k_i> over admissible P, `[H, H]`.
+
+    Moduli of rotary pairs plus nuclear norm of free dims.
+    """
     inner = torch.hypot(*pair_products(gram, layout)).sum(-1)
     if layout.free:
         free = torch.tensor(layout.free)
@@ -67,11 +72,16 @@ def _best_inner(gram: Tensor, layout: RotaryLayout) -> Tensor:
 
 
 def pair_similarity(gram: Tensor, criterion: str, layout: RotaryLayout) -> Tensor:
-    """Similarity of every pair of heads once the one is aligned with the other, `[H, H]`, symmetric.
+    """Return the similarity of every pair of heads after alignment, `[H, H]`, symmetric.
 
-    `cos`: mean cosine (Jin 2024, eq. 18 and 19; give the Gram of unit vectors). `dist`: minus the distance (eq. 22);
-    the paper averages distances over tokens, we take their root mean square, which one Gram matrix yields for all
-    pairs. `layout` is the head's rotary layout for keys and `RotaryLayout.none(d)` for values.
+    The paper averages distances over tokens, we take their root mean square, which one Gram matrix
+    yields for all pairs.
+
+    Args:
+        gram: As `head_gram` returns it.
+        criterion: "cos": mean cosine (Jin 2024, eq. 18 and 19; give the Gram of unit vectors).
+            "dist": minus the distance (eq. 22).
+        layout: The head's rotary layout for keys and `RotaryLayout.none(d)` for values.
     """
     if criterion not in CRITERIA:
         raise ValueError(f"criterion must be one of {CRITERIA}, got {criterion!r}")

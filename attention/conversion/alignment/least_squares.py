@@ -1,7 +1,8 @@
 """Coordinates in which the least-squares shared head of a group is what each member looks like.
 
-In least-squares fusion (`attention.conversion.fusion.least_squares`) member i reads the shared key k' as E_i^T k'. Here
-the same E_i are folded into the heads *before* anything is fused: training towards shared heads starts from there.
+In least-squares fusion (`attention.conversion.fusion.least_squares`) member i reads the shared key
+k' as E_i^T k'. Here the same E_i are folded into the heads *before* anything is fused: training
+towards shared heads starts from there.
 
 Legend: H heads, g members of a group, d head dim.
 """
@@ -34,7 +35,10 @@ FLOOR = Knob(
 
 @ALIGNMENT.part(
     "least_squares",
-    source="ours: the maps of least-squares fusion, folded in without fusing (start of papers 000 and 001)",
+    source=(
+        "ours: the maps of least-squares fusion, folded in without fusing (start of "
+        "papers 000 and 001)"
+    ),
     knobs=(FLOOR,),
     needs=("statistics",),
 )
@@ -46,13 +50,17 @@ def fold(
     *,
     floor: float = 0.1,
 ) -> LayerHeads:
-    """k_i <- E_i^-T k_i with q_i <- E_i q_i, and v_i <- B_i^-1 v_i with o_i <- o_i B_i; logits are unchanged.
+    """k_i <- E_i^-T k_i with q_i <- E_i q_i, and v_i <- B_i^-1 v_i with o_i <- o_i B_i.
 
-    E and B are least-squares fusion's, stretched where they would shrink a direction below `floor` of the greatest.
-    With a norm on queries and keys only values move. A group of one stays as it is. Raises ValueError without
-    statistics or if the heads are not lifted.
+    Logits are unchanged.
+
+    E and B are least-squares fusion's, stretched where they would shrink a direction below `floor`
+    of the greatest. With a norm on queries and keys only values move. A group of one stays as it
+    is.
+
+    Raises:
+        ValueError: Without statistics or if the heads are not lifted.
     """
-
     if statistics is None:
         raise ValueError("alignment=least_squares needs a calibration; pass the layer's statistics")
     check_lifted(heads, plan)
@@ -73,10 +81,15 @@ def fold(
 
 
 def bounded(maps: Tensor, layout: RotaryLayout, floor: float) -> Tensor:
-    """The maps `[g, d, d]` with no stretch below `floor` times the greatest; they still commute with RoPE.
+    """Return the maps `[g, d, d]` with no stretch below `floor` times the greatest.
 
-    A rotary pair is a scaled rotation: its scale is raised. The free dims have singular values raised. Raises
-    ValueError for maps that are zero.
+    They still commute with RoPE.
+
+    A rotary pair is a scaled rotation: its scale is raised. The free dims have singular values
+    raised.
+
+    Raises:
+        ValueError: For maps that are zero.
     """
     first, second, free = (
         torch.tensor(dims, dtype=torch.long) for dims in (layout.first, layout.second, layout.free)
@@ -87,7 +100,8 @@ def bounded(maps: Tensor, layout: RotaryLayout, floor: float) -> Tensor:
     greatest = torch.cat([pairs.abs(), stretch], 1).amax(1, keepdim=True)
     if not bool((greatest > 0).all()):
         raise ValueError(
-            "a head's least-squares map is zero: its keys or values are silent in the calibration text"
+            "a head's least-squares map is zero: its keys or values are silent in the calibration "
+            "text"
         )
     raised = torch.polar(pairs.abs().clamp(min=floor * greatest), pairs.angle())
     result = pair_maps(raised.real, raised.imag, layout)

@@ -1,7 +1,8 @@
-"""What fusing a group by least squares costs, for any group of heads of a layer, without building the heads.
+"""The cost of fusing any group of heads of a layer by least squares, without building the heads.
 
-Legend: H heads, g members, d head dim, f free dims. Costs are additive over the groups of a partition, zero for a group
-of one, and of one unit within a layer and side, as exact grouping needs.
+Legend: H heads, g members, d head dim, f free dims. Costs are additive over the groups of a
+partition, zero for a group of one, and of one unit within a layer and side, as exact grouping
+needs.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ from attention.heads import LayerHeads, distinct_heads
 
 # Relative size of an eigenvalue of sums in float32 below which a direction counts as absent.
 SINGLE_PRECISION = 1e-6
-# Multiply-adds of all eigenvalues and eigenvectors of a symmetric matrix, over the cube of its size.
+# Multiply-adds of all eigenvalues and eigenvectors of a symmetric matrix, over the cube of its
+# size.
 EIGEN = 9
 
 
 class Cost:
     """Cost of a group. Nothing is remembered: that is for the caller, who knows what comes again.
 
-    `preparation`: about the multiply-adds before the first price, as far as they count beside those of prices.
+    Attributes:
+        preparation: About the multiply-adds before the first price, as far as they count beside
+            those of prices.
     """
 
     preparation: float = 0.0
@@ -45,16 +49,23 @@ class Cost:
         self.num_heads = num_heads
 
     def cost(self, members: Sequence[int]) -> float:
-        """Cost of fusing these heads into one. Raises ValueError if a head is named twice or does not exist."""
+        """Cost of fusing these heads into one.
+
+        Raises:
+            ValueError: If a head is named twice or does not exist.
+        """
         key = self._checked(members)
         if len(key) == 1:
             return 0.0
         return self._batch(torch.tensor([key]))[0].item()
 
     def costs(self, groups: Sequence[Sequence[int]], chunk: int = 256) -> Tensor:
-        """Costs of several groups of one size, `[n]` float64: together they take less time than one by one.
+        """Costs of several groups of one size, `[n]` float64.
 
-        Raises ValueError as `cost` does, and for groups of several sizes.
+        Together they take less time than one by one.
+
+        Raises:
+            ValueError: As `cost` does, and for groups of several sizes.
         """
         if len({len(group) for group in groups}) > 1:
             raise ValueError(
@@ -83,14 +94,16 @@ class Cost:
 
 
 class KeyCost(Cost):
-    """Mean squared change of the members' attention logits (before scaling), summed over the members.
+    """Mean squared change of the members' attention logits (before scaling), summed over members.
 
-    Queries and keys are taken as independent and, in a rotary pair, as of random relative phase. Rotary pairs: all but
-    the leading eigenvalue of the query-weighted complex Gram. Free dims, and all dims without rotary embedding: the
-    tail of the query-weighted real Gram; what is constant over keys drops out of the softmax and is left out. With a
-    norm on the queries and keys of each head nothing but signs can be folded: the cost of the mean after them, where
-    each head's norm over tokens stands for its norm at each token and the norm's weights are left out. A norm over all
-    heads at once divides them by one number, so that heads are compared as elsewhere, times the norm's weights.
+    Queries and keys are taken as independent and, in a rotary pair, as of random relative phase.
+    Rotary pairs: all but the leading eigenvalue of the query-weighted complex Gram. Free dims, and
+    all dims without rotary embedding: the tail of the query-weighted real Gram; what is constant
+    over keys drops out of the softmax and is left out. With a norm on the queries and keys of each
+    head nothing but signs can be folded: the cost of the mean after them, where each head's norm
+    over tokens stands for its norm at each token and the norm's weights are left out. A norm over
+    all heads at once divides them by one number, so that heads are compared as elsewhere, times the
+    norm's weights.
     """
 
     def __init__(
@@ -135,7 +148,8 @@ class KeyCost(Cost):
         return costs  # type: ignore[return-value]
 
     def _free(self, index: Tensor) -> Tensor:
-        # All members see the same keys, so the tail of the weighted Gram is exact: no vectors are needed.
+        # All members see the same keys, so the tail of the weighted Gram is exact: no vectors are
+        # needed.
         count, members = index.shape
         gram = self._weighted_free[index[:, :, None], index[:, None, :]].transpose(2, 3)
         size = members * gram.shape[-1]
@@ -162,11 +176,12 @@ class KeyCost(Cost):
 
 
 class ValueCost(Cost):
-    """Mean squared change of the attention output, head by head, summed over the members and output dims.
+    """Mean squared change of the attention output, summed over the members and output dims.
 
-    Each head counts under the covariance of what its own attention weights let through. Exact for what
-    `least_squares_fuse` builds without sweeps, a bound from above with them. Errors of different heads are taken as
-    uncorrelated. With an output bias the means cost nothing, since the bias takes up what is constant.
+    Each head counts under the covariance of what its own attention weights let through. Exact for
+    what `least_squares_fuse` builds without sweeps, a bound from above with them. Errors of
+    different heads are taken as uncorrelated. With an output bias the means cost nothing, since the
+    bias takes up what is constant.
     """
 
     def __init__(
@@ -191,10 +206,9 @@ class ValueCost(Cost):
         return torch.stack([self._error(group) for group in groups])
 
     def _error(self, group: Tensor) -> Tensor:
-        """The errors of `fit` without sweeps, without building it: in coordinates in which every metric is 1.
+        """Return the errors of `fit` without sweeps, without building it.
 
-        In float32 but for the smallest matrices: what a basis captures is stationary in the basis, so the result is
-        good to about 1e-6 of the members' energy.
+        They are in coordinates in which every metric is 1.
         """
         units, which = self._units(group)
         own_gnn = self._of(units, group)
@@ -221,12 +235,15 @@ class ValueCost(Cost):
         return (energy - read.sum(1)).clamp_min(0).sum()
 
     def _units(self, group: Tensor) -> tuple[list[int], Tensor]:
-        """The different value heads of a group by their numbers in `first`, and which of them each member has."""
+        """Return the different value heads of a group, as numbers in `first`, and each member's."""
         units, which = self.which[group].unique(return_inverse=True)
         return units.tolist(), which.to(self.metrics.device)
 
     def _root(self, group: Tensor, which: Tensor) -> Tensor:
-        """The root of the members' metrics, summed over those that have the same value head: `[u, d, d]` float32."""
+        """Return the root of the members' metrics, summed over those that have the same value head.
+
+        `[u, d, d]` float32.
+        """
         members = [
             tuple(group[which.cpu() == unit].tolist()) for unit in range(int(which.max()) + 1)
         ]
@@ -236,7 +253,10 @@ class ValueCost(Cost):
         return torch.stack([self._roots[those] for those in members])
 
     def _of(self, units: list[int], group: Tensor) -> Tensor:
-        """Of some of the different value heads, under what each member of a group sees: `[g, n, n]` float32."""
+        """Of some of the different value heads, under what each member of a group sees.
+
+        `[g, n, n]` float32.
+        """
         # No copy of what may be the largest tensor of a conversion.
         if len(units) == len(self.first):
             return self._grams if len(group) == self.num_heads else self._grams[group]
@@ -253,17 +273,26 @@ class ValueCost(Cost):
 
     @cached_property
     def _grams(self) -> Tensor:
-        """Of all different value heads, under what each query head sees: `[H, U d, U d]` float32."""
+        """Of all different value heads, under what each query head sees.
+
+        `[H, U d, U d]` float32.
+        """
         return mixed_gram(
             self.heads, self.statistics, self.first, range(self.num_heads), torch.float32
         )
 
     def different(self, group: Tensor) -> list[int]:
-        """The different value heads among the members of a group, each by the first that has it, ascending."""
+        """Return the different value heads among the members, ascending.
+
+        Each is named by the first head that has it.
+        """
         return [self.first[unit] for unit in self._units(group)[0]]
 
     def fit(self, group: Tensor, sweeps: int = 0) -> RealFit:
-        """The fit of one group, `[g]` head indices (see `fit_real`); its basis is of the `different` ones."""
+        """Return the fit of one group, `[g]` head indices (see `fit_real`).
+
+        Its basis is of the `different` ones.
+        """
         gram = mixed_gram(self.heads, self.statistics, self.different(group), group.tolist())
         return fit_real(
             gram, self.metrics[group.to(self.metrics.device)], self._units(group)[1], sweeps=sweeps
@@ -271,7 +300,7 @@ class ValueCost(Cost):
 
 
 def under_norm(heads: LayerHeads) -> LayerHeads:
-    """The heads with the weights of the norms that follow folded in, and no norm weights of their own."""
+    """Fold the weights of the norms that follow into the heads, which then have none."""
     rows = {"q": heads.q_norm, "k": heads.k_norm, "q_bias": heads.q_norm, "k_bias": heads.k_norm}
     for name, weight in rows.items():
         if weight is not None:
@@ -292,7 +321,8 @@ def free_parts(
 ) -> tuple[Tensor, Tensor]:
     """Free dims only: Gram of centred keys `[H, H, f, f]` and query moments `[H, f, f]`.
 
-    The mean key adds one number a query to all its logits, which softmax does not see; so it need not be fitted.
+    The mean key adds one number a query to all its logits, which softmax does not see; so it need
+    not be fitted.
     """
     free = list(geometry.rotary.free)
     heads = heads.changed(("q", "k", "q_bias", "k_bias"), lambda rows: rows[:, free])
@@ -308,10 +338,11 @@ def mixed_gram(
     under: Sequence[int],
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """`[n, g d, g d]`: mixed value Grams of `members` under the weights of `under` (see
-    `LayerStatistics.mixed_value_gram`), centred if the layer has an output bias to take up the means.
+    """Return mixed value Grams of `members` under the weights of `under`, `[n, g d, g d]`.
 
-    With sinks a head's mean is no constant of its output, so that none is taken up.
+    They are those of `LayerStatistics.mixed_value_gram`, centred if the layer has an output bias to
+    take up the means. With sinks a head's mean is no constant of its output, so that none is taken
+    up.
     """
     grams = statistics.mixed_value_gram(heads, members, under, dtype)
     if heads.o_bias is None or not statistics.sums_to_one:

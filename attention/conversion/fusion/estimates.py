@@ -1,9 +1,11 @@
 """What fusing a group of value heads costs where `ValueCost` takes minutes: two estimates.
 
-Legend: H heads, g members, d head dim, e = model dim + 1, n = g d, K leading combinations. Outputs of a head are meant
-in coordinates in which its metric is 1, turned so that those of most energy come first.
+Legend: H heads, g members, d head dim, e = model dim + 1, n = g d, K leading combinations. Outputs
+of a head are meant in coordinates in which its metric is 1, turned so that those of most energy
+come first.
 
-Both rest on the pooled moment, the mean over all heads of what their values see: one Gram matrix a layer, not H.
+Both rest on the pooled moment, the mean over all heads of what their values see: one Gram matrix a
+layer, not H.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ LEADING_STEPS = 3
 
 
 class PooledValueCost(Cost):
-    """`ValueCost` as if all heads saw the inputs of the mean head; from above, and the closer the more `steps`.
+    """`ValueCost` as if all heads saw the inputs of the mean head.
 
-    Under one covariance the cost is what the eigenvalues of the group's Gram hold beyond the d largest, whose sum a
-    subspace iteration bounds from below.
+    From above, and the closer the more `steps`.
+
+    Under one covariance the cost is what the eigenvalues of the group's Gram hold beyond the d
+    largest, whose sum a subspace iteration bounds from below.
     """
 
     def __init__(self, heads: LayerHeads, statistics: LayerStatistics, steps: int = _STEPS) -> None:
@@ -68,10 +72,15 @@ class PooledValueCost(Cost):
         return (self.energy[group].sum() - captured).clamp_min(0)
 
     def leading(self, group: Tensor) -> tuple[Tensor, Tensor]:
-        """Gram of the members' outputs `[n, n]`, and an orthonormal basis `[n, d]` of nearly its leading directions."""
+        """Return the Gram of the members' outputs, and a basis of its leading directions.
+
+        Returns:
+            The Gram `[n, n]`, and nearly its leading directions `[n, d]`, orthonormal.
+        """
         size = len(group) * self.dim
         blocks = self.gram.view(self.num_heads, self.dim, self.num_heads, self.dim)
-        # Rows, then columns, in long pieces: an index of single numbers takes longer than the products.
+        # Rows, then columns, in long pieces: an index of single numbers takes longer than the
+        # products.
         gram = (
             blocks[group]
             .view(size, self.num_heads, self.dim)
@@ -85,17 +94,20 @@ class PooledValueCost(Cost):
         return (group[:, None] * self.dim + torch.arange(self.dim, device=group.device)).flatten()
 
     def start(self, members: int, count: int) -> Tensor:
-        """The first `count` of the members' dims, one of each member in turn: where most energy is."""
+        """Return the first `count` of the members' dims, one of each in turn.
+
+        These have most energy.
+        """
         order = torch.arange(count, device=self.gram.device)
         return order % members * self.dim + order // members
 
 
 class LeadingValueCost(Cost):
-    """`ValueCost` with each head's own moment of the layer's K leading combinations of outputs, and the pooled moment
-    of what those do not predict.
+    """`ValueCost` estimated with each head's own moment of the layer's K leading outputs.
 
-    All heads' outputs are y = A z + rest, z the leading combinations; own Grams are A cov_h(z) A^T + the pooled Gram of
-    the rest. With K = H d it is exact but for rounding, and for a basis of few steps.
+    What those do not predict has the pooled moment. All heads' outputs are y = A z + rest, z the
+    leading combinations; own Grams are A cov_h(z) A^T + the pooled Gram of the rest. With K = H d
+    it is exact but for rounding, and for a basis of few steps.
     """
 
     def __init__(
@@ -161,7 +173,16 @@ class LeadingValueCost(Cost):
 
 
 def subspace(gram: Tensor, start: Tensor, steps: int) -> Tensor:
-    """Orthonormal `[n, k]`, nearly the leading directions of a Gram `[n, n]`, from its own columns `start` `[k]`."""
+    """Return nearly the leading directions of a Gram by subspace iteration.
+
+    Args:
+        gram: `[n, n]`.
+        start: `[k]`, the columns of the Gram to start from.
+        steps: Number of iterations.
+
+    Returns:
+        `[n, k]`, orthonormal.
+    """
     basis = gram[:, start]
     for _ in range(steps - 1):
         basis = torch.linalg.qr(gram @ basis)[0]

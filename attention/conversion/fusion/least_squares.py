@@ -1,7 +1,9 @@
-"""Least-squares fusion: one shared head a group, and for each member the linear map that reads it best.
+"""Least-squares fusion.
 
-Legend: H heads, g members, d head dim, D model dim. The maps cost nothing at run time: they are folded into query rows
-(keys) and output columns (values).
+One shared head a group, and for each member the linear map that reads it best.
+
+Legend: H heads, g members, d head dim, D model dim. The maps cost nothing at run time: they are
+folded into query rows (keys) and output columns (values).
 """
 
 from __future__ import annotations
@@ -48,13 +50,16 @@ def least_squares_fuse(
 ) -> LayerHeads:
     """Shared heads by rank-constrained least squares on calibration moments.
 
-    Values: the best shared head under the group's mean covariance of attention-mixed inputs, then each member's output
-    columns refitted under its own, and `sweeps` rounds of both. Biases are one more input; an output bias takes up the
-    means instead. Keys: in each rotary pair one shared complex key and one complex scale a member, folded into its
-    query; in free dims a shared key and a map a member; with a norm on the queries and keys of each head mean keys,
-    after the signs that pass it (`attention.conversion.fusion.signs`); for a norm over all heads see
-    `_under_whole_norm`. Shared heads have the root-mean-square norm of their members. Raises ValueError without
-    statistics or if the heads are not lifted.
+    Values: the best shared head under the group's mean covariance of attention-mixed inputs, then
+    each member's output columns refitted under its own, and `sweeps` rounds of both. Biases are one
+    more input; an output bias takes up the means instead. Keys: in each rotary pair one shared
+    complex key and one complex scale a member, folded into its query; in free dims a shared key and
+    a map a member; with a norm on the queries and keys of each head mean keys, after the signs that
+    pass it (`attention.conversion.fusion.signs`); for a norm over all heads see
+    `_under_whole_norm`. Shared heads have the root-mean-square norm of their members.
+
+    Raises:
+        ValueError: Without statistics or if the heads are not lifted.
     """
     if statistics is None:
         raise ValueError("fusion=least_squares needs a calibration; pass the layer's statistics")
@@ -76,8 +81,10 @@ def least_squares_fuse(
 
 
 def _shared(rows: Tensor | None, groups: Groups, maps: Sequence[Tensor | None]) -> Tensor | None:
-    """One head a group, sum_i maps_i y_i of the rows `[H, d, D]` or biases `[H, d]` of its heads; a group of one, which
-    has no maps, is copied."""
+    """One head a group, sum_i maps_i y_i of the rows `[H, d, D]` or biases `[H, d]` of its heads.
+
+    A group of one, which has no maps, is copied.
+    """
     if rows is None:
         return None
     heads = [
@@ -96,7 +103,10 @@ def _pick(rows: Tensor | None, group: Sequence[int]) -> Tensor | None:
 def key_maps(
     heads: LayerHeads, group: Sequence[int], statistics: LayerStatistics, geometry: HeadGeometry
 ) -> tuple[Tensor, Tensor]:
-    """`[g, d, d]` twice: F with k' = sum_i F_i k_i, and E with q'_i = E_i q_i, so that q'_i^T k' ~ q_i^T k_i."""
+    """`[g, d, d]` twice.
+
+    F with k' = sum_i F_i k_i, and E with q'_i = E_i q_i, so that q'_i^T k' ~ q_i^T k_i.
+    """
     layout = geometry.rotary
     members = list(group)
     heads = replace(
@@ -149,9 +159,10 @@ def _under_whole_norm(
 ) -> LayerHeads:
     """Keys fused beneath a norm that spans all heads.
 
-    Such a norm divides all heads of a token by one number r. With the norm's weights folded into the rows, keys are
-    fused as without a norm; what the new norm divides by, r', differs from r by a factor that varies from token to
-    token. Its root mean square is put right by the new norm's weights, the rest is the error of this form.
+    Such a norm divides all heads of a token by one number r. With the norm's weights folded into
+    the rows, keys are fused as without a norm; what the new norm divides by, r', differs from r by
+    a factor that varies from token to token. Its root mean square is put right by the new norm's
+    weights, the rest is the error of this form.
     """
     if plan.key_heads == plan.num_heads:
         return heads

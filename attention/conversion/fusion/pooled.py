@@ -21,17 +21,21 @@ Groups = Sequence[Sequence[int]]
 
 
 def check_lifted(heads: LayerHeads, plan: LayerPlan) -> None:
-    """Raise ValueError unless there is one key and one value head for each query head of the plan."""
+    """Raise ValueError unless each query head of the plan has one key and one value head."""
     counts = (heads.num_heads, heads.k.shape[0], heads.v.shape[0])
     if counts != (plan.num_heads,) * 3:
         raise ValueError(
-            f"expected lifted heads, {plan.num_heads} queries, keys and values as in the plan, got {counts}; "
+            f"expected lifted heads, {plan.num_heads} queries, keys and values as in the plan, got "
+            f"{counts}; "
             "use LayerHeads.expand"
         )
 
 
 def _mean(rows: Tensor, groups: Groups) -> Tensor:
-    """Mean over each group in float64, `[H, ...]` -> `[G, ...]`; a group of one comes back bit by bit."""
+    """Mean over each group in float64, `[H, ...]` -> `[G, ...]`.
+
+    A group of one comes back bit by bit.
+    """
     return torch.stack([rows[list(group)].double().mean(0) for group in groups]).to(rows.dtype)
 
 
@@ -42,7 +46,11 @@ def mean_fuse(
     statistics: LayerStatistics | None = None,
     geometry: HeadGeometry | None = None,
 ) -> LayerHeads:
-    """Each kept head is the mean of its group's heads; queries and output stay. Raises ValueError if not lifted."""
+    """Each kept head is the mean of its group's heads; queries and output stay.
+
+    Raises:
+        ValueError: If not lifted.
+    """
     check_lifted(heads, plan)
     keys = plan.key_groups
     values = plan.value_groups
@@ -51,14 +59,18 @@ def mean_fuse(
 
 
 def _lost_norm(gram: Tensor, groups: Groups) -> Tensor:
-    """Root-mean-square norm of a group's heads over that of their mean, `[G]`; 1 for a group of one or a zero mean."""
+    """Root-mean-square norm of a group's heads over that of their mean, `[G]`.
+
+    1 for a group of one or a zero mean.
+    """
     factors = []
     for group in groups:
         index = torch.tensor(group)
         inner = torch.einsum("ijdd->ij", gram[index[:, None], index])
         members = inner.diagonal().mean()
         pooled = inner.mean()
-        # Below this the mean is rounding alone; blowing it up would put noise in the place of a head.
+        # Below this the mean is rounding alone; blowing it up would put noise in the place of a
+        # head.
         alive = len(group) > 1 and pooled > 1e-12 * members
         factors.append((members / pooled).sqrt() if alive else torch.ones_like(members))
     return torch.stack(factors)
@@ -66,7 +78,10 @@ def _lost_norm(gram: Tensor, groups: Groups) -> Tensor:
 
 @FUSION.part(
     "norm_restored",
-    source="ours: a mean of partly aligned heads is shorter than its parts (seen with Jin 2024, sec. 3.3)",
+    source=(
+        "ours: a mean of partly aligned heads is shorter than its parts (seen with Jin "
+        "2024, sec. 3.3)"
+    ),
     needs=("statistics",),
 )
 def norm_restored_fuse(
@@ -75,11 +90,14 @@ def norm_restored_fuse(
     statistics: LayerStatistics | None,
     geometry: HeadGeometry | None = None,
 ) -> LayerHeads:
-    """The mean, rescaled so that its activations have the root-mean-square norm of the group's activations.
+    """Return the mean, rescaled to the root-mean-square norm of the activations of the group.
 
-    Norms are taken over the calibration tokens, biases included, and biases scale along. With a norm on keys after the
-    projection the scale of a key head has no effect, so keys are the plain mean then.
-    Raises ValueError without statistics or if the heads are not lifted.
+    Norms are taken over the calibration tokens, biases included, and biases scale along. With a
+    norm on keys after the projection the scale of a key head has no effect, so keys are the plain
+    mean then.
+
+    Raises:
+        ValueError: Without statistics or if the heads are not lifted.
     """
     if statistics is None:
         raise ValueError("fusion=norm_restored needs a calibration; pass the layer's statistics")

@@ -1,8 +1,11 @@
-"""The two factorisations behind least-squares fusion: real rank f, and complex rank 1 for each rotary pair.
+"""The two factorisations behind least-squares fusion.
 
-Legend: g members of a group, u different heads among them (query heads that share a head have the same), d head dim,
-f dims treated by the real form, P = r/2 rotary pairs, y_i the activations of member i. Both find one shared head
-y' = sum_i N_i^T y_i and, for each member, the map that reads y_i back from y'.
+Real rank f, and complex rank 1 for each rotary pair.
+
+Legend: g members of a group, u different heads among them (query heads that share a head have the
+same), d head dim, f dims treated by the real form, P = r/2 rotary pairs, y_i the activations of
+member i. Both find one shared head y' = sum_i N_i^T y_i and, for each member, the map that reads
+y_i back from y'.
 """
 
 from __future__ import annotations
@@ -14,13 +17,17 @@ from torch import Tensor
 
 from attention.geometry import RotaryLayout
 
-# Relative size of an eigenvalue below which a direction counts as absent: moments are sums of float32 products.
+# Relative size of an eigenvalue below which a direction counts as absent: moments are sums of
+# float32 products.
 CUTOFF = 1e-10
 
 
 @dataclass(frozen=True)
 class RealFit:
-    """basis N `[u, f, f]`, back L `[g, f, f]` with y_i ~ L_i y', errors `[g]`: the mean of |R_i (y_i - L_i y')|^2."""
+    """basis N `[u, f, f]`, back L `[g, f, f]` with y_i ~ L_i y', errors `[g]`.
+
+    The mean of |R_i (y_i - L_i y')|^2.
+    """
 
     basis: Tensor
     back: Tensor
@@ -30,13 +37,14 @@ class RealFit:
 def fit_real(
     grams: Tensor, metrics: Tensor, which: Tensor | None = None, *, sweeps: int = 0
 ) -> RealFit:
-    """The shared head of g members, each under its own covariance and its own metric.
+    """Return the shared head of g members, each under its own covariance and its own metric.
 
-    grams `[g, u f, u f]`: the Gram of the u different heads among the members under the covariance that a member sees;
-    which `[g]`: the head of each member (default: u = g, in order). metrics `[g, f, f]`: R_h^T R_h, how the error of
-    member h counts. The basis is exact for the mean of the covariances; each read-back is exact for its own. With equal
-    covariances that is the optimum (Eckart and Young), otherwise each of `sweeps` rounds solves the basis for the
-    read-backs and the read-backs for the basis, which only lowers the error.
+    grams `[g, u f, u f]`: the Gram of the u different heads among the members under the covariance
+    that a member sees; which `[g]`: the head of each member (default: u = g, in order). metrics
+    `[g, f, f]`: R_h^T R_h, how the error of member h counts. The basis is exact for the mean of the
+    covariances; each read-back is exact for its own. With equal covariances that is the optimum
+    (Eckart and Young), otherwise each of `sweeps` rounds solves the basis for the read-backs and
+    the read-backs for the basis, which only lowers the error.
     """
     members, dim = metrics.shape[:2]
     heads = grams.shape[1] // dim
@@ -59,8 +67,10 @@ def fit_real(
 
 
 def summed(metrics: Tensor, which: Tensor, heads: int) -> Tensor:
-    """The metrics of the members that have the same head, `[g, f, f]` -> `[u, f, f]`: an error of that head counts in
-    all of them."""
+    """Return the metrics of the members that have the same head, `[g, f, f]` -> `[u, f, f]`.
+
+    An error of that head counts in all of them.
+    """
     return metrics.new_zeros(heads, *metrics.shape[1:]).index_add_(0, which, metrics)
 
 
@@ -73,7 +83,7 @@ def diagonal_blocks(grams: Tensor, which: Tensor, dim: int) -> Tensor:
 
 
 def symmetric_root(matrices: Tensor) -> Tensor:
-    """A symmetric R with R^T R = the given positive semi-definite matrix, `[..., f, f]`."""
+    """Return a symmetric R with R^T R = the given positive semi-definite matrix, `[..., f, f]`."""
     values, vectors = torch.linalg.eigh(matrices)
     return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.transpose(-1, -2)
 
@@ -88,11 +98,9 @@ def _safe(values: Tensor, alive: Tensor) -> Tensor:
 
 
 def _leading_basis(gram: Tensor, roots: Tensor) -> Tensor:
-    """N `[u f, f]` of the best rank-f fit under one covariance, gram `[u f, u f]`, roots `[u, f, f]`.
+    """Return N `[u f, f]` of the best rank-f fit under one covariance.
 
-    The leading f eigenvectors of the weighted Gram [R_i G_ij R_j^T]: the rank-d factorisation of C^(1/2) M by SVD
-    (docs/methods.md, section 6), written in the members' own coordinates, among which its solution always lies. The
-    directions are scaled halfway between the members' coordinates and unit variance.
+    gram `[u f, u f]`, roots `[u, f, f]`.
     """
     dim = roots.shape[1]
     weight = torch.block_diag(*roots)
@@ -107,9 +115,10 @@ def _leading_basis(gram: Tensor, roots: Tensor) -> Tensor:
 def _read_back(
     grams: Tensor, metrics: Tensor, which: Tensor, basis: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """L `[g, f, f]`, the least-squares map from the shared head to each member under its own covariance, and errors.
+    """Return the least-squares map from the shared head to each member, `[g, f, f]`, and errors.
 
-    grams `[g, u f, u f]`, basis `[u f, f]`. L is the best in every metric at once, so the metric enters errors alone.
+    Each is under the member's own covariance: grams `[g, u f, u f]`, basis `[u f, f]`. The map is
+    the best in every metric at once, so the metric enters errors alone.
     """
     members, dim = metrics.shape[:2]
     seen = grams @ basis
@@ -126,10 +135,12 @@ def _read_back(
 def _refit_basis(
     grams: Tensor, metrics: Tensor, which: Tensor, back: Tensor, start: Tensor
 ) -> Tensor:
-    """The best N for given L: sum_h C_h N L_h^T P_h L_h = sum_h C_h[:, h] P_h L_h, by conjugate gradients from `start`.
+    """Return the best N for given L.
 
-    Preconditioned by the same equation under the mean covariance and the mean of L^T P L, which is solved directly;
-    so a few iterations do, and every one of them lowers the error.
+    Sum_h C_h N L_h^T P_h L_h = sum_h C_h[:, h] P_h L_h, by conjugate gradients from `start`.
+
+    Preconditioned by the same equation under the mean covariance and the mean of L^T P L, which is
+    solved directly; so a few iterations do, and every one of them lowers the error.
     """
     members, dim = metrics.shape[:2]
     weights = back.transpose(1, 2) @ metrics @ back
@@ -150,7 +161,9 @@ def _refit_basis(
         image = apply(direction)
         curvature = (direction * image).sum()
         if curvature <= 0:
-            break  # moments of few tokens are singular but for rounding, which may be negative: no step is safe there
+            # Moments of few tokens are singular but for rounding, which may be negative: no step is
+            # safe there.
+            break
         length = power / curvature
         n = n + length * direction
         residual = residual - length * image
@@ -170,19 +183,22 @@ def _pseudo_inverse(matrix: Tensor, ridge: float) -> Tensor:
 
 
 def _size_factor(grams: Tensor, which: Tensor, basis: Tensor) -> Tensor:
-    """What the shared head must be multiplied by to have the members' root-mean-square norm, `[]`."""
+    """Return the factor `[]` that gives the shared head the members' root-mean-square norm."""
     pooled = grams.mean(0)
     shared = ((pooled @ basis) * basis).sum()
     members = pooled.diagonal().view(-1, basis.shape[1]).sum(1)[which].mean()
     return (members / shared).sqrt() if shared > 0 else torch.ones_like(shared)
 
 
-# ---- rotary pairs -----------------------------------------------------------------------------------------------
+# ---- rotary pairs -----------------------------------------------------------------------------
 
 
 def complex_gram(rows: Tensor, moment: Tensor, layout: RotaryLayout) -> Tensor:
-    """`[P, H, H]` complex: mean of z_i conj(z_j), where z = y_first + i y_second, of the outputs y of rows `[H, d, e]`
-    whose inputs have this moment `[e, e]`. Of their Gram only what lies within pairs is multiplied."""
+    """`[P, H, H]` complex.
+
+    Mean of z_i conj(z_j), where z = y_first + i y_second, of the outputs y of rows `[H, d, e]`
+    whose inputs have this moment `[e, e]`. Of their Gram only what lies within pairs is multiplied.
+    """
 
     def pairs(y: Tensor) -> Tensor:
         return torch.complex(y[:, list(layout.first)], y[:, list(layout.second)]).transpose(0, 1)
@@ -196,11 +212,14 @@ def pair_energy(power: Tensor, layout: RotaryLayout) -> Tensor:
 
 
 def fit_complex(gram: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
-    """The shared key of each pair and each member's complex scale: N `[P, g]` and s `[P, g]`.
+    """Return the shared key of each pair and each member's complex scale.
 
-    z' = sum_i conj(N_i) z_i and z_i ~ s_i z'. gram `[P, g, g]` from `complex_gram`, energy `[P, g]` the members' mean
-    query energy. Both come from the leading eigenvector of the weighted Gram sqrt(e_i) G_ij sqrt(e_j). The free modulus
-    is fixed so that z' has the members' mean energy, the free phase so that the heaviest member keeps its own.
+    N `[P, g]` and s `[P, g]`.
+
+    z' = sum_i conj(N_i) z_i and z_i ~ s_i z'. gram `[P, g, g]` from `complex_gram`, energy `[P, g]`
+    the members' mean query energy. Both come from the leading eigenvector of the weighted Gram
+    sqrt(e_i) G_ij sqrt(e_j). The free modulus is fixed so that z' has the members' mean energy, the
+    free phase so that the heaviest member keeps its own.
     """
     tiny = torch.finfo(energy.dtype).tiny
     weight = energy.clamp_min(CUTOFF * energy.amax(1, keepdim=True)).clamp_min(tiny).sqrt()
@@ -221,9 +240,12 @@ def fit_complex(gram: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def complex_error(gram: Tensor, energy: Tensor) -> Tensor:
-    """All but the leading eigenvalue of the weighted Gram, over all pairs: `[..., P, g, g]`, `[..., P, g]` -> `[...]`.
+    """All but the leading eigenvalue of the weighted Gram, over all pairs.
 
-    Halved: at a random phase between query and key, Re(conj(q) dz) has half the energy of |q|^2 |dz|^2.
+    `[..., P, g, g]`, `[..., P, g]` -> `[...]`.
+
+    Halved: at a random phase between query and key, Re(conj(q) dz) has half the energy of |q|^2
+    |dz|^2.
     """
     weight = energy.clamp_min(0).sqrt()
     values = torch.linalg.eigvalsh(weight[..., :, None] * gram * weight[..., None, :])

@@ -1,10 +1,14 @@
-"""Signs of rotary pairs: all that may be turned beneath an RMS norm of the queries and keys of each head.
+"""Signs of rotary pairs.
 
-Such a norm divides a head by one number and weighs its dims. A turn would mix dims of different weights; to negate both
-dims of a rotary pair, in a key and in the queries that read it, leaves every score as it was. Heads of a trained model
-often agree in a pair but for that sign, and a mean of them cancels.
+All that may be turned beneath an RMS norm of the queries and keys of each head.
 
-Legend: H heads, g members, d head dim, U units: rotary pairs, then single dims without rotary embedding.
+Such a norm divides a head by one number and weighs its dims. A turn would mix dims of different
+weights; to negate both dims of a rotary pair, in a key and in the queries that read it, leaves
+every score as it was. Heads of a trained model often agree in a pair but for that sign, and a mean
+of them cancels.
+
+Legend: H heads, g members, d head dim, U units: rotary pairs, then single dims without rotary
+embedding.
 """
 
 from __future__ import annotations
@@ -21,16 +25,24 @@ from attention.heads import LayerHeads
 
 
 def unit_gram(rows: Tensor, moment: Tensor, layout: RotaryLayout) -> Tensor:
-    """Inner products of heads in each unit, `[U, H, H]`, of the outputs of rows `[H, d, e]` whose inputs have this
-    moment `[e, e]`."""
+    """Return the inner products of heads in each unit, `[U, H, H]`.
+
+    Args:
+        rows: `[H, d, e]`.
+        moment: `[e, e]`, that of the inputs of the rows.
+        layout: Which dims are rotary pairs.
+    """
     singles = rows[:, list(layout.free)]
     among_singles = (singles @ moment.to(rows)).transpose(0, 1) @ singles.permute(1, 2, 0)
     return torch.cat([complex_gram(rows, moment, layout).real, among_singles])
 
 
 def signs(gram: Tensor) -> Tensor:
-    """`[..., g, g]` -> 1 or -1 for each member `[..., g]`, with a large sum of s_i s_j gram_ij: those of the leading
-    eigenvector, then one head at a time while that adds most. The first member keeps its own."""
+    """`[..., g, g]` -> 1 or -1 for each member `[..., g]`, with a large sum of s_i s_j gram_ij.
+
+    Those of the leading eigenvector, then one head at a time while that adds most. The first member
+    keeps its own.
+    """
     leading = torch.linalg.eigh(gram)[1][..., -1]
     chosen = torch.where(leading * leading[..., :1] < 0, -1.0, 1.0).to(gram)
     between = gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))
@@ -49,7 +61,7 @@ def with_signs(
     statistics: LayerStatistics,
     geometry: HeadGeometry,
 ) -> LayerHeads:
-    """An equivalent layer of lifted heads, whose keys agree better within each group."""
+    """Return an equivalent layer of lifted heads, whose keys agree better within each group."""
     layout = geometry.rotary
     gram = unit_gram(augmented(heads.k, heads.k_bias).double(), statistics.input_moment, layout)
     turns = torch.ones(heads.num_heads, heads.head_dim, dtype=torch.float64, device=gram.device)

@@ -1,5 +1,8 @@
-"""Refinement: bring a converted model's layers back towards the original's, without any language-model training.
+"""Refinement.
 
-A part is `f(original, converted, sequences, *, first, **knobs) -> tuple[LayerFit, ...]`, changes `converted` in place
-and keeps a change of a layer only if it lowers the error on sequences that the fit has not seen. `first`: see `refine`.
+Bring a converted model's layers back towards the original's, without any language-model training.
+
+A part is `f(original, converted, sequences, *, first, **knobs) -> tuple[LayerFit, ...]`, changes
+`converted` in place and keeps a change of a layer only if it lowers the error on sequences that the
+fit has not seen. `first`: see `refine`.
 """

@@ -24,7 +24,9 @@ _mixed: dict[nn.Module, Tensor] = {}
 
 @dataclass(frozen=True)
 class Record:
-    """One batch at one layer: the attention module's arguments, its output `[B, T, D]`, the stream entering the layer.
+    """One batch at one layer.
+
+    The attention module's arguments, its output `[B, T, D]`, the stream entering the layer.
 
     `mixed [B, T, H·d]` is what the heads hand to the output projection (Headfold models only).
     """
@@ -78,8 +80,13 @@ def _recording_mixed(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def recorded(streams: Streams, layer: int) -> Iterator[Record]:
-    """Run each batch of `streams` up to and including the attention of `layer`, one `Record` a batch. Nothing above
-    runs, and what lies below only as far as `streams` has not run it yet."""
+    """Run the batches of `streams` up to and including the attention of `layer`.
+
+    Nothing above runs, and what lies below only as far as `streams` has not run it yet.
+
+    Yields:
+        One `Record` per batch.
+    """
     entered: list[Tensor] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -100,7 +107,10 @@ def recorded(streams: Streams, layer: int) -> Iterator[Record]:
 
 
 def split_held_out(sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequences to fit on and sequences to check on: every eighth one (at least one) is kept for the check."""
+    """Sequences to fit on and sequences to check on.
+
+    Every eighth one (at least one) is kept for the check.
+    """
     check = torch.zeros(len(sequences), dtype=torch.bool)
     check[7::8] = True
     if not check.any():

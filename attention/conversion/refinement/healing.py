@@ -1,7 +1,11 @@
-"""Heal: ridge refit of each output projection, layer by layer, on inputs from the already converted layers below.
+"""Heal.
 
-Legend: N tokens, F = H·d features (the mixed values of all heads, one constant more with a bias), D model dim,
-Z `[N, F]` features of the converted model, Y `[N, D]` target, W `[F, D]` the output projection.
+Ridge refit of each output projection, layer by layer, on inputs from the already converted layers
+below.
+
+Legend: N tokens, F = H·d features (the mixed values of all heads, one constant more with a bias), D
+model dim, Z `[N, F]` features of the converted model, Y `[N, D]` target, W `[F, D]` the output
+projection.
 """
 
 from __future__ import annotations
@@ -63,8 +67,11 @@ def _features(mixed: Tensor, bias: bool) -> Tensor:
 
 @dataclass
 class SideBySide:
-    """The original model and the converted one on the same sequences; `mixed` `[B, T, H·d]` of each batch: what the
-    heads of the converted one's present layer hand to its output projection."""
+    """The original model and the converted one on the same sequences.
+
+    `mixed` `[B, T, H·d]` of each batch: what the heads of the converted one's present layer hand to
+    its output projection.
+    """
 
     original: Text
     converted: Streams
@@ -85,8 +92,10 @@ class SideBySide:
             yield _features(converted.mixed, bias), y.flatten(0, 1)
 
     def advance(self, layer: int, heads: LayerHeads) -> None:
-        """Bring the converted streams to the entrance of `layer`. Its attention below, of these `heads`, need not mix
-        values again."""
+        """Bring the converted streams to the entrance of `layer`.
+
+        Its attention below, of these `heads`, need not mix values again.
+        """
         weight = _weight(heads)
         outputs = (
             (_features(m, heads.o_bias is not None) @ weight).to(m).view(*m.shape[:2], -1)
@@ -117,7 +126,10 @@ def _errors(weights: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]]) -
 
 
 def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
-    """argmin over V of `|Z V - Y|^2 + lambda |V - W|^2`, lambda = ridge x mean diagonal of `Z^T Z`."""
+    """Return argmin over V of `|Z V - Y|^2 + lambda |V - W|^2`.
+
+    lambda = ridge x mean diagonal of `Z^T Z`.
+    """
     penalty = ridge * zz.diagonal().mean() * torch.eye(len(zz), dtype=zz.dtype, device=zz.device)
     return weight + torch.cholesky_solve(zy - zz @ weight, torch.linalg.cholesky(zz + penalty))
 
@@ -125,14 +137,27 @@ def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
 def heal_layer(
     fit: SideBySide, check: SideBySide, layer: int, number: int, ridge: float, carry: float
 ) -> LayerFit:
-    """Refit one layer's output projection of the converted model in place, if that helps on the sequences of `check`;
-    both are then at the next layer. `number`: of the layer in its checkpoint. Raises ValueError for shared output
-    projections."""
+    """Refit one layer's output projection of the converted model in place, if that helps.
+
+    It helps if the error on `check` is lower. Both models are at the next layer afterwards.
+
+    Args:
+        fit: The models on the sequences to fit on.
+        check: The models on the sequences to judge by.
+        layer: Number of the layer in the models.
+        number: Number of the layer in its checkpoint.
+        ridge: Weight of the distance to the former projection.
+        carry: Share of the stream difference that the target takes over.
+
+    Raises:
+        ValueError: For shared output projections.
+    """
     converted = fit.converted.model
     module = fit.converted.modules[layer]
     if shares := plan_of(converted).output_shares:
         raise ValueError(
-            f"a refit of one layer's output projection would change the {len(shares)} heads that share theirs in other "
+            f"a refit of one layer's output projection would change the {len(shares)} heads that "
+            f"share theirs in other "
             "layers; train the whole model, or leave sharing.output false"
         )
     family = family_of(converted.config)

@@ -1,10 +1,10 @@
 """Local fit: each converted attention layer is trained alone towards the original layer's output.
 
-The inputs are those of the *original* model at that layer, so layers do not depend on each other. For the same time
-small batches and many steps end lower than few steps on all tokens, and queries and keys want larger steps than values
-and output where heads share keys (benchmarks/LOG.md).
+The inputs are those of the *original* model at that layer, so layers do not depend on each other.
+For the same time small batches and many steps end lower than few steps on all tokens, and queries
+and keys want larger steps than values and output where heads share keys (benchmarks/LOG.md).
 
-Legend: N sequences, T tokens, D model dim, B sequences a step.
+Legend: N sequences, T tokens, D model dim, B sequences per step.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ FIT_KNOBS = (
     Knob("fit_tokens", "int", "calibration tokens that are held in memory and fitted on", 2),
 )
 FIT_DECAY = 1 / 3
-"""In a local fit of a layer with fused keys the error falls as the number of steps to the power -FIT_DECAY, from 60 to
-480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
-FEW_LAYERS = (
-    10  # up to so many that are fitted get the same number of steps; more of them share that sum
-)
-_LEAST_SHARE = 1 / 3
-"""Of the steps that a layer would get among few, the mean among many layers at least: on a public model of 30 layers a
-third of the steps ends 1.1 times as far from the original's output (benchmarks/LOG.md)."""
+"""In a local fit of a layer with fused keys the error falls as the number of steps to the power
+-FIT_DECAY, from 60 to 480 steps (benchmarks/LOG.md: medians of three checkpoints)."""
+FEW_LAYERS = 6
+"""Layers that get the same number of steps each; more of them share the steps of so many."""
+_LEAST_SHARE = 1 / 4
+"""Mean number of steps of many layers, as a share of those of few, at least. On a public model of
+30 layers a quarter of the steps ends 1.15 times as far from the original's output
+(benchmarks/LOG.md)."""
 NEAR = 2
-"""Windows of each sequence that a short fit for planning looks at. Distances among layers are as with all windows, at
-half of the time (benchmarks/LOG.md)."""
+"""Windows of each sequence that a short fit for planning looks at. Distances among layers are as
+with all windows, at half of the time (benchmarks/LOG.md)."""
 BETAS = (0.8, 0.9)
 # Projections and norms of queries and keys, which every layer with fused keys has apart.
 _LOGITS = ("q_", "k_")
@@ -79,10 +79,13 @@ Report = Callable[[], None]
 
 @dataclass(frozen=True)
 class LayerTask:
-    """What one layer is fitted to, in float32: `inputs`, `targets` `[N, T, D]` to fit on and `check` to judge by.
+    """What one layer is fitted to, in float32.
 
-    `example` is a record of B sequences: its other arguments serve for any B sequences of as many tokens. A step looks
-    at one of the `parts` of their positions, (first, end) each, with all keys before it.
+    `inputs`, `targets` `[N, T, D]` to fit on and `check` to judge by.
+
+    `example` is a record of B sequences: its other arguments serve for any B sequences of as many
+    tokens. A step looks at one of the `parts` of their positions, (first, end) each, with all keys
+    before it.
     """
 
     inputs: Tensor
@@ -121,8 +124,10 @@ class LayerTask:
 
 @dataclass(frozen=True)
 class FitTexts:
-    """What layers are fitted on, as many sequences as a step takes, and what layers are judged by; `positions` of each
-    sequence a step looks at, at most."""
+    """What layers are fitted on, as many sequences as a step takes, and what layers are judged by.
+
+    `positions` of each sequence a step looks at, at most.
+    """
 
     fit: Text
     step: Text
@@ -131,7 +136,10 @@ class FitTexts:
 
     @classmethod
     def of(cls, original: Original, sequences: Tensor, step_tokens: int = STEP_TOKENS) -> FitTexts:
-        """Of `sequences` `[N, T]` a part is kept for the check; a step takes about `step_tokens`."""
+        """Of `sequences` `[N, T]` a part is kept for the check.
+
+        A step takes about `step_tokens`.
+        """
         fit, check = split_held_out(sequences)
         batch = min(sequences_a_step(sequences.shape[1], step_tokens), len(fit))
         judged = original.on(check)
@@ -147,17 +155,23 @@ def sequences_a_step(length: int, step_tokens: int = STEP_TOKENS) -> int:
 
 
 def steps_in_all(steps: int, layers: int) -> float:
-    """Adam steps of the local fits of so many `layers` together, where few layers get `steps` each."""
+    """Return the Adam steps of the local fits of `layers` layers together.
+
+    `steps` is what each of a few layers gets.
+    """
     return steps * min(layers, max(FEW_LAYERS, _LEAST_SHARE * layers))
 
 
 def shared_steps(steps: int, increases: Sequence[float]) -> list[int]:
-    """Adam steps of each layer where `increases` of the loss are expected of them: more for those that cost most.
+    """Adam steps of each layer where `increases` of the loss are expected of them.
 
-    Up to `FEW_LAYERS` layers that cost something get `steps` each; more of them share `steps_in_all`. The sum of c n^-p
-    over layers is least, for a number of steps in all, where n is as c to the power 1 / (1 + p). A layer gets at least
-    `CHECK_EVERY` steps, or `steps` if these are fewer, and at most twice `steps`; one that costs nothing is not
-    counted, since it is not fitted.
+    More for those that cost most.
+
+    Up to `FEW_LAYERS` layers that cost something get `steps` each; more of them share
+    `steps_in_all`. The sum of c n^-p over layers is least, for a number of steps in all, where n is
+    as c to the power 1 / (1 + p). A layer gets at least `CHECK_EVERY` steps, or `steps` if these
+    are fewer, and at most twice `steps`; one that costs nothing is not counted, since it is not
+    fitted.
     """
     costs = [max(increase, 0.0) for increase in increases]
     fitted = sum(cost > 0 for cost in costs)
@@ -197,7 +211,7 @@ def _call(module: nn.Module, record: Record, inputs: Tensor | None = None) -> Te
 
 @torch.no_grad()
 def output_errors(module: nn.Module, records: Sequence[Record]) -> Iterator[Tensor]:
-    """attention - target `[B, T, D]` of each record."""
+    """Attention - target `[B, T, D]` of each record."""
     for record in records:
         yield _call(module, record) - record.output
 
@@ -210,12 +224,13 @@ def layer_error(module: nn.Module, records: Sequence[Record]) -> float:
 
 
 def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
-    """The largest step of each parameter, for a rate of 1.
+    """Return the largest step of each parameter, for a rate of 1.
 
-    A step as large as the parameter's size changes an output by its own size if all weights of a row move along.
-    Queries and keys have the more to change the more heads share a key: they get root(`shared_by` / 2) of it, all else
-    half of it. The size of a matrix of F inputs is its root mean square over the root of F. A bias has that of its
-    matrix, a norm's weight, which has none, the mean of the matrices.
+    A step as large as the parameter's size changes an output by its own size if all weights of a
+    row move along. Queries and keys have the more to change the more heads share a key: they get
+    root(`shared_by` / 2) of it, all else half of it. The size of a matrix of F inputs is its root
+    mean square over the root of F. A bias has that of its matrix, a norm's weight, which has none,
+    the mean of the matrices.
     """
     sizes = (
         (p, float(p.detach().square().mean().sqrt())) for p in module.parameters() if p.dim() > 1
@@ -234,7 +249,7 @@ def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
 
 
 def _batches(count: int, batch: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Indices of the sequences of each step: all in random order, then all again."""
+    """Yield the indices of the sequences of each step: all in random order, then all again."""
     order = torch.empty(0, dtype=torch.long)
     for _ in range(steps):
         while len(order) < batch:
@@ -253,14 +268,23 @@ def fit_module(
     shared_by: float,
     report: Report = lambda: None,
 ) -> tuple[float, float, FitWork]:
-    """Train `module` (float32) in place; it ends in the best state met on the held-out records, the first included.
-    Returns the held-out error before and after, and the work. `shared_by`: key heads of the original for each that the
-    converted layer keeps; 1 where no keys are fused. `report` is called after each step.
+    """Train `module` (float32) in place.
 
-    Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the steps were too
-    large for this layer: it is tried again with smaller ones, `RETRIES` times at most. Where only values are fused
-    the first rate is at most the root of the squared error before the fit, relative to the target's power: a larger one
-    only adds to that error (benchmarks/LOG.md).
+    It ends in the best state met on the held-out records, the first included. `report` is called
+    after each step.
+
+    Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the
+    steps were too large for this layer: it is tried again with smaller ones, `RETRIES` times at
+    most. Where only values are fused the first rate is at most the root of the squared error before
+    the fit, relative to the target's power: a larger one only adds to that error
+    (benchmarks/LOG.md).
+
+    Args:
+        shared_by: Key heads of the original for each that the converted layer keeps; 1 where no
+            keys are fused.
+
+    Returns:
+        The held-out error before and after, and the work.
     """
     before = layer_error(module, task.check)
     rate = rate if shared_by > 1 else min(rate, math.sqrt(before))
@@ -292,8 +316,13 @@ def _train(
     before: float,
     report: Report,
 ) -> tuple[float, int]:
-    """Lowest held-out error, the module being left in that state, and the steps made; `rates`: the largest of each
-    parameter. Stops halfway if the error is not below `before` by then."""
+    """Lowest held-out error, the module being left in that state, and the steps made.
+
+    Stops halfway if the error is not below `before` by then.
+
+    Args:
+        rates: The largest of each parameter.
+    """
     best = before
     best_state = copy.deepcopy(module.state_dict())
     steps_made = 0
@@ -353,15 +382,28 @@ def fit_layer(
     rate: float,
     report: Report,
 ) -> LayerFit:
-    """Train one attention layer of `converted`, in float32, towards the original's on `texts`, and put it in place if
-    that helps on held-out sequences. `number`: of the layer in its checkpoint, by which it is seeded; `report` is
-    called after each step. Raises ValueError for a model with shared heads, whose weights serve other layers as well.
+    """Train one attention layer of `converted` towards the original's, in float32.
+
+    It is put in place if that helps on held-out sequences.
+
+    Args:
+        converted: The model that is changed.
+        texts: What the original does on the sequences to fit on and to judge by.
+        layer: Number of the layer in `converted`.
+        number: Number of the layer in its checkpoint, by which it is seeded.
+        steps: Adam steps.
+        rate: Peak learning rate.
+        report: Called after each step.
+
+    Raises:
+        ValueError: For a model with shared heads, whose weights serve other layers as well.
     """
     plan = plan_of(converted)
     converted_plan = plan_of(texts.fit.original.model)
     if shares := plan.head_shares:
         raise ValueError(
-            f"a local fit trains each layer alone, and {len(shares)} heads of this model are shared among layers; "
+            f"a local fit trains each layer alone, and {len(shares)} heads of this model are "
+            f"shared among layers; "
             "train the whole model, or use refinement=heal"
         )
     if plan.layers[layer] == converted_plan.layers[layer]:
@@ -403,8 +445,11 @@ def fit_heal(
     fit_tokens: int = FIT_TOKENS,
     **knobs: Any,
 ) -> tuple[LayerFit, ...]:
-    """Local fit of every layer, small ones side by side, then heal from the first layer to the last. `layer_steps`: of
-    each layer, in the place of `fit_steps`."""
+    """Fit every layer locally, small ones side by side, then heal from the first layer to the last.
+
+    Args:
+        layer_steps: Steps of each layer, in place of `fit_steps`.
+    """
     texts = FitTexts.of(
         original, sequences[: max(2, fit_tokens // sequences.shape[1])], step_tokens
     )

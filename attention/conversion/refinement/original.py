@@ -1,7 +1,8 @@
-"""The original model, and what it does at each layer on the texts that others are fitted to and judged by.
+"""The original model, and what it does at each layer on the texts of fits and checks.
 
-Estimates of loss increases, local fits and refits look at the same layers on the same sequences. A small model runs
-through them once; of a large one, whose fits take most of the time, each layer is run again when it is asked for.
+Estimates of loss increases, local fits and refits look at the same layers on the same sequences. A
+small model runs through them once; of a large one, whose fits take most of the time, each layer is
+run again when it is used.
 
 Legend: L layers, N sequences, T tokens, D model dim.
 """
@@ -24,8 +25,10 @@ STORED_BYTES = 512 * 2**20
 
 
 def bytes_to_keep(layers: int, tokens: int, width: int, itemsize: int) -> int:
-    """Bytes that are kept of so many tokens, of which an eighth is for the check: all that enters and leaves the
-    attention of each layer, and what enters the layer."""
+    """Bytes that are kept of so many tokens, of which an eighth is for the check.
+
+    All that enters and leaves the attention of each layer, and what enters the layer.
+    """
     needed = 3 * layers * tokens * width * itemsize
     return min(needed, STORED_BYTES) if needed * 7 // 8 <= STORED_BYTES else 0
 
@@ -41,11 +44,11 @@ class Original:
 
     @classmethod
     def of(cls, model: PreTrainedModel | Original) -> Original:
-        """The same if it is one already; of a model one that keeps nothing."""
+        """Return the same if it is one already; of a model one that keeps nothing."""
         return model if isinstance(model, Original) else cls(model, most=0)
 
     def on(self, sequences: Tensor, batch_size: int = AT_ONCE) -> Text:
-        """The model on `sequences` `[N, T]`: the same object for the same tokens."""
+        """Return the model on `sequences` `[N, T]`: the same object for the same tokens."""
         batch_size = batch_of(sequences.shape[1], batch_size)
         key = (batch_size, sequences.shape, sequences.cpu().numpy().tobytes())
         if key not in self._texts:
@@ -53,8 +56,10 @@ class Original:
         return self._texts[key]
 
     def keeps(self, needed: int) -> bool:
-        """Whether so many more bytes are kept. Once they are too many nothing further is: half of what layers do would
-        save little."""
+        """Whether so many more bytes are kept.
+
+        Once they are too many nothing further is: half of what layers do would save little.
+        """
         fits = needed <= self.room
         self.room = self.room - needed if fits else 0
         return fits
@@ -72,7 +77,7 @@ class Text:
         self._keeps: bool | None = None  # known once the size of a record is
 
     def at(self, layer: int) -> Iterable[Record]:
-        """One record a batch, to be looked through once."""
+        """One record per batch, to be looked through once."""
         if layer in self._kept:
             return self._kept[layer]
         if layer - 1 == self._streams.layer and len(self._outputs) == len(self._streams.batches):
@@ -87,7 +92,10 @@ class Text:
         return records
 
     def _watched(self, records: Iterable[Record]) -> Iterator[Record]:
-        """The same records; what the attention puts out stays, so that it need not run on the way to the next layer."""
+        """Yield the same records.
+
+        What the attention puts out stays, so that it need not run on the way to the next layer.
+        """
         for record in records:
             self._outputs.append(record.output)
             yield record

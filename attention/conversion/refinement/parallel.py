@@ -1,4 +1,4 @@
-"""Layers beside each other: independent work on small layers, a thread each."""
+"""Independent work on small layers at the same time, a thread each."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from torch import nn
 Result = TypeVar("Result")
 
 SMALL_LAYER = 4_000_000
-"""Parameters of a layer up to which its operations are too short to be spread over threads themselves; above it they
-are not, and several layers at a time would only take several times the memory."""
+"""Parameters of a layer up to which its operations are too short to be spread over threads
+themselves; above it they are not, and several layers at a time would only take several times the
+memory."""
 
 ONE_AT_A_TIME = threading.Lock()
 """Held by whoever runs the whole model: hooks that look at one layer see every pass through it."""
 
 
 def largest(modules: Iterable[nn.Module]) -> int:
-    """Number of parameters of the largest module."""
+    """Return the number of parameters of the largest module."""
     return max(sum(p.numel() for p in module.parameters()) for module in modules)
 
 
 def layers_at_once(count: int, parameters: int, device: torch.device) -> int:
-    """How many of `count` layers of so many `parameters` are worked on at once: on the CPU as many as torch has
-    threads, if a layer has at most `SMALL_LAYER` parameters; else one."""
+    """How many of `count` layers of so many `parameters` are worked on at once.
+
+    On the CPU as many as torch has threads, if a layer has at most `SMALL_LAYER` parameters; else
+    one.
+    """
     threads = torch.get_num_threads()
     return 1 if device.type != "cpu" or parameters > SMALL_LAYER else max(1, min(threads, count))
 
@@ -37,8 +41,8 @@ def each_layer(
 ) -> list[Result]:
     """`work(i)` of layers 0 to `count` - 1, in that order whatever ends first.
 
-    As many at a time as `layers_at_once` says, each on one thread; one at a time on all of them. The first error is raised once
-    the layers that had begun have ended.
+    As many at a time as `layers_at_once` says, each on one thread; one at a time on all of them.
+    The first error is raised once the layers that had begun have ended.
     """
     threads = torch.get_num_threads()
     at_once = layers_at_once(count, parameters, device)

@@ -15,9 +15,14 @@ from attention.conversion.refinement.original import Original
 
 @dataclass(frozen=True)
 class FitWork:
-    """What it took to optimise single layers: Adam steps, tokens that went through a layer in them (each time that one
-    did), and floating-point operations: 6 a parameter of the layer's attention and token, as they are counted for a
-    training; the products of attention itself are left out."""
+    """What it took to optimise single layers.
+
+    Attributes:
+        optimizer_steps: Adam steps.
+        tokens: Tokens that went through a layer in them, each time that one did.
+        flops: Floating-point operations: 6 per parameter of the layer's attention and token, as
+            they are counted for a training; the products of attention itself are left out.
+    """
 
     optimizer_steps: int = 0
     tokens: int = 0
@@ -33,8 +38,15 @@ class FitWork:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """Held-out error of one layer before and after, relative to the target's power, whether the change was kept, and
-    the work that it took; none for a fit in closed form."""
+    """Held-out error of one layer before and after a step of a refinement.
+
+    Attributes:
+        step: Name of the step.
+        layer: Number of the layer in its checkpoint.
+        before: Error relative to the target's power.
+        after: The same after the step.
+        work: What the step took; nothing for a fit in closed form.
+    """
 
     step: str
     layer: int
@@ -57,13 +69,24 @@ def refine(
     first: int = 0,
     layer_steps: Sequence[int] | None = None,
 ) -> tuple[LayerFit, ...]:
-    """Run the refinement `name` on `converted` in place: one entry a layer and step, in the order in which they ran.
+    """Run the refinement `name` on `converted` in place.
 
-    `original`: an `Original` where others look at the same layers. `sequences` `[N, T]` are calibration tokens.
-    `first`: the number in its checkpoint of the models' first layer, where they are a window of a larger model; layers
-    are seeded and reported by their numbers there. `layer_steps`: of a local fit of each layer, where it is not the
-    same for all. Raises ValueError for an unknown name or setting, or if the part
-    needs sequences and there are fewer than two.
+    Args:
+        name: A part of the axis.
+        original: The model to come close to; an `Original` where others look at the same layers.
+        converted: The model that is changed.
+        sequences: `[N, T]` calibration tokens.
+        settings: Knobs of the part.
+        first: The number in its checkpoint of the models' first layer, where they are a window of a
+            larger model; layers are seeded and reported by their numbers there.
+        layer_steps: Steps of a local fit of each layer, where it is not the same for all.
+
+    Returns:
+        One entry per layer and step, in the order in which they ran.
+
+    Raises:
+        ValueError: For an unknown name or setting, or if the part needs sequences and there are
+            fewer than two.
     """
     part = REFINEMENT.get(name)
     knobs = part.settings(settings)
@@ -78,5 +101,5 @@ def refine(
 def keep(
     original: Original, converted: PreTrainedModel, sequences: Tensor | None, *, first: int = 0
 ) -> tuple[LayerFit, ...]:
-    """The closed-form conversion as it is."""
+    """Return the closed-form conversion as it is."""
     return ()

@@ -1,8 +1,9 @@
 """Some positions of a sequence at a time, each with all keys and values before it.
 
-A step of a fit on a window costs what a step on a short sequence does, and yet sees the distances of a long one.
+A step of a fit on a window costs what a step on a short sequence does, and yet sees the distances
+of a long one.
 
-Legend: B sequences, T tokens a sequence, S tokens up to the end of a window, D model dim.
+Legend: B sequences, T tokens per sequence, S tokens up to the end of a window, D model dim.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ class _Reached(Exception):
 
 
 class _Prefix(DynamicCache):
-    """Keys and values of the positions before a window, with gradients. The first call with it ends once they are
-    made."""
+    """Keys and values of the positions before a window, with gradients.
+
+    The first call with it ends once they are made.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,14 +56,17 @@ def windows(length: int, positions: int) -> list[tuple[int, int]]:
 
 
 def uncached(record: Record) -> dict[str, Any]:
-    """The record's named arguments, but for a cache."""
+    """Return the record's named arguments, but for a cache."""
     return {name: value for name, value in record.kwargs.items() if name not in CACHE_NAMES} | {
         "use_cache": False
     }
 
 
 def cache_name(module: nn.Module) -> str | None:
-    """By which name the module takes a cache, if it does. Composition keeps more than keys and values there: None."""
+    """By which name the module takes a cache, if it does.
+
+    Composition keeps more than keys and values there: None.
+    """
     parameters = inspect.signature(module.forward).parameters
     return (
         None
@@ -70,8 +76,20 @@ def cache_name(module: nn.Module) -> str | None:
 
 
 def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end: int) -> Tensor:
-    """The module's output `[B, end - first, D]` at the positions from `first` to `end` of `inputs` `[B, T, D]`, called
-    as in `record`: what it makes of whole sequences, there."""
+    """Return the module's output at some positions, called as in `record`.
+
+    It equals the output for whole sequences, there.
+
+    Args:
+        module: The attention module.
+        record: A call of it on whole sequences.
+        inputs: `[B, T, D]`.
+        first: First position.
+        end: Position after the last.
+
+    Returns:
+        `[B, end - first, D]`.
+    """
     length = inputs.shape[1]
     whole = record.args, uncached(record)
     if hasattr(module, "composition"):  # its cache holds more than keys and values
@@ -106,7 +124,10 @@ def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end:
 
 @contextmanager
 def _without_queries(module: nn.Module) -> Iterator[None]:
-    """Zeros in the place of queries, which positions before a window need not have: a tenth of a step's time."""
+    """Zeros in the place of queries, which positions before a window need not have.
+
+    A tenth of a step's time.
+    """
     projection = getattr(module, "q_proj", None)
     if not isinstance(projection, nn.Linear):
         yield
@@ -121,7 +142,7 @@ def _without_queries(module: nn.Module) -> Iterator[None]:
 
 
 def _cut(value: Any, length: int, first: int, end: int) -> Any:
-    """Of all tensors in `value` that have a row for each of `length` positions, the rows of a window."""
+    """Return the rows of a window of all tensors in `value` that have `length` rows."""
     if isinstance(value, Tensor):
         shape = value.shape
         if len(shape) > 1 and shape[-2] == length:  # a table of a position embedding

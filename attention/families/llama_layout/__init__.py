@@ -1,1 +1,4 @@
-"""Families laid out as Llama: separate q, k, v and o projections, RMS norms, gated MLPs (or experts)."""
+"""Families laid out as Llama.
+
+Separate q, k, v and o projections, RMS norms, gated MLPs (or experts).
+"""

@@ -1,4 +1,7 @@
-"""Gemma (1): the head dim is a field of its own, not width over heads; biases are one switch for all projections."""
+"""Gemma (1): the head dim is a field of its own, not width over heads.
+
+Biases are one switch for all projections.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from attention.geometry import HeadGeometry
 
 
 def geometry(config: Any) -> HeadGeometry:
-    """Raises ValueError for bidirectional attention, which keeps no cache."""
+    """Raise ValueError for bidirectional attention, which keeps no cache."""
     check_causal(config, "Gemma")
     return _separate.geometry(config, family="gemma")
 
@@ -20,7 +23,8 @@ def check_causal(config: Any, name: str) -> None:
     """Raise ValueError for a Gemma with bidirectional attention."""
     if config.use_bidirectional_attention:
         raise ValueError(
-            f"a {name} with use_bidirectional_attention=true is not supported; expected causal attention"
+            f"a {name} with use_bidirectional_attention=true is not supported; expected causal "
+            f"attention"
         )
 
 

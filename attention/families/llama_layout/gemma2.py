@@ -1,5 +1,7 @@
-"""Gemma 2: scores are softly capped, layers with a window and layers without take turns; the head dim and the scale of
-the scores are fields of their own."""
+"""Gemma 2: scores are softly capped, layers with a window and layers without take turns.
+
+The head dim and the scale of the scores are fields of their own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from attention.geometry import HeadGeometry
 
 
 def geometry(config: Any) -> HeadGeometry:
-    """Raises ValueError for bidirectional attention."""
+    """Raise ValueError for bidirectional attention."""
     check_causal(config, "Gemma 2")
     return _separate.geometry(config, family="gemma2")
 

@@ -1,5 +1,7 @@
-"""Gemma 3, the language model alone: q and k pass an RMS norm after projection; layers with a window and layers without
-take turns, each kind with a rotary embedding of its own."""
+"""Gemma 3, the language model alone: q and k pass an RMS norm after projection.
+
+Layers with a window and layers without take turns, each kind with a rotary embedding of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from attention.geometry import HeadGeometry
 
 
 def geometry(config: Any) -> HeadGeometry:
-    """Raises ValueError for bidirectional attention."""
+    """Raise ValueError for bidirectional attention."""
     check_causal(config, "Gemma 3")
     return _separate.geometry(config, family="gemma3_text", qk_norm=True)
 

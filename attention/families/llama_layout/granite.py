@@ -1,4 +1,7 @@
-"""Granite: Llama's layout; the scale of the scores is a field of its own, as are those of embedding and logits."""
+"""Granite: Llama's layout.
+
+The scale of the scores is a field of its own, as are those of embedding and logits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""OLMo 2: Llama's layout, and one RMS norm over all query heads and one over all key heads of a token."""
+"""OLMo 2.
+
+Llama's layout, and one RMS norm over all query heads and one over all key heads of a token.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""A checkpoint one decoder layer at a time: windows that run a layer alone, and what is measured through them."""
+"""A checkpoint one decoder layer at a time.
+
+Windows that run a layer alone, and what is measured through them.
+"""

@@ -1,9 +1,12 @@
-"""`attention.conversion.sensitivity.output_metrics` with one decoder layer in memory: up through all layers, then down.
+"""`attention.conversion.sensitivity.output_metrics` with one decoder layer in memory.
+
+Up through all layers, then down.
 
 Legend: L layers, N sequences of T tokens, D model dim.
 
-On the way up the streams that enter each layer are left on disk; on the way down each layer is run once more with
-gradients, from the top. Layer l's F is kept as `metric-0000l.safetensors`; the streams are removed as they are used.
+On the way up the streams that enter each layer are left on disk; on the way down each layer is run
+once more with gradients, from the top. Layer l's F is kept as `metric-0000l.safetensors`; the
+streams are removed as they are used.
 """
 
 from __future__ import annotations
@@ -57,8 +60,11 @@ def write_metrics(
 ) -> None:
     """Leave the metrics of all layers in `folder`; what an earlier call has left is not made again.
 
-    `sequences` `[N, T]`; `dtype`: what is computed in; `progress(done, all)` is called after each layer, up and down.
-    Raises ValueError for sequences of one token.
+    `sequences` `[N, T]`; `dtype`: what is computed in; `progress(done, all)` is called after each
+    layer, up and down.
+
+    Raises:
+        ValueError: For sequences of one token.
     """
     check_predicts(sequences)
     layers = geometry_of(config).num_layers
@@ -79,7 +85,10 @@ def write_metrics(
 
 
 def _above(head: OutputHead, streams: Tensor) -> Tensor:
-    """Gradients `[N, T, D]` in float32 of the loss of drawn next tokens, by the streams that leave the last layer."""
+    """Return the gradients of the loss of drawn next tokens by the last layer's outputs.
+
+    They are `[N, T, D]` in float32.
+    """
     generator = torch.Generator(head.device).manual_seed(0)
     gradients = torch.empty(streams.shape)
     for rows in torch.arange(len(streams)).split(BATCH):
@@ -91,8 +100,10 @@ def _above(head: OutputHead, streams: Tensor) -> Tensor:
 
 
 def _back(window: PreTrainedModel, gradients: Tensor) -> Tensor:
-    """Sum of g g^T over all tokens at the attention of a window, whose layer's outputs have these gradients; they
-    become those of what enters the layer, in place."""
+    """Return the sum of g g^T over all tokens at the attention of a window.
+
+    `gradients` are those of the layer's outputs, and become those of its inputs, in place.
+    """
     attention = family_of(window.config).attention_modules(window)[0]
     layer = the_layer(window)
     caught: dict[str, Tensor] = {}

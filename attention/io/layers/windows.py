@@ -2,9 +2,10 @@
 
 Legend: L layers, N sequences of T tokens, D model dim, V vocabulary.
 
-A *window* is a model of the checkpoint's own class with a single layer. Its vocabulary are sequences: token id n stands
-for the hidden states of sequence n on their way into that layer, the *streams* `[N, T, D]`. So all that works on a
-model works on a window, and the whole model is never in memory (as in layer-wise quantisers: Frantar 2022, GPTQ).
+A *window* is a model of the checkpoint's own class with a single layer. Its vocabulary are
+sequences: token id n stands for the hidden states of sequence n on their way into that layer, the
+*streams* `[N, T, D]`. So all that works on a model works on a window, and the whole model is never
+in memory (as in layer-wise quantisers: Frantar 2022, GPTQ).
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ EMBEDDING_ROWS = 4096  # rows of an embedding that are looked at together
 
 
 class LazyWeights:
-    """The tensors of a checkpoint folder by the present model class' names. Nothing is read before it is asked for, and
-    no file stays open: pages of a mapped file count as memory of the process.
+    """The tensors of a checkpoint folder by the present model class' names.
 
-    Raises WeightsError unless the files hold all that the config's model has (`attention.io.weights.check_weights`), and on
-    reading for numbers that are not finite.
+    Nothing is read before it is used, and no file stays open: pages of a mapped file count as
+    memory of the process.
+
+    Raises WeightsError unless the files hold all that the config's model has
+    (`attention.io.weights.check_weights`), and on reading for numbers that are not finite.
     """
 
     def __init__(self, folder: str | Path, config: PretrainedConfig) -> None:
@@ -45,13 +48,14 @@ class LazyWeights:
         self._places = check_weights(self.folder, config)
         if not self._places:
             raise WeightsError(
-                f"{self.folder}: transformers changes tensors of a {config.model_type} while it loads them, so that "
+                f"{self.folder}: transformers changes tensors of a {config.model_type} while it "
+                f"loads them, so that "
                 "they cannot be read one by one; convert it in memory, without --layerwise"
             )
         self._rounding: torch.dtype | None = None
 
     def rounded(self, dtype: torch.dtype) -> LazyWeights:
-        """The same weights, rounded to what `dtype` can hold wherever they are read."""
+        """Return the same weights, rounded to what `dtype` can hold wherever they are read."""
         other = copy.copy(self)
         other._rounding = dtype
         return other
@@ -76,7 +80,10 @@ class LazyWeights:
         return stored
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy the named tensors into `targets`, in their dtype and on their device. Each file is opened once."""
+        """Copy the named tensors into `targets`, in their dtype and on their device.
+
+        Each file is opened once.
+        """
         by_file: dict[str, list[tuple[str, Tensor]]] = {}
         for name, target in targets.items():
             for stored, where in self._parts(name):
@@ -90,7 +97,8 @@ class LazyWeights:
     def _copy(self, source: Tensor, target: Tensor, name: str) -> None:
         if source.shape != target.shape:  # copy_ would repeat what is smaller
             raise WeightsError(
-                f"{self.folder}: {name} is {list(source.shape)} in the file, expected {list(target.shape)}"
+                f"{self.folder}: {name} is {list(source.shape)} in the file, expected "
+                f"{list(target.shape)}"
             )
         check_finite(self.folder, {name: source})
         target.copy_(self._round(source))
@@ -118,7 +126,7 @@ class LazyWeights:
         )
 
     def one(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A whole tensor, floating-point ones in `dtype`, in memory of its own."""
+        """Return a whole tensor, floating-point ones in `dtype`, in memory of its own."""
         source = self._whole(name)
         with open_safetensors(self.folder / source.file) as file:
             tensor = file.get_tensor(source.name)
@@ -126,7 +134,7 @@ class LazyWeights:
             return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
-# ---- windows ----------------------------------------------------------------------------------------------------
+# ---- windows ----------------------------------------------------------------------------------
 
 
 def check_windows(config: PretrainedConfig) -> None:
@@ -134,17 +142,19 @@ def check_windows(config: PretrainedConfig) -> None:
     plan = plan_of_config(config)
     if plan.is_shared or plan.composition is not None:
         raise ValueError(
-            "a checkpoint with shared or composed heads cannot be converted layer by layer; convert it in memory"
+            "a checkpoint with shared or composed heads cannot be converted layer by layer; "
+            "convert it in memory"
         )
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
         raise ValueError(
-            "a checkpoint with scale_attn_by_inverse_layer_idx=true cannot be converted layer by layer: its attention "
+            "a checkpoint with scale_attn_by_inverse_layer_idx=true cannot be converted layer by "
+            "layer: its attention "
             "depends on the number of the layer; convert it in memory"
         )
 
 
 def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> PretrainedConfig:
-    """The config of a model that is layer `layer` of `config`'s alone, with `vocabulary` token ids."""
+    """Return the config of a model of layer `layer` alone, with `vocabulary` token ids."""
     one = copy.deepcopy(config)
     for name in PER_LAYER:
         if entries := getattr(config, name, None):
@@ -166,7 +176,7 @@ def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> Pret
 
 
 def empty(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A model in evaluation mode whose weights are not set, and take no memory before they are."""
+    """Return a model in evaluation mode whose weights take no memory before they are set."""
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     nn.Module.to(model, device)
@@ -174,23 +184,32 @@ def empty(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def the_layer(model: PreTrainedModel) -> nn.Module:
-    """The decoder layer of a window."""
+    """Return the decoder layer of a window."""
     return layer_of(model, family_of(model.config).attention_modules(model)[0])
 
 
 def layer_prefix(model: PreTrainedModel) -> str:
-    """What the names of layer 0's tensors start with, e.g. `model.layers.0.`; other layers differ in the number."""
+    """Return what the names of layer 0's tensors start with, e.g. `model.layers.0.`.
+
+    Other layers differ in the number.
+    """
     layer = the_layer(model)
     return next(name for name, module in model.named_modules() if module is layer) + "."
 
 
 def of_layer(name: str, prefix: str, layer: int) -> str:
-    """The name in the whole model of a tensor that a window calls `name`; `prefix` is `layer_prefix`."""
+    """Return the name in the whole model of a tensor that a window calls `name`.
+
+    `prefix` is `layer_prefix`.
+    """
     return f"{prefix.removesuffix('0.')}{layer}.{name.removeprefix(prefix)}"
 
 
 def outer_names(model: PreTrainedModel) -> list[str]:
-    """Names of the parameters and persistent buffers of a window that are outside of its layer; the embedding first."""
+    """Names of the parameters and persistent buffers of a window that are outside of its layer.
+
+    The embedding first.
+    """
     stem = layer_prefix(model).removesuffix("0.")
     table = _embedding_name(model)
     rest = [name for name in model.state_dict() if not name.startswith(stem) and name != table]
@@ -223,7 +242,11 @@ def open_window(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PreTrainedModel:
-    """Layer `layer` of the checkpoint as a window that reads `streams` (see `feed`). Raises WeightsError."""
+    """Layer `layer` of the checkpoint as a window that reads `streams` (see `feed`).
+
+    Raises:
+        WeightsError: Always.
+    """
     model = empty(window_config(config, layer, len(streams)), dtype, device)
     prefix = layer_prefix(model)
     tensors = {
@@ -235,7 +258,10 @@ def open_window(
 
 
 def feed(model: PreTrainedModel, streams: Tensor) -> None:
-    """From now on the layer of a window is entered by `streams[n]` wherever the token id is n. Read anew each time."""
+    """From now on the layer of a window is entered by `streams[n]` wherever the token id is n.
+
+    Read anew each time.
+    """
     arguments: dict[str, Tensor] = {}
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -270,7 +296,7 @@ def advance_rows(model: PreTrainedModel, streams: Tensor, ids: Tensor) -> None:
     streams[ids[:, 0]] = run_to(model, the_layer(model), ids).output.to(streams)
 
 
-# ---- below the first and above the last layer -------------------------------------------------------------------
+# ---- below the first and above the last layer -------------------------------------------------
 
 
 @torch.no_grad()
@@ -282,7 +308,7 @@ def embed(
     device: torch.device,
     batch_size: int = 8,
 ) -> Tensor:
-    """What enters layer 0 for `sequences` `[N, T]`: `[N, T, D]` in `dtype`, on the CPU.
+    """Return what enters layer 0 for `sequences` `[N, T]`: `[N, T, D]` in `dtype`, on the CPU.
 
     Of the token embedding only the rows of tokens that occur are read.
     """
@@ -306,8 +332,11 @@ def embed(
 
 
 class OutputHead:
-    """What lies above the last layer. The embedding is not read, unless it is also the output matrix. `config`,
-    `dtype`: of the original model, and what is computed in."""
+    """What lies above the last layer.
+
+    The embedding is not read, unless it is also the output matrix. `config`, `dtype`: of the
+    original model, and what is computed in.
+    """
 
     def __init__(
         self,
@@ -327,7 +356,11 @@ class OutputHead:
         self.device = device
 
     def final(self, stream: Tensor) -> Final:
-        """What the hidden states `[B, T, D]` that leave the last layer come to before the output matrix, and that."""
+        """Return the inputs of the output matrix, and that matrix.
+
+        Args:
+            stream: `[B, T, D]`, the output of the last layer.
+        """
         stream = stream.to(self.model.device, self.model.dtype)
         # The layer, whose weights were never read, hands on the stream instead of what it is given.
         the_layer(self.model).forward = lambda *args, **kwargs: stream

@@ -1,7 +1,9 @@
-"""A GGUF file as a source: its config and tokenizer as transformers reads them, its tensors one at a time.
+"""A GGUF file as a source.
 
-Families that llama.cpp's target of the export knows are read tensor by tensor, the inverse of what it writes; others as
-a whole by transformers, in the dtype that is asked for.
+Its config and tokenizer as transformers reads them, its tensors one at a time.
+
+Families that llama.cpp's target of the export knows are read tensor by tensor, the inverse of what
+it writes; others as a whole by transformers, in the dtype that is requested.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ class GGUFFile:
 
     @cached_property
     def reader(self) -> Any:
-        """`gguf.GGUFReader`, which maps the file. Raises CheckpointError for a file that is not whole."""
+        """`gguf.GGUFReader`, which maps the file.
+
+        Raises:
+            CheckpointError: For a file that is not whole.
+        """
         import gguf
 
         with self.path.open("rb") as stream:
@@ -53,17 +59,18 @@ class GGUFFile:
             return gguf.GGUFReader(self.path)
         except Exception as error:  # it reads whatever the bytes say, and stumbles in any way
             raise CheckpointError(
-                f"{str(self.path)!r} cannot be read as GGUF: {reason(error)}; download or copy it again"
+                f"{str(self.path)!r} cannot be read as GGUF: {reason(error)}; download or copy it "
+                f"again"
             ) from None
 
     def field(self, name: str, default: Any = None) -> Any:
-        """A value of the header."""
+        """Return a value of the header."""
         entry = self.reader.get_field(name)
         return default if entry is None else entry.contents()
 
     @cached_property
     def kinds(self) -> dict[str, int]:
-        """How many numbers of the file are stored in each of GGUF's types, the most frequent first."""
+        """Return how many numbers are stored in each of GGUF's types, the most frequent first."""
         counts: dict[str, int] = {}
         for tensor in self.reader.tensors:
             counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + int(
@@ -83,7 +90,8 @@ class GGUFFile:
     def write_config(self, folder: Path) -> PretrainedConfig:
         """Put config.json, tokenizer and generation config into `folder`; returns the config.
 
-        Raises CheckpointError for a file that transformers or Headfold cannot read.
+        Raises:
+            CheckpointError: For a file that transformers or Headfold cannot read.
         """
         architecture = str(self.field("general.architecture"))
         if int(self.field("split.count", 1) or 1) > 1:
@@ -94,7 +102,8 @@ class GGUFFile:
         counts = self.field(f"{architecture}.attention.head_count_kv")
         if isinstance(counts, list) and len(set(counts)) > 1:
             raise CheckpointError(
-                f"{str(self.path)!r} has KV head counts of each layer's own ({counts}): it was converted already; "
+                f"{str(self.path)!r} has KV head counts of each layer's own ({counts}): it was "
+                f"converted already; "
                 "give the original model, or the checkpoint that the file was exported from"
             )
         where: dict[str, Any] = {"gguf_file": self.path.name, "local_files_only": True}
@@ -102,7 +111,8 @@ class GGUFFile:
             fields, _ = PretrainedConfig.get_config_dict(str(self.path.parent), **where)
         except Exception as error:
             raise CheckpointError(
-                f"{str(self.path)!r}: transformers cannot read a GGUF file of architecture {architecture}: "
+                f"{str(self.path)!r}: transformers cannot read a GGUF file of architecture "
+                f"{architecture}: "
                 f"{reason(error)}; give the checkpoint that it was made from"
             ) from None
         fields = {name: value for name, value in fields.items() if not name.startswith("_")}
@@ -122,14 +132,15 @@ class GGUFFile:
         return config
 
     def _rope(self, architecture: str) -> dict[str, Any]:
-        """The scaling of rotary embedding that the file states, and that transformers' reader leaves out."""
+        """Return the scaling of rotary embedding, which transformers' reader leaves out."""
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         base = float(self.field(f"{architecture}.rope.freq_base", 10_000.0))
         if (factors := self._tensors().get(_ROPE_FREQUENCIES)) is not None:
             scaling = llama3_rope(_plain(factors), base)
             if scaling is None:
                 raise CheckpointError(
-                    f"{str(self.path)!r}: its rotary frequencies ({_ROPE_FREQUENCIES}) are not those of Llama 3; give "
+                    f"{str(self.path)!r}: its rotary frequencies ({_ROPE_FREQUENCIES}) are not "
+                    f"those of Llama 3; give "
                     "the checkpoint that it was made from"
                 )
             return {"rope_parameters": scaling}
@@ -140,7 +151,8 @@ class GGUFFile:
             }
         if kind not in ("none", "") and architecture != "gpt-oss":
             raise CheckpointError(
-                f"{str(self.path)!r}: rotary scaling of type {kind} is not read from a GGUF file; give the checkpoint "
+                f"{str(self.path)!r}: rotary scaling of type {kind} is not read from a GGUF file; "
+                f"give the checkpoint "
                 "that it was made from"
             )
         return {}
@@ -154,7 +166,8 @@ class GGUFFile:
             )
         except Exception as error:
             raise CheckpointError(
-                f"{str(self.path)!r}: its tokenizer cannot be read: {reason(error)}; give the checkpoint that it was "
+                f"{str(self.path)!r}: its tokenizer cannot be read: {reason(error)}; give the "
+                f"checkpoint that it was "
                 "made from"
             ) from None
         put_tokenizer(tokenizer, folder)
@@ -169,7 +182,7 @@ class GGUFFile:
         return {tensor.name: tensor for tensor in self.reader.tensors}
 
     def check(self, config: PretrainedConfig) -> None:
-        """Raise WeightsError, from headers alone, for a tensor that the config's model has and the file has not."""
+        """Raise WeightsError, from headers alone, if a tensor of the config's model is missing."""
         if (form := form_of(config, str(self.field("general.architecture")))) is None:
             return
         from attention.io.targets._gguf.tensors import outside_attention
@@ -191,7 +204,11 @@ class GGUFFile:
             )
 
     def tensors(self, config: PretrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """All tensors of the config's model, by the names that its class has, in `dtype`. Raises WeightsError."""
+        """All tensors of the config's model, by the names that its class has, in `dtype`.
+
+        Raises:
+            WeightsError: Always.
+        """
         form = form_of(config, str(self.field("general.architecture")))
         if form is None:
             yield from self._whole(config, dtype)
@@ -201,11 +218,12 @@ class GGUFFile:
             yield from _one_by_one(self._tensors(), config, form, dtype)
         except (ValueError, KeyError, IndexError, RuntimeError) as error:
             raise WeightsError(
-                f"{str(self.path)!r} is not a whole GGUF file of the model that it describes: {reason(error)}"
+                f"{str(self.path)!r} is not a whole GGUF file of the model that it describes: "
+                f"{reason(error)}"
             ) from None
 
     def _whole(self, config: PretrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """By transformers, whose newer versions would leave weights in their blocks unless told otherwise."""
+        """Read the file by transformers; newer versions would leave weights in their blocks."""
         more: dict[str, Any] = {}
         try:
             from transformers import GgufConfig  # pyright: ignore[reportAttributeAccessIssue]
@@ -231,14 +249,17 @@ def _accepted(kind: Any, **settings: Any) -> dict[str, Any]:
 
 
 def _plain(tensor: Any) -> Tensor:
-    """The numbers of one tensor of a file, in float32."""
+    """Return the numbers of one tensor of a file, in float32."""
     import gguf
 
     return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).float()
 
 
 def form_of(config: PretrainedConfig, architecture: str) -> Architecture | None:
-    """How the heads of a layer lie in a file of this architecture; None where only transformers knows."""
+    """How the heads of a layer lie in a file of this architecture.
+
+    None where only transformers knows.
+    """
     form = OF_FAMILY.get(family_of(config).name)
     return form if form is not None and form.name == architecture else None
 
@@ -247,8 +268,10 @@ def form_of(config: PretrainedConfig, architecture: str) -> Architecture | None:
 def _one_by_one(
     stored: dict[str, Any], config: PretrainedConfig, form: Architecture, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file under the names of the model's class. No more than a layer's attention, or the parts of one
-    tensor, is in memory at a time."""
+    """Yield the tensors of a file under the names of the model's class.
+
+    No more than a layer's attention, or the parts of one tensor, is in memory at a time.
+    """
     from attention.io.targets._gguf.tensors import (
         attention_names,
         outside_attention,
@@ -285,10 +308,12 @@ def _one_by_one(
 
 
 def llama3_rope(factors: Tensor, base: float) -> dict[str, Any] | None:
-    """The `rope_parameters` of Llama 3 that divide the rotary frequencies by `factors`; None if none do.
+    """Return the `rope_parameters` of Llama 3 that divide the rotary frequencies by `factors`.
 
-    Between its two bounds the factor's inverse is linear in the frequency, so that two points on it give both. One of
-    four settings is free: `low_freq_factor` is 1, as in every published Llama 3.
+    None if none do.
+
+    Between its two bounds the factor's inverse is linear in the frequency, so that two points on it
+    give both. One of four settings is free: `low_freq_factor` is 1, as in every published Llama 3.
     """
     inverse = 1 / factors.double()
     frequencies = base ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
@@ -308,7 +333,9 @@ def llama3_rope(factors: Tensor, base: float) -> dict[str, Any] | None:
         length = slope / offset
     elif len(between):
         length = float((smooth[between] * (high - 1) + 1) / turns[between])
-    else:  # anywhere between the last frequency that is kept and the first that is divided by the whole factor
+    else:
+        # Anywhere between the last frequency that is kept and the first that is divided by the
+        # whole factor.
         unscaled = int((smooth >= 1 - 1e-4).sum())
         bounds = high / turns[max(unscaled - 1, 0)], 1 / turns[min(unscaled, len(turns) - 1)]
         length = float((bounds[0] * bounds[1]).sqrt())

@@ -1,7 +1,9 @@
-"""Quantised safetensors as plain numbers: FP8 blocks, compressed-tensors, MXFP4. One tensor at a time.
+"""Quantised safetensors as plain numbers: FP8 blocks, compressed-tensors, MXFP4.
 
-Every number is the product that the format defines, computed in float32 and rounded once to the dtype that is asked
-for. The scales of a weight may lie in another file than the weight.
+One tensor at a time.
+
+Every number is the product that the format defines, computed in float32 and rounded once to the
+dtype that is requested. The scales of a weight may lie in another file than the weight.
 
 Legend: N rows and K columns of a matrix, E experts, G groups of a row.
 """
@@ -39,13 +41,19 @@ UNUSED = re.compile(
 
 
 def method_of(settings: Any) -> str | None:
-    """The `quant_method` of a `quantization_config`; None where there is none."""
+    """Return the `quant_method` of a `quantization_config`; None where there is none."""
     return settings.get("quant_method") if isinstance(settings, Mapping) else None
 
 
 @dataclass(frozen=True)
 class _PlainTensor:
-    """How one plain tensor is made: of which stored tensors (by their part in `make`), and its shape."""
+    """How one plain tensor is made of stored ones.
+
+    Attributes:
+        shape: That of the plain tensor.
+        sources: The stored tensors, by their part in `make`.
+        make: Makes the plain tensor.
+    """
 
     shape: tuple[int, ...]
     sources: Mapping[str, Stored]
@@ -54,10 +62,12 @@ class _PlainTensor:
 
 @dataclass(frozen=True)
 class PlainTensors:
-    """The plain tensors of a quantised checkpoint folder. No tensor is read before it is asked for.
+    """The plain tensors of a quantised checkpoint folder. No tensor is read before it is used.
 
-    `copied`: tensors that are stored as plain numbers already; `recipes`: how the others are made, by name;
-    `unused`: stored scales of activations and caches, which are left out.
+    Attributes:
+        copied: Tensors that are stored as plain numbers already.
+        recipes: How the others are made, by name.
+        unused: Stored scales of activations and caches, which are left out.
     """
 
     folder: Path
@@ -67,8 +77,12 @@ class PlainTensors:
 
     @classmethod
     def of(cls, folder: Path, settings: Mapping[str, Any]) -> PlainTensors:
-        """Read the headers of a folder with this `quantization_config`. Raises WeightsError for a method or format that
-        cannot be read, and for a weight without its scales."""
+        """Read the headers of a folder with this `quantization_config`.
+
+        Raises:
+            WeightsError: For a method or format that cannot be read, and for a weight without its
+                scales.
+        """
         stored = stored_tensors(folder)
         unused = tuple(sorted(name for name in stored if UNUSED.search(name)))
         left = {name: tensor for name, tensor in stored.items() if name not in unused}
@@ -102,7 +116,8 @@ class PlainTensors:
         if odd := [name for name, tensor in copied.items() if tensor.dtype in _NARROW]:
             kinds = sorted({copied[name].dtype for name in odd})
             raise WeightsError(
-                f"{folder}: {len(odd)} tensors of {', '.join(kinds)} have no scales that belong to them: "
+                f"{folder}: {len(odd)} tensors of {', '.join(kinds)} have no scales that belong to "
+                f"them: "
                 f"{listed(odd)}; download or copy the checkpoint again"
             )
         return cls(folder, copied, recipes, unused)
@@ -135,20 +150,21 @@ class PlainTensors:
             return file.get_tensor(tensor.name).clone()
 
 
-# ---- FP8 --------------------------------------------------------------------------------------------------------
+# ---- FP8 --------------------------------------------------------------------------------------
 
 
 def _fp8(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
 ) -> tuple[str, _PlainTensor] | None:
-    """A weight of eight bits with `NAME_scale_inv` (a factor of each block) or `NAME_scale` (of all, or of a row)."""
+    """Return a weight of eight bits with factors, `NAME_scale_inv` (of blocks) or `NAME_scale`."""
     tensor = stored[name]
     if tensor.dtype not in ("F8_E4M3", "F8_E5M2"):
         return None
     scale = next((stored[n] for n in (f"{name}_scale_inv", f"{name}_scale") if n in stored), None)
     if scale is None:
         raise ValueError(
-            f"{name} is of {tensor.dtype} and has neither {name}_scale_inv nor {name}_scale beside it"
+            f"{name} is of {tensor.dtype} and has neither {name}_scale_inv nor {name}_scale beside "
+            f"it"
         )
     block = settings.get("weight_block_size")
 
@@ -161,8 +177,12 @@ def _fp8(
 def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
     """`weight` `[..., N, K]` times its factors, in float32.
 
-    `scale`: one number, one of each row, of each row's group of columns `[..., N, G]`, or of each block of `block` rows
-    and columns `[..., ceil(N / rows), ceil(K / columns)]`. Raises ValueError for another shape.
+    Args:
+        scale: One number, one of each row, of each row's group of columns `[..., N, G]`, or of each
+            block of `block` rows and columns `[..., ceil(N / rows), ceil(K / columns)]`.
+
+    Raises:
+        ValueError: For another shape.
     """
     rows, columns = weight.shape[-2:]
     factors = scale.float()
@@ -182,7 +202,8 @@ def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
     expected = (math.ceil(rows / height), math.ceil(columns / width))
     if tuple(factors.shape[-2:]) != expected:
         raise ValueError(
-            f"scales of shape {list(scale.shape)} do not belong to a weight of {list(weight.shape)} in blocks of "
+            f"scales of shape {list(scale.shape)} do not belong to a weight of "
+            f"{list(weight.shape)} in blocks of "
             f"{height} by {width}"
         )
     result = weight.float()
@@ -196,7 +217,7 @@ def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
     return result
 
 
-# ---- compressed-tensors -----------------------------------------------------------------------------------------
+# ---- compressed-tensors -----------------------------------------------------------------------
 
 
 def _check_formats(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -208,18 +229,23 @@ def _check_formats(folder: Path, settings: Mapping[str, Any]) -> None:
     formats.discard("mixed-precision")  # says only that each group has a format of its own
     if other := sorted(str(name) for name in formats - set(FORMATS)):
         raise WeightsError(
-            f"{folder}: compressed-tensors of format {', '.join(other)} cannot be read as plain numbers, only "
+            f"{folder}: compressed-tensors of format {', '.join(other)} cannot be read as plain "
+            f"numbers, only "
             f"{', '.join(FORMATS)}; take the model that it was made of"
         )
     if settings.get("transform_config"):
         raise WeightsError(
-            f"{folder}: its weights are rotated (transform_config of compressed-tensors), and are of use only with "
+            f"{folder}: its weights are rotated (transform_config of compressed-tensors), and are "
+            f"of use only with "
             "the rotations; take the model that it was made of"
         )
 
 
 def _weights_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the group that a module's weights belong to: the only one, or the one that names it."""
+    """Return the settings of the group that a module's weights belong to.
+
+    The only one, or the one that names it.
+    """
     groups = [
         group
         for group in (settings.get("config_groups") or {}).values()
@@ -241,7 +267,10 @@ def _weights_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def _compressed(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
 ) -> tuple[str, _PlainTensor] | None:
-    """A weight of eight bits beside its scales, or packed integers (`weight_packed`, `weight_shape`)."""
+    """Return a weight of eight bits beside its scales, or packed integers.
+
+    The latter are `weight_packed` and `weight_shape`.
+    """
     tensor = stored[name]
     weights = _weights_of(name, settings)
     stem, _, last = name.rpartition(".")
@@ -271,12 +300,16 @@ def _beside(stored: Mapping[str, Stored], name: str, of: str) -> Stored:
 
 
 def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any]) -> _PlainTensor:
-    """Integers of `num_bits` packed into 32, lowest first, with an offset of half their range and a scale a group."""
+    """Return integers of `num_bits` that are packed into 32 bits, lowest first.
+
+    They have an offset of half their range and a scale per group.
+    """
     packed = stored[f"{stem}.weight_packed"]
     bits = int(weights.get("num_bits") or 4)
     if bits not in (2, 4, 8) or packed.dtype != "I32":
         raise ValueError(
-            f"{packed.name}: integers of {bits} bits in {packed.dtype} cannot be read, only 2, 4 and 8"
+            f"{packed.name}: integers of {bits} bits in {packed.dtype} cannot be read, only 2, 4 "
+            f"and 8"
         )
     scale = _beside(stored, f"{stem}.weight_scale", packed.name)
     shape = _beside(stored, f"{stem}.weight_shape", packed.name)
@@ -313,14 +346,17 @@ def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
     return codes.flatten(-2)[..., :width] - 2 ** (bits - 1)
 
 
-# ---- MXFP4 ------------------------------------------------------------------------------------------------------
+# ---- MXFP4 ------------------------------------------------------------------------------------
 
 
 def _mxfp4(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
 ) -> tuple[str, _PlainTensor] | None:
-    """Experts as gpt-oss is published: `NAME_blocks` `[E, N, G, 16]` of two numbers a byte, `NAME_scales` `[E, N, G]`
-    of powers of two. The plain tensor is `[E, 32 G, N]`."""
+    """Experts as gpt-oss is published.
+
+    `NAME_blocks` `[E, N, G, 16]` of two numbers a byte, `NAME_scales` `[E, N, G]` of powers of two.
+    The plain tensor is `[E, 32 G, N]`.
+    """
     if not name.endswith("_blocks"):
         return None
     stem = name.removesuffix("_blocks")
@@ -338,8 +374,15 @@ def _mxfp4(
 
 
 def four_bits(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Numbers `[N, 32 G]` of bytes `[N, G, 16]`, the lower half of each byte first, times 2 to the power of
-    `scales - 127` `[N, G]`; in bfloat16, which holds them all."""
+    """Decode numbers of four bits, two per byte, the lower half first, in bfloat16.
+
+    Args:
+        blocks: `[N, G, 16]` bytes.
+        scales: `[N, G]`; numbers are multiplied by 2 to the power of `scales - 127`.
+
+    Returns:
+        `[N, 32 G]`.
+    """
     values = torch.tensor(FP4, dtype=torch.bfloat16)
     pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1).flatten(
         -2

@@ -1,8 +1,9 @@
-"""The plain checkpoint of a source that is a GGUF file or quantised safetensors: made once, in a cache, and opened by
-all that reads checkpoints.
+"""The plain checkpoint of a source that is a GGUF file or quantised safetensors.
 
-The copy lies in `CACHE/models/KEY/NAME`; its key are the source's path, size and time. `source.json` there names the
-source, which records and cards name in its place.
+Made once, in a cache, and opened by all that reads checkpoints.
+
+The copy lies in `CACHE/models/KEY/NAME`; its key are the source's path, size and time.
+`source.json` there names the source, which records and cards name in its place.
 """
 
 from __future__ import annotations
@@ -50,11 +51,17 @@ def plain_checkpoint(
     cache: Path | None = None,
     report: Callable[[str], None] = print,
 ) -> str:
-    """The folder or hub name to open for `source`: itself, unless it is a GGUF file or, with `dequantize`, quantised.
+    """Return the folder or hub name to open for `source`.
 
-    Then it is the folder of a plain copy, made in `cache` (default: `cache_folder()`) if it is not there; `report`
-    takes a line that says so. Without `weights` only config and tokenizer are written, for what reads no weights.
-    Raises CheckpointError or WeightsError for a source that cannot be read, and where the copy finds no room.
+    Itself, unless it is a GGUF file or, with `dequantize`, quantised.
+
+    Then it is the folder of a plain copy, made in `cache` (default: `cache_folder()`) if it is not
+    there; `report` takes a line that says so. Without `weights` only config and tokenizer are
+    written, for what reads no weights.
+
+    Raises:
+        CheckpointError: Or WeightsError for a source that cannot be read, and where the copy finds
+            no room.
     """
     path = Path(source)
     cache = cache_folder() if cache is None else cache
@@ -70,18 +77,20 @@ def plain_checkpoint(
         return str(source)
     if method_of(settings) not in METHODS:
         raise CheckpointError(
-            f"{source}: weights of quant_method {method_of(settings)!r} cannot be read as plain numbers, only "
+            f"{source}: weights of quant_method {method_of(settings)!r} cannot be read as plain "
+            f"numbers, only "
             f"{', '.join(METHODS)}; take the model that it was made of"
         )
     return str(_of_safetensors(source, fields, cache, weights, report))
 
 
 def _only_gguf(folder: Path) -> Path:
-    """The GGUF file of a folder that has one; the folder itself if it has none."""
+    """Return the GGUF file of a folder that has one; the folder itself if it has none."""
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if len(files) > 1:
         raise CheckpointError(
-            f"{str(folder)!r} holds {len(files)} GGUF files; name one of them, e.g. {str(files[0])!r}"
+            f"{str(folder)!r} holds {len(files)} GGUF files; name one of them, e.g. "
+            f"{str(files[0])!r}"
         )
     return files[0] if files else folder
 
@@ -172,7 +181,7 @@ def _config_fields(source: str | Path) -> dict[str, Any]:
 
 
 def _fetched(source: str | Path, weights: bool) -> Path:
-    """The folder of a source; of a hub name what is needed is downloaded."""
+    """Return the folder of a source; of a hub name what is needed is downloaded."""
     if is_folder(source):
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -214,7 +223,11 @@ def _make(
     about: str,
     report: Callable[[str], None],
 ) -> None:
-    """Have `write` make `folder`, unless it is there. Raises CheckpointError where `needed` bytes are not free."""
+    """Have `write` make `folder`, unless it is there.
+
+    Raises:
+        CheckpointError: Where `needed` bytes are not free.
+    """
     if (folder / DIGESTS).is_file():
         if needed:
             report(f"{name}: read from its plain copy in {folder} ({about})")
@@ -229,7 +242,8 @@ def _make(
         ) from None
     if free < needed:
         raise CheckpointError(
-            f"a plain copy of {name} takes {needed / _GIGA:.2f} GiB in {str(folder.parent)!r}, where {free / _GIGA:.2f} "
+            f"a plain copy of {name} takes {needed / _GIGA:.2f} GiB in {str(folder.parent)!r}, "
+            f"where {free / _GIGA:.2f} "
             f"GiB are free; {room}"
         )
     if needed:

@@ -1,7 +1,8 @@
 """What a checkpoint can be exported to, one file a target, found by itself.
 
-A target file defines `TARGET`, a `Target`: what the engines that read the format will hold of a plan, known from config
-and plan alone, and how the format is written and read back. A module whose name starts with an underscore is a helper.
+A target file defines `TARGET`, a `Target`: what the engines that read the format will hold of a
+plan, known from config and plan alone, and how the format is written and read back. A module whose
+name starts with an underscore is a helper.
 
 Legend: L layers, H query heads.
 """
@@ -24,14 +25,23 @@ from attention.plan import BYTES, AttentionPlan
 
 
 class TargetError(ValueError):
-    """A plan or model that a target cannot hold. The message names the layer where one is to blame, and what to do."""
+    """A plan or model that a target cannot hold.
+
+    The message names the layer where one is to blame, and what to do.
+    """
 
 
 @dataclass(frozen=True)
 class EngineSupport:
-    """What an engine keeps of one token: key heads and value heads of each layer, all of `head_dim` numbers, and
-    `others` further numbers in all layers together (the key-side weights of composition). `query_heads`: of each layer,
-    zeros included; empty where there are no others than the model's."""
+    """What an engine keeps of one token.
+
+    Key heads and value heads of each layer, all of `head_dim` numbers, and `others` further numbers
+    in all layers together (the key-side weights of composition).
+
+    Attributes:
+        query_heads: Of each layer, zeros included; empty where there are no others than the
+            model's.
+    """
 
     key_heads: tuple[int, ...]
     value_heads: tuple[int, ...]
@@ -56,14 +66,19 @@ class EngineSupport:
     def of(
         cls, kv_heads: Sequence[int], head_dim: int, query_heads: Sequence[int] = ()
     ) -> EngineSupport:
-        """An engine whose KV head is a key head and a value head."""
+        """Return an engine whose KV head is a key head and a value head."""
         return cls(tuple(kv_heads), tuple(kv_heads), head_dim, query_heads=tuple(query_heads))
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A model to be written and what the lowering did. `exact`: the maths is the same up to rounding. `folded`: weights
-    were multiplied and not only copied, so that a 16-bit dtype rounds them once more."""
+    """A model to be written and what the lowering did.
+
+    Attributes:
+        exact: The maths is the same up to rounding.
+        folded: Weights were multiplied and not only copied, so that a 16-bit dtype rounds them once
+            more.
+    """
 
     model: PreTrainedModel
     notes: tuple[str, ...]
@@ -75,12 +90,16 @@ class Lowered:
 class Target:
     """One format that checkpoints are exported to.
 
-    `engines`: software that loads it. `held(config, plan)`: what they keep of a token; raises TargetError for what the
-    format cannot hold. It reads no weights, and a search may call it for every candidate. `lower(model)`: the model to
-    be written, in float32. `write(model, folder, dtype, tokenizer)`: all files into a fresh folder (`tokenizer` as in
-    `attention.io.checkpoint.save`); returns what the format calls the model. `read(folder, config)`: what was written,
-    in float32, for a comparison with the source; `config`: of the model that was written. `dtypes`: names of what
-    weights can be written in.
+    `held(config, plan)`: what they keep of a token; raises TargetError for what the format cannot
+    hold. It reads no weights, and a search may call it for every candidate. `lower(model)`: the
+    model to be written, in float32. `write(model, folder, dtype, tokenizer)`: all files into a
+    fresh folder (`tokenizer` as in `attention.io.checkpoint.save`); returns what the format calls
+    the model. `read(folder, config)`: what was written, in float32, for a comparison with the
+    source; `config`: of the model that was written.
+
+    Attributes:
+        engines: Software that loads it.
+        dtypes: Names of what weights can be written in.
     """
 
     name: str
@@ -95,12 +114,12 @@ class Target:
 @cache
 def targets() -> dict[str, Target]:
     """All targets by name."""
-    found = {}
+    by_name = {}
     for info in pkgutil.iter_modules(__path__):
         if not info.name.startswith("_"):
             target = importlib.import_module(f"{__name__}.{info.name}").TARGET
-            found[target.name] = target
-    return found
+            by_name[target.name] = target
+    return by_name
 
 
 GGUF_READERS = (
@@ -127,56 +146,89 @@ _LIBRARY = ("hf", "huggingface", "hugging-face", "safetensors", "pytorch")
 
 
 def target(name: str, more: Sequence[str] = ()) -> Target:
-    """Raises ValueError naming the targets, and `more` that the caller knows, for one that is unknown."""
+    """Return the target of that name.
+
+    Args:
+        name: Name of the target.
+        more: Other names that the caller knows, for the message.
+
+    Raises:
+        ValueError: Naming the targets, for one that is unknown.
+    """
     if name not in targets():
         raise ValueError(_unknown(name, sorted([*targets(), *more])))
     return targets()[name]
 
 
 def _unknown(name: str, names: Sequence[str]) -> str:
-    """What is said of a target that does not exist; for software that is named, the target that it loads."""
+    """Return the error message for a target that does not exist.
+
+    If it is the name of software, the message names the target which that loads.
+    """
     plain = str(name).lower().replace("_", "-").replace(" ", "-")
     listed = f"target must be one of {list(names)}, got {name!r}"
     if plain in GGUF_READERS:
         return f"{listed}: {name} loads GGUF files, which are target gguf"
     if plain in STOCK_READERS:
-        return f"{listed}: {name} loads stock folders, which are target gqa (as many KV heads in every layer)"
+        return (
+            f"{listed}: {name} loads stock folders, which are target gqa (as many KV heads in "
+            f"every layer)"
+        )
     if plain in _LIBRARY:
-        return f"{listed}: transformers loads target gqa (a stock folder) and target transformers (with code, any plan)"
+        return (
+            f"{listed}: transformers loads target gqa (a stock folder) and target "
+            f"transformers (with code, any plan)"
+        )
     return one_of("target", names, name)
 
 
 def kv_bytes_in(name: str, config: Any, plan: AttentionPlan, dtype: torch.dtype | str) -> int:
-    """Bytes of the KV cache a token in an engine that loads target `name`, the cache being kept in `dtype`. Raises
-    TargetError for a plan that the target cannot hold."""
+    """Return the KV-cache bytes per token in an engine that loads target `name`.
+
+    Args:
+        name: Name of the target.
+        config: That of the checkpoint.
+        plan: That of the checkpoint.
+        dtype: What the engine stores the cache in.
+
+    Raises:
+        TargetError: If the target cannot represent the plan.
+    """
     return target(name).held(config, plan).bytes_per_token(dtype)
 
 
 def best_target(
     config: Any, plan: AttentionPlan, dtype: torch.dtype | str
 ) -> tuple[str, dict[str, str]]:
-    """The target that takes the fewest bytes of cache a token, among equals the one that more engines read; and of
-    every other target, why not. Raises TargetError if none holds the plan."""
-    held = {}
-    others = {}
+    """Return the target with the smallest cache per token, and why not any other.
+
+    Among equals it is the one that more engines read.
+
+    Raises:
+        TargetError: If no target can represent the plan.
+    """
+    cache_bytes = {}
+    refusals = {}
     for name, one in targets().items():
         try:
-            held[name] = one.held(config, plan).bytes_per_token(dtype)
+            cache_bytes[name] = one.held(config, plan).bytes_per_token(dtype)
         except TargetError as error:
-            others[name] = str(error)
-    if not held:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in others.items())
+            refusals[name] = str(error)
+    if not cache_bytes:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
         raise TargetError(
             f"no target holds this plan ({reasons}); keep it in Headfold's own format"
         )
-    best = min(held, key=lambda name: (held[name], -len(targets()[name].engines), name))
-    for name in held.keys() - {best}:
-        bytes_ = held[name]
+    best = min(
+        cache_bytes, key=lambda name: (cache_bytes[name], -len(targets()[name].engines), name)
+    )
+    for name in cache_bytes.keys() - {best}:
+        bytes_ = cache_bytes[name]
         engines = " and ".join(targets()[name].engines)
-        more = f"{bytes_} KV bytes per token instead of {held[best]}"
-        others[name] = (
+        more = f"{bytes_} KV bytes per token instead of {cache_bytes[best]}"
+        refusals[name] = (
             more
-            if bytes_ > held[best]
+            if bytes_ > cache_bytes[best]
             else f"the same {bytes_} KV bytes per token, read by {engines}"
         )
-    return best, dict(sorted(others.items()))
+    return best, dict(sorted(refusals.items()))

@@ -1,8 +1,11 @@
-"""What all engines have in common: a KV head is a pair of a key head and a value head, with equally many query heads
-to each in a layer. What follows from that for a plan, by counting alone, and the zero heads that make up the rest.
+"""What all engines have in common.
 
-A zero query head reads nothing and feeds zero columns of the output projection, so that padding is exact. It takes
-work and no cache.
+A KV head is a pair of a key head and a value head, with equally many query heads to each in a
+layer. What follows from that for a plan, by counting alone, and the zero heads that make up the
+rest.
+
+A zero query head reads nothing and feeds zero columns of the output projection, so that padding is
+exact. It takes work and no cache.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ Pairs = dict[tuple[int, int], list[int]]
 
 
 def pairs_of(layer: LayerPlan) -> Pairs:
-    """Query heads by the distinct (key head, value head) pair that they read, in order of first appearance."""
+    """Return query heads by the (key head, value head) pair that they read.
+
+    Pairs are in order of appearance.
+    """
     pairs: Pairs = {}
     for head, pair in enumerate(zip(layer.key_map, layer.value_map, strict=True)):
         pairs.setdefault(pair, []).append(head)
@@ -35,12 +41,15 @@ def kv_heads_of(plan: AttentionPlan) -> tuple[int, ...]:
 
 
 def widths_of(plan: AttentionPlan) -> tuple[int, ...]:
-    """The most query heads of one pair, in each layer."""
+    """Return the most query heads of one pair, in each layer."""
     return tuple(max(map(len, pairs_of(layer).values())) for layer in plan.layers)
 
 
 def query_heads_for_all(plan: AttentionPlan) -> int:
-    """The fewest query heads that are a multiple of every layer's KV heads and give each pair enough of them."""
+    """Return the fewest query heads that suit the KV heads and pairs of every layer.
+
+    They are a multiple of every layer's KV heads and give each pair enough of them.
+    """
     counts = kv_heads_of(plan)
     step = lcm(*counts)
     least = max(map(int.__mul__, counts, widths_of(plan)))
@@ -48,16 +57,23 @@ def query_heads_for_all(plan: AttentionPlan) -> int:
 
 
 def check_no_composition(plan: AttentionPlan, name: str) -> None:
-    """Raise TargetError for a plan whose heads are composed: every layer's are, and no engine does that."""
+    """Raise TargetError for a plan whose heads are composed.
+
+    Every layer's are, and no engine does that.
+    """
     if plan.composition is not None:
         raise TargetError(
-            f"target {name} has no composition of heads, which every layer from layer 0 on has (dcmha); export to "
+            f"target {name} has no composition of heads, which every layer from layer 0 on has "
+            f"(dcmha); export to "
             "target transformers, or convert with a recipe without composition"
         )
 
 
 def widest_layers(plan: AttentionPlan) -> str:
-    """Where a plan needs most KV heads, as errors say it: `layer 2 has 3 pairs of a key and a value head`."""
+    """Where a plan needs most KV heads, as errors say it.
+
+    `layer 2 has 3 pairs of a key and a value head`.
+    """
     counts = kv_heads_of(plan)
     return f"layer {counts.index(max(counts))} has {max(counts)} pairs of a key and a value head"
 
@@ -81,7 +97,7 @@ def _take(x: Tensor, index: Sequence[int | None]) -> Tensor:
 
 
 def pad(heads: LayerHeads, layer: LayerPlan, kv_heads: int, width: int) -> LayerHeads:
-    """Heads of one layer with `kv_heads` KV heads and `width` query heads to each, zeros where there is none."""
+    """Pad the heads of one layer to `kv_heads` KV heads with `width` query heads each, by zeros."""
     keys: list[int | None] = []
     values: list[int | None] = []
     queries: list[int | None] = []
@@ -97,7 +113,11 @@ def pad(heads: LayerHeads, layer: LayerPlan, kv_heads: int, width: int) -> Layer
 
 
 def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
-    """The inverse of `pad`. Raises ValueError for heads that `pad` has not made of this layer's plan."""
+    """Return the inverse of `pad`.
+
+    Raises:
+        ValueError: For heads that `pad` has not made of this layer's plan.
+    """
     pairs = pairs_of(layer)
     width = padded.num_heads // padded.k.shape[0]
     index_of = {
@@ -120,11 +140,16 @@ def unpad(padded: LayerHeads, layer: LayerPlan) -> LayerHeads:
 
 
 def written_out(plan: AttentionPlan) -> tuple[str, ...]:
-    """A note about shared weights, which these formats do not have; none if nothing is shared."""
+    """Return a note about shared weights, which these formats do not have.
+
+    None if nothing is shared.
+    """
     if not plan.is_shared:
         return ()
     heads = len({(s.layer, s.head) for s in plan.head_shares})
     return (
-        f"{heads} shared heads and {len(plan.mlp_shares)} shared MLP blocks are written out: this format "
-        "holds a copy of its own for every layer, so the file and the memory are those of the unshared model",
+        f"{heads} shared heads and {len(plan.mlp_shares)} shared MLP blocks are written out: this "
+        f"format "
+        "holds a copy of its own for every layer, so the file and the memory are those "
+        "of the unshared model",
     )

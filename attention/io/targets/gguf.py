@@ -1,8 +1,8 @@
 """llama.cpp: one file `model.gguf` with weights, configuration and tokenizer.
 
-Architecture `llama`, or `deci` where layers have head counts of their own; for Qwen3 `qwen3` or `openelm`. Those of
-other families have one count for all layers, and a grouped GPT-NeoX is written as Phi. Unequal groups are made even by
-zero query heads (`attention.io.targets._pairs`).
+Architecture `llama`, or `deci` where layers have head counts of their own; for Qwen3 `qwen3` or
+`openelm`. Those of other families have one count for all layers, and a grouped GPT-NeoX is written
+as Phi. Unequal groups are made even by zero query heads (`attention.io.targets._pairs`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,14 @@ FILE = "model.gguf"
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """A count of its own in each layer where llama.cpp has that for the family, else one for all as target gqa. Raises
-    TargetError for composition, for what llama.cpp has not, and for a family without groups."""
+    """Return the KV heads of each layer in the file.
+
+    Each layer has a count of its own where llama.cpp supports that for the family, else all have
+    one as in target gqa.
+
+    Raises:
+        TargetError: For composition, for what llama.cpp lacks, and for a family without groups.
+    """
     check_no_composition(plan, "gguf")
     if phi.is_needed(config, plan):
         return held(phi.phi_config(config), plan)
@@ -46,7 +52,10 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    """The model as it is, every layer with weights of its own: heads are padded when they are written."""
+    """Return the model as it is, every layer with weights of its own.
+
+    Heads are padded when they are written.
+    """
     plan = plan_of(model)
     held(model.config, plan)
     if phi.is_needed(model.config, plan):
@@ -58,7 +67,8 @@ def lower(model: PreTrainedModel) -> Lowered:
     notes = [f"architecture {form.name}", *written_out(plan)]
     if form.own_counts and len(set(kv_heads_of(plan))) > 1:
         notes.append(
-            "keep flash attention on (the default): without it all value caches are as wide as the widest"
+            "keep flash attention on (the default): without it all value caches are as wide as the "
+            "widest"
         )
     return Lowered(unshare(model), tuple(notes))
 
@@ -93,7 +103,11 @@ _FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}
 
 
 def read(folder: Path, config: Any) -> PreTrainedModel:
-    """The model of a written file, by its tensors and head counts. Raises ValueError for a file that is not whole."""
+    """Return the model of a written file, by its tensors and head counts.
+
+    Raises:
+        ValueError: For a file that is not whole.
+    """
     import gguf
     import torch
 

@@ -1,10 +1,11 @@
 """Stock GQA: one KV head count in all layers, equal groups, loadable by any server of the family.
 
-Uniform plans only permute their heads. Others are padded: a KV head for each distinct (key, value) pair, zero query
-heads to even out groups, zero KV heads to even out layers. A zero query head feeds zero columns of the output
-projection, so padding is exact.
+Uniform plans only permute their heads. Others are padded: a KV head for each distinct (key, value)
+pair, zero query heads to even out groups, zero KV heads to even out layers. A zero query head feeds
+zero columns of the output projection, so padding is exact.
 
-Legend: H query heads, P KV heads and m query heads a KV head of the stock model (so P·m query heads).
+Legend: H query heads, P KV heads and m query heads a KV head of the stock model (so P·m query
+heads).
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ from attention.plan import AttentionPlan
 
 
 def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTrainedModel:
-    """An empty stock model with these counts: of the same family, or Mistral where Llama's config forbids them."""
+    """Return an empty stock model with these counts.
+
+    It is of the same family, or Mistral where Llama's config forbids them.
+    """
     config = _stock_config(model.config, heads, kv_heads)
     return family_of(config).model_class._from_config(config, dtype=model.dtype)
 
 
 def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
-    """The stock config of a model with these counts. Raises TargetError if there is none."""
+    """Return the stock config of a model with these counts. Raises TargetError if there is none."""
     family = family_of(config)
     geometry = geometry_of(config)
     plain = family.plain_config(config, kv_heads)
@@ -65,15 +69,20 @@ def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
         fits = False
     if not fits:
         raise TargetError(
-            f"a {family.name} of model width {plain.hidden_size} cannot have {heads} query heads of "
+            f"a {family.name} of model width {plain.hidden_size} cannot have {heads} query heads "
+            f"of "
             f"{geometry.head_dim}: its stock class derives the one from the other; {way_out}"
         )
     return config_of_stock
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """As many KV heads in every layer as the layer with most pairs has. Raises TargetError for composition, for a
-    family whose stock form has no groups, and where no stock class takes the padded heads."""
+    """As many KV heads in every layer as the layer with most pairs has.
+
+    Raises:
+        TargetError: For composition, for a family whose stock form has no groups, and where no
+            stock class takes the padded heads.
+    """
     check_no_composition(plan, "gqa")
     counts = kv_heads_of(plan)
     family = family_of(config)
@@ -82,7 +91,8 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
         index = next(i for i, layer in enumerate(plan.layers) if not layer.is_identity)
         other = "; export to target phi" if family.name == "gpt_neox" else ""
         raise TargetError(
-            f"layer {index} has {counts[index]} KV heads for {plan.num_heads} query heads, and the {family.name} "
+            f"layer {index} has {counts[index]} KV heads for {plan.num_heads} query heads, and the "
+            f"{family.name} "
             f"family has no stock GQA form: it takes as many KV heads as query heads{other}"
         )
     query_heads = max(counts) * max(widths_of(plan))
@@ -96,13 +106,14 @@ def _check_mistral(config: Any, heads: int) -> None:
     """Raise TargetError for a Llama that Mistral cannot stand in for."""
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         raise TargetError(
-            f"a Llama with biases cannot hold {heads} query heads of a model width of {config.hidden_size}, and "
+            f"a Llama with biases cannot hold {heads} query heads of a model width of "
+            f"{config.hidden_size}, and "
             "Mistral has no biases; choose a plan with equal groups"
         )
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    """The stock GQA form of a Headfold model. Raises TargetError as `held` does."""
+    """Return the stock GQA form of a Headfold model. Raises TargetError as `held` does."""
     plan = plan_of(model)
     held(model.config, plan)
     if plan.is_shared:
@@ -128,7 +139,10 @@ def lower(model: PreTrainedModel) -> Lowered:
     for source, module, layer in zip(sources, targets, plan.layers, strict=True):
         stock_family.write(module, pad(family.read(source, geometry), layer, kv_heads, width))
     stock.generation_config = model.generation_config
-    note = f"{kv_heads} KV heads in every layer, one for each distinct (key, value) pair of the widest layer"
+    note = (
+        f"{kv_heads} KV heads in every layer, one for each distinct (key, value) pair of "
+        f"the widest layer"
+    )
     return Lowered(stock.eval(), notes=(note,))
 
 

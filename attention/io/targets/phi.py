@@ -1,10 +1,11 @@
 """GPT-NeoX as Phi, which has grouped key and value heads and is served by stock engines.
 
-Both put attention and MLP side by side on one residual. GPT-NeoX gives each a layer norm of its own, Phi one to both:
-the scales and shifts, by which alone they differ, are folded into the projections that read them. The KV heads are then
-laid out by the `gqa` target.
+Both put attention and MLP side by side on one residual. GPT-NeoX gives each a layer norm of its
+own, Phi one to both: the scales and shifts, by which alone they differ, are folded into the
+projections that read them. The KV heads are then laid out by the `gqa` target.
 
-Legend: n the normalised input, g and b a norm's scale and shift: W (g·n + b) + c = (W diag(g)) n + (W b + c).
+Legend: n the normalised input, g and b a norm's scale and shift: W (g·n + b) + c = (W diag(g)) n +
+(W b + c).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 
 _SAME = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
-    "attention_dropout", "max_position_embeddings", "initializer_range", "layer_norm_eps", "use_cache",
-    "bos_token_id", "eos_token_id", "pad_token_id",
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "hidden_act", "attention_dropout", "max_position_embeddings", "initializer_range",
+    "layer_norm_eps", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
 
@@ -36,7 +37,11 @@ FOLDED_NORMS_NOTE = "layer norms' scales and shifts folded into the projections 
 
 
 def phi_config(config: Any) -> PhiConfig:
-    """The Phi config of a GPT-NeoX config. Raises TargetError for another family or a serial residual."""
+    """Return the Phi config of a GPT-NeoX config.
+
+    Raises:
+        TargetError: For another family or a serial residual.
+    """
     _check(config)
     fields = {name: getattr(config, name) for name in _SAME}
     rope = copy.deepcopy(config.rope_parameters)
@@ -74,13 +79,16 @@ def _check(config: Any) -> None:
 
 
 def _fold(weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """Weight `[..., rows, D]` and bias `[..., rows]` that read the normalised input instead of the norm's output."""
+    """Fold a norm into a weight `[..., rows, D]` and a bias `[..., rows]` that read its output."""
     shift = weight.double() @ norm.bias.double()
     return weight * norm.weight, (shift if bias is None else shift + bias.double()).to(weight.dtype)
 
 
 def fold_heads(heads: LayerHeads, norm: nn.LayerNorm) -> LayerHeads:
-    """Heads that read the normalised input; biases where there were none, as Phi has them everywhere."""
+    """Heads that read the normalised input.
+
+    Biases where there were none, as Phi has them everywhere.
+    """
     (q, q_bias), (k, k_bias), (v, v_bias) = (
         _fold(rows, bias, norm)
         for rows, bias in (
@@ -100,7 +108,7 @@ def _copy(target: Any, weight: Tensor, bias: Tensor | None) -> None:
 
 @torch.no_grad()
 def as_phi(model: PreTrainedModel) -> PreTrainedModel:
-    """A Headfold Phi with the plan of a (Headfold or stock) GPT-NeoX and equal logits."""
+    """Return a Headfold Phi with the plan of a (Headfold or stock) GPT-NeoX and equal logits."""
     model = unshare(model)  # each layer's norm is folded into its own projections
     phi = build(phi_config(model.config), plan_of(model), model.dtype)
     nn.Module.to(phi, model.device)
@@ -126,7 +134,7 @@ def as_phi(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    """The stock Phi form of a GPT-NeoX. Raises TargetError as `held` does."""
+    """Return the stock Phi form of a GPT-NeoX. Raises TargetError as `held` does."""
     held(model.config, plan_of(model))
     lowered = gqa.lower(as_phi(model))
     return replace(

@@ -1,8 +1,10 @@
-"""transformers with small modelling files in the folder, for what no engine holds: keys and values apart, and composed
-heads.
+"""transformers with small modelling files in the folder, for what no engine holds.
 
-The cache holds each layer's key heads and value heads as the plan has them, and the key-side weights of composition.
-Whoever loads it must allow the code in the folder (`trust_remote_code`), which needs nothing of Headfold.
+Keys and values apart, and composed heads.
+
+The cache holds each layer's key heads and value heads as the plan has them, and the key-side
+weights of composition. Whoever loads it must allow the code in the folder (`trust_remote_code`),
+which needs nothing of Headfold.
 """
 
 from __future__ import annotations
@@ -46,21 +48,26 @@ FAMILIES = (
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """What the plan itself keeps. Raises TargetError for other families, and for composition beside what it cannot be
-    beside."""
+    """Return what the plan itself keeps.
+
+    Raises:
+        TargetError: For other families, and for composition beside what it cannot be beside.
+    """
     family = family_of(config).name
     composed = plan.composition
     if composed is not None and (family == "gpt_neox" or window_of(config)):
         what = "of the gpt_neox family" if family == "gpt_neox" else "beside a sliding window"
         raise TargetError(
-            f"target transformers has no composition of heads {what}, which every layer from layer 0 on has (dcmha); "
+            f"target transformers has no composition of heads {what}, which every layer from layer "
+            f"0 on has (dcmha); "
             "keep the checkpoint in Headfold's own format"
         )
     if family == "gpt_neox":
         return held(phi.phi_config(config), plan)
     if family not in FAMILIES:
         raise TargetError(
-            f"target transformers takes the families {', '.join((*FAMILIES, 'gpt_neox'))}, got {family}; keep the "
+            f"target transformers takes the families {', '.join((*FAMILIES, 'gpt_neox'))}, got "
+            f"{family}; keep the "
             "checkpoint in Headfold's own format"
         )
     keys, values = (
@@ -72,7 +79,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    """The model as it is, every layer with weights of its own; a GPT-NeoX as Phi."""
+    """Return the model as it is, every layer with weights of its own; a GPT-NeoX as Phi."""
     plan = plan_of(model)
     held(model.config, plan)
     if family_of(model.config).name == "gpt_neox":
@@ -131,13 +138,19 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
 
 
 def _code_of(plan: AttentionPlan) -> list[Path]:
-    """The files that run a plan; those of the composition are the very ones that Headfold runs."""
+    """Return the files that run a plan.
+
+    Those of the composition are the very ones that Headfold runs.
+    """
     shared = [Path(str(module.__file__)) for module in (composing, scores)]
     return [_CODE] if plan.composition is None else [_CODE, COMPOSED, *shared]
 
 
 def code_for(file: Path, family: Family) -> str:
-    """A file for the folder of a family: Llama's, with the family's names, and what lies beside it imported there."""
+    """Return a file for the folder of a family.
+
+    Llama's, with the family's names, and what lies beside it imported there.
+    """
     model_class = family.model_class.__name__
     config_class = family.config_class.__name__
     text = file.read_text(encoding="utf-8")

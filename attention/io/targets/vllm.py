@@ -1,8 +1,12 @@
-"""vLLM: a stock folder where one KV head count serves all layers, else DeciLM, which has a count of its own in each.
+"""vLLM.
 
-DeciLM is vLLM's `DeciLMForCausalLM` (file `nemotron_nas`): Llama with `block_configs[l].attention.n_heads_in_group`. It
-has one number N of query heads for all layers, which every layer's KV heads must divide: zero query heads make up the
-rest (`attention.io.targets._pairs`).
+A stock folder where one KV head count serves all layers, else DeciLM, which has a count of its own
+in each.
+
+DeciLM is vLLM's `DeciLMForCausalLM` (file `nemotron_nas`): Llama with
+`block_configs[l].attention.n_heads_in_group`. It has one number N of query heads for all layers,
+which every layer's KV heads must divide: zero query heads make up the rest
+(`attention.io.targets._pairs`).
 """
 
 from __future__ import annotations
@@ -44,13 +48,20 @@ _CODE = Path(__file__).parent / "_code" / "configuration_decilm.py"
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
 _MOST_QUERY_HEADS = 8
-"""Times a model's own query heads that may be written, zeros included: beyond it attention is no bargain."""
+"""Times a model's own query heads that may be written, zeros included: beyond it attention is no
+bargain."""
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """A count of its own in each layer for Llama-like families, else one for all as target gqa, or phi for a grouped
-    GPT-NeoX. Raises TargetError for composition, for families without groups, and for counts with no small common
-    multiple."""
+    """Return the KV heads of each layer in the export.
+
+    Each layer has a count of its own in Llama-like families; else all have one as in target gqa, or
+    in phi for a grouped GPT-NeoX.
+
+    Raises:
+        TargetError: For composition, for families without groups, and for counts with no small
+            common multiple.
+    """
     check_no_composition(plan, "vllm")
     _check_computed(config)
     if phi.is_needed(config, plan):
@@ -61,15 +72,18 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     if (heads := query_heads_for_all(plan)) > _MOST_QUERY_HEADS * plan.num_heads:
         index = max(range(len(counts)), key=lambda i: counts[: i + 1].index(counts[i]))
         raise TargetError(
-            f"layer {index} has {counts[index]} KV heads beside {sorted(set(counts) - {counts[index]})} in other "
-            f"layers: one number of query heads that all divide is {heads}, more than {_MOST_QUERY_HEADS} times the "
-            f"model's {plan.num_heads}; choose counts that divide each other, or export to target gguf"
+            f"layer {index} has {counts[index]} KV heads beside "
+            f"{sorted(set(counts) - {counts[index]})} in other "
+            f"layers: one number of query heads that all divide is {heads}, more than "
+            f"{_MOST_QUERY_HEADS} times the "
+            f"model's {plan.num_heads}; choose counts that divide each other, or export to target "
+            f"gguf"
         )
     return EngineSupport.of(counts, plan.head_dim, [heads] * plan.num_layers)
 
 
 def _check_computed(config: Any) -> None:
-    """Raise TargetError for a variant of a family that vLLM's class of it does not compute (read in vLLM 0.32)."""
+    """Raise TargetError for a variant of a family that vLLM 0.32 does not compute."""
     family = family_of(config).name
     if family == "stablelm" and config.qk_layernorm:
         raise TargetError(
@@ -91,7 +105,10 @@ def has_own_counts(config: Any, plan: AttentionPlan) -> bool:
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    """The model as it is where it is written as DeciLM, heads being padded then; else as gqa or phi."""
+    """Return the model as it is where it is written as DeciLM, heads being padded then.
+
+    Else as gqa or phi.
+    """
     plan = plan_of(model)
     held(model.config, plan)
     if phi.is_needed(model.config, plan):
@@ -151,7 +168,7 @@ def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
 
 
 def _padded(model: PreTrainedModel) -> Iterator[tuple[str, LayerHeads]]:
-    """The attention modules by name, and their heads as DeciLM has them."""
+    """Yield the attention modules by name, and their heads as DeciLM has them."""
     plan = plan_of(model)
     family = family_of(model.config)
     geometry = geometry_of(model.config)
@@ -187,7 +204,11 @@ def _state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def read(folder: Path, config: Any) -> PreTrainedModel:
-    """The model of a written folder. Raises TargetError if it is not whole or its padding is not what was written."""
+    """Return the model of a written folder.
+
+    Raises:
+        TargetError: If it is not whole or its padding is not what was written.
+    """
     plan = plan_of_config(config)
     if not has_own_counts(config, plan):
         return _stock.read(folder, config)

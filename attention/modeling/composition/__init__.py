@@ -1,5 +1,7 @@
-"""The composition of heads (`attention.modeling.composition.composing`) in a model: its modules found, initialised, and
-given what they need within attention."""
+"""The composition of heads (`attention.modeling.composition.composing`) in a model.
+
+Its modules found, initialised, and given what they need within attention.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,19 @@ OWNERS = (DynamicWeights, Compose, QueryKeyNorm)
 
 
 def compositions(model: nn.Module) -> list[HeadComposition]:
-    """The composition of every layer of a model, in order; empty without."""
+    """Return the composition of every layer of a model, in order; empty without."""
     return [module for module in model.modules() if isinstance(module, HeadComposition)]
 
 
 def reset(model: nn.Module, *, identity: bool, generator: torch.Generator | None = None) -> None:
-    """New composition parameters in every layer: the paper's initialisation, or an exact identity for retrofits."""
+    """Initialise the composition parameters of every layer.
+
+    Args:
+        model: The model.
+        identity: Whether composition starts as an exact identity, for retrofits, and not as in the
+            paper.
+        generator: For the random numbers.
+    """
 
     def afresh(module: nn.Module) -> None:
         if isinstance(module, OWNERS):
@@ -37,7 +46,10 @@ def reset(model: nn.Module, *, identity: bool, generator: torch.Generator | None
 
 
 def reset_missing(model: nn.Module) -> None:
-    """The paper's initialisation for what transformers did not find in a checkpoint (it would stay garbage)."""
+    """Initialise, as in the paper, composition that transformers did not find in a checkpoint.
+
+    It would stay uninitialised memory.
+    """
     for module in (part for composition in compositions(model) for part in composition.modules()):
         parameters = list(module.parameters(recurse=False))
         if isinstance(module, OWNERS) and not all(
@@ -46,7 +58,7 @@ def reset_missing(model: nn.Module) -> None:
             module.reset()
 
 
-# ---- in an attention module --------------------------------------------------------------------------------------
+# ---- in an attention module -------------------------------------------------------------------
 
 
 def attach_composition(module: nn.Module, composition: HeadComposition) -> None:
@@ -58,9 +70,10 @@ def attach_composition(module: nn.Module, composition: HeadComposition) -> None:
 def _pass_input(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Hand the attention input and the cache layer on through the keywords that every family passes to its function.
+    """Pass the attention input and the cache layer on through keywords of the attention function.
 
-    Nothing is stored on the module, so recomputing a layer (gradient checkpointing) runs as the first time did.
+    Nothing is stored on the module, so recomputing a layer (gradient checkpointing) runs as the
+    first time did.
     """
     x = args[0] if args else kwargs["hidden_states"]
     cache = cache_in(kwargs)

@@ -1,6 +1,7 @@
-"""A cache layer that keeps the key-side weights of composition beside keys and values (Xiao 2024, sec. 4.4).
+"""A cache layer with the key-side weights of composition beside keys and values.
 
-Legend: B batch, S cached tokens, C values a token (`Composition.cached_values`).
+Xiao 2024, sec. 4.4. Legend: B batch, S cached tokens, C values per token
+(`Composition.cached_values`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from attention.modeling.growing_cache import GrowingLayer, cache_layer
 
 
 class ComposedLayer(GrowingLayer):
-    """A growing cache layer with `key_weights [B, S, C]`. Every operation on the keys does the same to them."""
+    """A growing cache layer with `key_weights [B, S, C]`.
+
+    Every operation on the keys does the same to them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,16 +66,20 @@ class ComposedLayer(GrowingLayer):
 
 
 def composed_layer(cache: Cache, index: int) -> ComposedLayer:
-    """The layer of a cache, swapped for a `ComposedLayer` if it is a fresh dynamic one.
+    """Return the layer of a cache, swapped for a `ComposedLayer` if it is a fresh dynamic one.
 
-    Raises ValueError for any other kind (static, sliding, quantised), and for one that another model has filled.
+    Raises:
+        ValueError: For any other kind (static, sliding, quantised), and for one that another model
+            has filled.
     """
     layer = cache_layer(cache, index, ComposedLayer)
     if not isinstance(layer, ComposedLayer):
         filled = " that already holds tokens" if type(layer) in (DynamicLayer, GrowingLayer) else ""
         raise ValueError(
-            f"composition (dcmha) needs a dynamic cache for its key-side weights, got {type(layer).__name__}{filled} "
-            f"in layer {index}; leave cache_implementation unset, start from an empty DynamicCache(), and use "
+            f"composition (dcmha) needs a dynamic cache for its key-side weights, got "
+            f"{type(layer).__name__}{filled} "
+            f"in layer {index}; leave cache_implementation unset, start from an empty "
+            f"DynamicCache(), and use "
             "composition's own window in place of sliding_window"
         )
     return layer

@@ -1,13 +1,14 @@
 """Dynamically composable heads (Xiao 2024): every score becomes a mix of the scores of all heads.
 
-Legend: B batch, H query heads in n groups of h, R rank, D model dim, T query tokens, S key tokens, d head dim, G^K kept
-key heads; A `[B, H, T, S]` are scores before softmax or weights after it.
+Legend: B batch, H query heads in n groups of h, R rank, D model dim, T query tokens, S key tokens,
+d head dim, G^K kept key heads; A `[B, H, T, S]` are scores before softmax or weights after it.
 
-Composition acts on the scores of the H query heads, however many key and value heads are kept. The weights of one side
-of one place are packed in `[B, T, H(2R+1)]`: that is what the cache holds of the key side.
+Composition acts on the scores of the H query heads, however many key and value heads are kept. The
+weights of one side of one place are packed in `[B, T, H(2R+1)]`: that is what the cache holds of
+the key side.
 
-Settings have the fields of `attention.plan.Composition`. This file and `scores.py` need torch alone: an export for
-transformers has copies of them (`attention.io.targets.transformers`).
+Settings have the fields of `attention.plan.Composition`. This file and `scores.py` need torch
+alone: an export for transformers has copies of them (`attention.io.targets.transformers`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 
 from attention.modeling.scores import softmax_beside
 
-# Silent in the paper. At its initialisation the mean square is smaller than this, which damps the first steps.
+# Silent in the paper. At its initialisation the mean square is smaller than this, which damps the
+# first steps.
 EPSILON = 1e-6
 
 
@@ -32,7 +34,7 @@ def head_norm(x: Tensor) -> Tensor:
 
 
 def low_rank(scores_BnhXY: Tensor, down_BXnRh: Tensor, up_BXnRh: Tensor) -> Tensor:
-    """H -> R -> H with weights of their own for every position of X (Xiao 2024, Eq. 7 and App. D)."""
+    """H -> R -> H with weights of their own for every position of X (Xiao 2024, Eq. 7, App. D)."""
     inner = torch.einsum("bnhxy,bxnrh->bnrxy", scores_BnhXY, down_BXnRh)
     return torch.einsum("bnrxy,bxnrh->bnhxy", inner, up_BXnRh)
 
@@ -42,7 +44,8 @@ def _unpack(
 ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
     """`[B, X, H(2R+1)]` -> (down, up) `[B, X, n, R, h]` each, and the gate `[B, X, H]`.
 
-    Of width 2HR there is no gate, of width H no projection (None): which are there follows from the width.
+    Of width 2HR there is no gate, of width H no projection (None): which are there follows from the
+    width.
     """
     low = heads * rank
     width = weights.shape[-1]
@@ -62,11 +65,19 @@ def compose(
     groups: int = 1,
     rank: int = 2,
 ) -> Tensor:
-    """A + low rank and gate of the query side + low rank and gate of the key side (Xiao 2024, Eq. 7).
+    """Return scores composed across heads by static, query-side and key-side weights.
 
-    scores `[B, H, T, S]`; query_weights `[B, T, H(2R+1)]` and key_weights `[B, S, H(2R+1)]`, packed, or None without
-    that side, narrower without projection or gate (see `_unpack`); base `[n, h, h]` replaces the skip. Linear in the
-    scores, position by position: a zero stays a zero.
+    This is a + low rank and gate of the query side + low rank and gate of the key side (Xiao 2024,
+    Eq. 7). It is linear in the scores, position by position: a zero stays a zero.
+
+    Args:
+        scores: `[B, H, T, S]`.
+        query_weights: `[B, T, H(2R+1)]`, packed, or None without that side; narrower without
+            projection or gate (see `_unpack`).
+        key_weights: `[B, S, H(2R+1)]`, as `query_weights`.
+        base: `[n, h, h]`, replaces the skip.
+        groups: Heads are composed within so many groups.
+        rank: R.
     """
     grouped = scores.unflatten(1, (groups, -1))
     out = grouped if base is None else torch.einsum("bnhts,nhk->bnkts", grouped, base)
@@ -90,11 +101,14 @@ def compose(
 
 
 class DynamicWeights(nn.Module):
-    """What one side of one place makes of its tokens (Xiao 2024, Eq. 5 and 6): `[B, X, D]` -> `[B, X, H(2R+1)]`.
+    """What one side of one place makes of its tokens (Xiao 2024, Eq. 5 and 6).
 
-    dw = gelu(x W_1) W_2, split in two of `[R, h]` a group, the first normed over heads; gate = tanh(x W_g). Each group
-    is a Compose of its own (sec. 3.2): `w_1 [D, n, 2hR]`, `w_2 [n, 2hR, 2hR]`, `w_gate [D, H]`. Without the projection
-    there is no w_1 and no w_2, without the gate no w_gate (Table 9), and so many weights less.
+    `[B, X, D]` -> `[B, X, H(2R+1)]`.
+
+    dw = gelu(x W_1) W_2, split in two of `[R, h]` a group, the first normed over heads; gate =
+    tanh(x W_g). Each group is a Compose of its own (sec. 3.2): `w_1 [D, n, 2hR]`, `w_2 [n, 2hR,
+    2hR]`, `w_gate [D, H]`. Without the projection there is no w_1 and no w_2, without the gate no
+    w_gate (Table 9), and so many weights less.
     """
 
     w_1: nn.Parameter | None
@@ -117,11 +131,17 @@ class DynamicWeights(nn.Module):
 
     @torch.no_grad()
     def reset(self, *, identity: bool = False, generator: torch.Generator | None = None) -> None:
-        """The paper's initialisation (sec. 4), with h for H where heads are composed in groups (**silent**).
+        """Initialise as in the paper (sec. 4).
 
-        `identity`: the gates and the half of W_2 that makes the way up are zero, so that compose changes nothing. The
-        half that makes the way down is not: with all of W_2 zero both factors of the low-rank product would be zero,
-        and so would the gradients of both, for ever.
+        With h for H where heads are composed in groups (silent).
+
+        With all of W_2 zero both factors of the low-rank product would be zero, and so would the
+        gradients of both, for ever: for an identity only one half of it is.
+
+        Args:
+            identity: The gates and the half of W_2 that makes the way up are zero, so that compose
+            changes nothing.
+            generator: For the random numbers.
         """
         h = self.group_heads
         rank = self.rank
@@ -139,7 +159,10 @@ class DynamicWeights(nn.Module):
                 self.w_gate.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attention inputs `[B, X, D]` -> packed weights `[B, X, H(2R+1)]`: of all groups down, then up, then gates."""
+        """Attention inputs `[B, X, D]` -> packed weights `[B, X, H(2R+1)]`.
+
+        Of all groups down, then up, then gates.
+        """
         parts = []
         if self.w_1 is not None and self.w_2 is not None:
             hidden = F.gelu((x @ self.w_1.flatten(1)).unflatten(-1, self.w_1.shape[1:]))
@@ -154,8 +177,8 @@ class DynamicWeights(nn.Module):
 class Compose(nn.Module):
     """One compose function (Xiao 2024, Eq. 3 and 7) with its parameters.
 
-    Extra parameters: a side has `D 2RH + (2RH)^2 / n` for the projection and `D H` for the gate; the static base
-    `H^2 / n`.
+    Extra parameters: a side has `D 2RH + (2RH)^2 / n` for the projection and `D H` for the gate;
+    the static base `H^2 / n`.
     """
 
     def __init__(self, num_heads: int, hidden_size: int, settings: Any) -> None:
@@ -178,7 +201,10 @@ class Compose(nn.Module):
 
     @torch.no_grad()
     def reset(self, *, identity: bool = False, generator: torch.Generator | None = None) -> None:
-        """The static base alone: Xavier normal as the rest (Xiao 2024, sec. 4), or the unit matrix."""
+        """Initialise the static base.
+
+        Xavier normal as the rest (Xiao 2024, sec. 4), or the unit matrix.
+        """
         if self.base is not None:
             if identity:
                 self.base.copy_(
@@ -188,11 +214,20 @@ class Compose(nn.Module):
                 self.base.normal_(std=math.sqrt(1 / self.base.shape[-1]), generator=generator)
 
     def key_weights(self, x: Tensor) -> Tensor | None:
-        """`[B, S, D]` -> `[B, S, H(2R+1)]`, what the cache keeps of these tokens; None without a key side."""
+        """`[B, S, D]` -> `[B, S, H(2R+1)]`, what the cache keeps of these tokens.
+
+        None without a key side.
+        """
         return None if self.key is None else self.key(x)
 
     def forward(self, scores: Tensor, x_query: Tensor, key_weights: Tensor | None = None) -> Tensor:
-        """scores `[B, H, T, S]`, x_query `[B, T, D]`, key_weights `[B, S, H(2R+1)]` from `key_weights` -> as scores."""
+        """Return the composed scores.
+
+        Args:
+            scores: `[B, H, T, S]`.
+            x_query: `[B, T, D]`.
+            key_weights: `[B, S, H(2R+1)]` from `key_weights`.
+        """
         query_weights = None if self.query is None else self.query(x_query)
         return compose(
             scores, query_weights, key_weights, self.base, groups=self.groups, rank=self.rank
@@ -200,7 +235,10 @@ class Compose(nn.Module):
 
 
 class QueryKeyNorm(nn.Module):
-    """QKNorm (Xiao 2024, sec. 4.2, after Dehghani 2023); see `Composition` for what the paper leaves open."""
+    """QKNorm (Xiao 2024, sec. 4.2, after Dehghani 2023).
+
+    See `Composition` for what the paper leaves open.
+    """
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -211,12 +249,18 @@ class QueryKeyNorm(nn.Module):
         self.scale.fill_(1.0)
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries `[B, H, T, d]` and keys `[B, G^K, S, d]` with a root mean square of the scale and of 1."""
+        """Normalise queries `[B, H, T, d]` and keys `[B, G^K, S, d]`.
+
+        Their root mean squares become the scale, and 1.
+        """
         return head_norm(query) * self.scale[:, None, None], head_norm(key)
 
 
 class HeadComposition(nn.Module):
-    """The composition of one attention layer: before and after softmax, window (0: none), norm of queries and keys."""
+    """The composition of one attention layer.
+
+    Before and after softmax, window (0: none), norm of queries and keys.
+    """
 
     def __init__(self, num_heads: int, hidden_size: int, settings: Any, window: int) -> None:
         super().__init__()
@@ -231,7 +275,11 @@ class HeadComposition(nn.Module):
         return [module for module in (self.before, self.after) if module is not None]
 
     def key_weights(self, x: Tensor) -> Tensor | None:
-        """Key-side weights of new tokens for all places, `[B, T, places H(2R+1)]`, as they are cached; None without."""
+        """Return the key-side weights of new tokens as they are cached, or None if there are none.
+
+        Returns:
+            `[B, T, places H(2R+1)]`.
+        """
         weights = [w for module in self.places if (w := module.key_weights(x)) is not None]
         return torch.cat(weights, dim=-1) if weights else None
 
@@ -246,10 +294,10 @@ class HeadComposition(nn.Module):
     ) -> Tensor:
         """Composed attention weights from scaled scores (Xiao 2024, Eq. 4 and App. D).
 
-        scores `[B, H, T, S]`; x `[B, T, D]`: the attention input of the T query tokens, which are the last of the S;
-        key_weights: of all S tokens, from `key_weights`; mask broadcastable to the scores, boolean (True: seen) or
-        additive, None: causal; sinks `[H]` take part in the softmax. The mask comes after the first compose and cuts
-        out what it hides exactly.
+        scores `[B, H, T, S]`; x `[B, T, D]`: the attention input of the T query tokens, which are
+        the last of the S; key_weights: of all S tokens, from `key_weights`; mask broadcastable to
+        the scores, boolean (True: seen) or additive, None: causal; sinks `[H]` take part in the
+        softmax. The mask comes after the first compose and cuts out what it hides exactly.
         """
         halves = iter(() if key_weights is None else key_weights.chunk(len(self.places), dim=-1))
         if self.before is not None:
@@ -263,7 +311,9 @@ class HeadComposition(nn.Module):
 
 
 def masked(scores: Tensor, mask: Tensor | None, window: int = 0) -> Tensor:
-    """Scores `[B, H, T, S]` under a mask and a window (0: none). The T query tokens are the last of the S.
+    """Scores `[B, H, T, S]` under a mask and a window (0: none).
+
+    The T query tokens are the last of the S.
 
     Hidden scores become the lowest finite number: a row that sees nothing (padding) stays finite.
     """

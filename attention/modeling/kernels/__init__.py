@@ -1,4 +1,6 @@
-"""Fused decoding on accelerators: whether the kernel can take a call, and whether it can be trusted here.
+"""Fused decoding on accelerators.
+
+Whether the kernel can take a call, and whether it can be trusted here.
 
 Legend: B batch, H query heads, G^K / G^V kept key / value heads, S cached tokens, d head dim.
 
@@ -27,7 +29,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernel decodes this call; shapes as `attention.modeling.decoding.decode` has them."""
+    """Whether the kernel decodes this call.
+
+    Shapes as `attention.modeling.decoding.decode` has them.
+    """
     if query.device.type != "cuda" or torch.compiler.is_compiling() or not available():
         return False
     width = query.shape[-1]
@@ -56,8 +61,10 @@ def fused_decode(
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor:
-    """As `attention.modeling.decoding.decode`, in one pass over the cache. Needs Triton; the mask is the same for all
-    heads."""
+    """As `attention.modeling.decoding.decode`, in one pass over the cache.
+
+    Needs Triton; the mask is the same for all heads.
+    """
     from attention.modeling.kernels.flash_decode import flash_decode
 
     return flash_decode(query, key, value, tables, mask, scaling)
@@ -65,9 +72,12 @@ def fused_decode(
 
 @cache
 def trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether the kernel gives what the reference gives on this device: looked at once a process, dtype and head dim.
+    """Whether the kernel gives what the reference gives on this device.
 
-    A compiler or a chip that nobody has tried must not change what a model says: it warns, and other ways are taken.
+    Looked at once a process, dtype and head dim.
+
+    A compiler or a chip that nobody has tried must not change what a model says: it warns, and
+    other ways are taken.
     """
     plan = LayerPlan((0, 1, 0, 2, 2, 2), (0, 0, 1, 1, 0, 1))
     try:
@@ -79,7 +89,10 @@ def trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
             return True
         reason = f"it differs from the reference by {apart:.2g}"
     warnings.warn(
-        f"Headfold's decode kernel is not used for {dtype} and head dim {width} on {device}: {reason}",
+        (
+            f"Headfold's decode kernel is not used for {dtype} and head dim {width} on "
+            f"{device}: {reason}"
+        ),
         stacklevel=2,
     )
     return False
@@ -94,7 +107,10 @@ def difference(
     dtype: torch.dtype,
     mask: Tensor | None = None,
 ) -> float:
-    """Largest difference between the kernel and expand, then SDPA in float32, on random values. The batch is 2."""
+    """Largest difference between the kernel and expand, then SDPA in float32, on random values.
+
+    The batch is 2.
+    """
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(2, heads, length, width, generator=generator).to(device, dtype)

@@ -1,11 +1,14 @@
-"""Attention of one new token with a key map and a value map, fused: neither keys nor values are ever expanded.
+"""Attention of one new token with a key map and a value map, fused.
 
-Legend: B batch, H query heads, U units (query heads of one key head), M rows of a unit, G^K / G^V kept heads, S cached
-tokens in n splits, d head dim, D its power of two.
+Neither keys nor values are ever expanded.
 
-Flash decoding (Dao 2023): the cache is split, each program goes through one split with an online softmax, a second
-small kernel merges the splits. One program serves all query heads of a key head, so that each key is read once; of the
-values it reads those heads that its rows need, and adds to each row only what that row's own value head gives.
+Legend: B batch, H query heads, U units (query heads of one key head), M rows of a unit, G^K / G^V
+kept heads, S cached tokens in n splits, d head dim, D its power of two.
+
+Flash decoding (Dao 2023): the cache is split, each program goes through one split with an online
+softmax, a second small kernel merges the splits. One program serves all query heads of a key head,
+so that each key is read once; of the values it reads those heads that its rows need, and adds to
+each row only what that row's own value head gives.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -45,7 +48,10 @@ def _attend_split(
     WIDTH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One split of one unit of one sequence -> out `[B, H, n, d]` not yet divided, maxima and sums `[B, H, n]`."""
+    """Attend to one split of one unit of one sequence.
+
+    Writes out `[B, H, n, d]`, not yet divided, and maxima and sums `[B, H, n]`.
+    """
     unit = tl.program_id(0) % units
     batch = (tl.program_id(0) // units).to(tl.int64)  # offsets of long caches pass 2^31
     split = tl.program_id(1)
@@ -149,9 +155,21 @@ def flash_decode(
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor:
-    """query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask `[B or 1, 1, 1, S]` -> `[B, H, 1, d]`.
+    """Run attention of one new token over the cache in one kernel.
 
-    Scores, softmax and sums run in float32. A row that sees nothing comes out as not a number, as from a softmax.
+    Scores, softmax and sums run in float32. A row that sees nothing comes out as not a number, as
+    from a softmax.
+
+    Args:
+        query: `[B, H, 1, d]`.
+        key: `[B, G^K, S, d]`.
+        value: `[B, G^V, S, d]`.
+        tables: Those of the layer's maps.
+        mask: `[B or 1, 1, 1, S]`, or None.
+        scaling: Factor of the scores.
+
+    Returns:
+        `[B, H, 1, d]`.
     """
     batch, heads, _, width = query.shape
     tokens = key.shape[2]
@@ -191,7 +209,10 @@ def flash_decode(
 
 
 def split_sizes(tokens: int, programs: int, processors: int, block: int) -> tuple[int, int]:
-    """Into how many splits the cache goes, and the tokens of each: enough to keep all processors at work."""
+    """Into how many splits the cache goes, and the tokens of each.
+
+    Enough to keep all processors at work.
+    """
     splits_wanted = -(-PROGRAMS_A_PROCESSOR * processors // programs)
     blocks = -(-tokens // block)
     length = -(-blocks // min(splits_wanted, MOST_SPLITS, blocks)) * block

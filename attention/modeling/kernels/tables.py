@@ -21,11 +21,14 @@ _MOST = 64
 
 @dataclass(frozen=True)
 class Tables:
-    """Units of work: query heads of one key head, at most `_MOST` of them, so that a wide group becomes several units.
+    """Units of work.
 
-    `keys [U]`: the key head of each unit; `members [U, M]`: its query heads, -1 beyond; `values [U, N]`: the value
-    heads that any of them reads, of which the first `counts [U]` are real; `value_map [H]`. All int32, on the CPU;
-    `on(device)` gives copies elsewhere, made once.
+    Query heads of one key head, at most `_MOST` of them, so that a wide group becomes several
+    units.
+
+    `keys [U]`: the key head of each unit; `members [U, M]`: its query heads, -1 beyond; `values [U,
+    N]`: the value heads that any of them reads, of which the first `counts [U]` are real;
+    `value_map [H]`. All int32, on the CPU; `on(device)` gives copies elsewhere, made once.
     """
 
     keys: Tensor
@@ -37,6 +40,7 @@ class Tables:
 
     @classmethod
     def of(cls, plan: LayerPlan) -> Tables:
+        """Return the tables of a layer, on the CPU."""
         units = [
             (key, group[start : start + _MOST])
             for key, group in enumerate(plan.key_groups)
@@ -53,6 +57,7 @@ class Tables:
         )
 
     def on(self, device: torch.device) -> Tables:
+        """Return the tables on a device, copied once."""
         if device == self.keys.device:
             return self
         if device not in self._copies:
@@ -65,7 +70,7 @@ class Tables:
         return self._copies[device]
 
     def __getstate__(self) -> dict[str, object]:
-        """Copies on devices are not pickled with a model: they may not exist where it is read."""
+        """Leave out the copies on devices, which may not exist where a pickled model is read."""
         return {**self.__dict__, "_copies": {}}
 
 

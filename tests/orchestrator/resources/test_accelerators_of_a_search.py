@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused_with_what_would(model: Path, tmp_path: Pat
 def test_the_remedy_is_for_what_takes_most(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"of it activations; what helps: a smaller train\.micro_batch_size or "):
         check(config_of(model, "train.activation_checkpointing=false", "train.micro_batch_size=16"))
-    with pytest.raises(ConfigError, match=r"of it optimiser; what helps: train\.zero_stage=3 with more "):
+    with pytest.raises(ConfigError, match=r"of it weights; what helps: train\.zero_stage=3 with more "):
         check(config_of(model, "train.zero_stage=1"))
 
 

@@ -22,6 +22,8 @@ from trainers.text.synthetic import all_tasks, vocabulary
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
+FINGERPRINT = "620e4f4045e599de4e4c854fbdc9fa8ea4fdb5c42e39535e2483f0907916ccf2"
+
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -72,3 +74,8 @@ def test_the_example_tokenizer_has_every_word_and_a_model_can_be_asked(words: Pa
     found = synthetic_corpus.score_held_out(model, tokenizer, "odd-one", per_task=2)
     assert found.count == 2 * len(synthetic_corpus.tasks_of("odd-one", False))
     assert found.accuracy < 0.3 and found.perplexity > 50  # it has learned nothing yet
+
+
+def test_sets_of_tokens_made_before_stay_valid() -> None:
+    """A change here needs a change of the words or the tasks, and makes all sets anew."""
+    assert synthetic_corpus.fingerprint() == FINGERPRINT

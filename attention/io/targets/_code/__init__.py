@@ -1,1 +1,4 @@
-"""Python files that are copied into exports: they are read by people and run by engines, without Headfold."""
+"""Python files that are copied into exports.
+
+They are read by people and run by engines, without Headfold.
+"""

@@ -1,8 +1,8 @@
-"""Configuration of a Llama whose layers have KV head counts of their own, for vLLM's DeciLMForCausalLM.
+"""Configuration of a Llama with KV head counts of each layer, for vLLM's DeciLMForCausalLM.
 
-`block_configs`: one entry a layer, {"attention": {"no_op": false, "n_heads_in_group": query heads to a KV head},
-"ffn": {"no_op": false, "intermediate_size": width of the MLP}}. All layers have `num_attention_heads` query heads of
-`head_dim` numbers.
+`block_configs`: one entry per layer, {"attention": {"no_op": false, "n_heads_in_group": query heads
+to a KV head}, "ffn": {"no_op": false, "intermediate_size": width of the MLP}}. All layers have
+`num_attention_heads` query heads of `head_dim` numbers.
 """
 
 from types import SimpleNamespace

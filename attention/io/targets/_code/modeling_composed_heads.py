@@ -1,8 +1,11 @@
-"""A Llama with composed heads: the scores of each head are a mix of those of all heads (`composing.py` beside it).
+"""A Llama with composed heads.
 
-`config.composition` has the settings, `config.windows` the attention window of each layer (0: none). The weights that
-tokens have as keys lie in the cache too, behind the layers' keys and values. All else is as in `modeling_head_maps.py`.
-Load with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
+The scores of each head are a mix of those of all heads (`composing.py` beside it).
+
+`config.composition` has the settings, `config.windows` the attention window of each layer (0:
+none). The weights that tokens have as keys lie in the cache too, behind the layers' keys and
+values. All else is as in `modeling_head_maps.py`. Load with
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
 """
 
 from types import SimpleNamespace
@@ -29,8 +32,13 @@ class ComposedHeadsConfig(HeadMapsConfig):
 
 
 def remembered(cache: Any, layer: int, layers: int, weights: Tensor) -> Tensor:
-    """Key-side weights of new tokens `[batch, tokens, n]` put into the cache -> those of all tokens. They have a cache
-    layer of their own, without values, so that whatever is done to a cache is done to them."""
+    """Put key-side weights of new tokens `[batch, tokens, n]` into the cache.
+
+    Return those of all tokens.
+
+    They have a cache layer of their own, without values, so that whatever is done to a cache is
+    done to them.
+    """
     if type(cache) is not DynamicCache:
         raise ValueError(f"composed heads need a DynamicCache, got {type(cache).__name__}")
     while len(cache.layers) < 2 * layers:
@@ -62,7 +70,7 @@ def attend(
     composed_cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function, with scores and weights composed."""
+    """Compute attention with scores and weights composed: an attention function of transformers."""
     composition = module.composition
     weights = module.composition.key_weights(composed_input)
     if composed_cache is not None and weights is not None:

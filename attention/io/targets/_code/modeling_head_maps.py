@@ -1,8 +1,9 @@
 """A Llama whose query heads read key heads and value heads of their own choice.
 
-`config.key_maps[l][h]` and `config.value_maps[l][h]`: the key head and the value head that query head h of layer l
-reads. A layer keeps as many key heads and value heads as its maps name, and so many lie in its cache. All else is
-transformers' own model. Load with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
+`config.key_maps[l][h]` and `config.value_maps[l][h]`: the key head and the value head that query
+head h of layer l reads. A layer keeps as many key heads and value heads as its maps name, and so
+many lie in its cache. All else is transformers' own model. Load with
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
 """
 
 from typing import Any
@@ -40,7 +41,7 @@ def attend(
     attention_mask: Tensor | None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: scaled dot products after each query head has got its key and value head."""
+    """Compute attention with head maps, as an attention function of transformers."""
     key = spread(key, module.key_map)
     value = spread(value, module.value_map)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **others)

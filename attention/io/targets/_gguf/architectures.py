@@ -20,9 +20,13 @@ from attention.plan import AttentionPlan
 
 @dataclass(frozen=True)
 class Architecture:
-    """`interleaved`: rotary pairs are dims 2i and 2i + 1 instead of i and i + r/2. `fused`: one projection for queries,
-    keys and values. `rms_norm`: its norms divide by the root mean square and have no shift. `own_counts`: each layer
-    has head counts of its own."""
+    """`interleaved`: rotary pairs are dims 2i and 2i + 1 instead of i and i + r/2.
+
+    Attributes:
+        fused: One projection for queries, keys and values.
+        rms_norm: Its norms divide by the root mean square and have no shift.
+        own_counts: Each layer has head counts of its own.
+    """
 
     name: str
     interleaved: bool = False
@@ -46,11 +50,15 @@ OF_FAMILY = {
 }
 _DECI = Architecture("deci", interleaved=True, own_counts=True)
 OPENELM = Architecture("openelm", fused=True, own_counts=True)
-"""OpenELM is Qwen3 with head counts of each layer's own, if the output matrix is that of the embeddings."""
+"""OpenELM is Qwen3 with head counts of each layer's own, if the output matrix is that of the
+embeddings."""
 
 
 def with_own_counts(config: Any) -> Architecture | None:
-    """The architecture that computes a family with head counts of each layer's own; None if there is none."""
+    """Return the architecture that computes a family with head counts of each layer's own.
+
+    None if there is none.
+    """
     family = family_of(config).name
     if family in ("llama", "mistral", "qwen2"):
         return _DECI
@@ -63,7 +71,8 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
     geometry = geometry_of(config)
     if family not in OF_FAMILY:
         raise TargetError(
-            f"target gguf has no form for {family}, it takes {', '.join(sorted(OF_FAMILY))}: export to target vllm"
+            f"target gguf has no form for {family}, it takes {', '.join(sorted(OF_FAMILY))}: "
+            f"export to target vllm"
         )
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     types = ("default", "linear", *(["llama3"] if OF_FAMILY[family].interleaved else []))
@@ -88,10 +97,11 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
 
 
 def _check_qwen3_moe(config: Any) -> None:
-    """llama.cpp's qwen3moe has experts in every layer, weighted so that those that are used sum to one."""
+    """Check that every layer has experts whose weights in use sum to one, as in llama.cpp."""
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
         raise TargetError(
-            f"llama.cpp has no qwen3_moe with layers without experts (mlp_only_layers={config.mlp_only_layers}, "
+            f"llama.cpp has no qwen3_moe with layers without experts "
+            f"(mlp_only_layers={config.mlp_only_layers}, "
             f"decoder_sparse_step={config.decoder_sparse_step}); export to target vllm"
         )
     if not config.norm_topk_prob:
@@ -115,13 +125,15 @@ def _check_phi(qk_norm: bool, plan: AttentionPlan) -> None:
             if (counts[i], widths[i]) != (max(counts), plan.num_heads // max(counts))
         )
         raise TargetError(
-            f"layer {index} has {counts[index]} KV heads of up to {widths[index]} query heads, and llama.cpp's phi2 "
-            "takes equal groups and one count in all layers; choose such a plan, or export to target transformers"
+            f"layer {index} has {counts[index]} KV heads of up to {widths[index]} query heads, and "
+            f"llama.cpp's phi2 "
+            "takes equal groups and one count in all layers; choose such a plan, or export to "
+            "target transformers"
         )
 
 
 def architecture(config: Any, plan: AttentionPlan) -> Architecture:
-    """The architecture that a plan is written as."""
+    """Return the architecture that a plan is written as."""
     one_shape = len(set(kv_heads_of(plan))) == len(set(widths_of(plan))) == 1
     counts = None if one_shape else with_own_counts(config)
     return counts or OF_FAMILY[family_of(config).name]
@@ -143,7 +155,7 @@ def interleave(heads: LayerHeads, config: Any) -> LayerHeads:
 
 
 def halve(heads: LayerHeads, config: Any) -> LayerHeads:
-    """The inverse of `interleave`."""
+    """Return the inverse of `interleave`."""
     return _ordered(heads, torch.tensor(_order(config)).argsort())
 
 

@@ -33,7 +33,7 @@ _ROPE_FREQUENCIES = "rope_freqs.weight"
 
 
 def attention_names(model: PreTrainedModel) -> dict[str, int]:
-    """The attention modules by their names, with the layer of each."""
+    """Return the attention modules by their names, with the layer of each."""
     layers = {
         id(module): index
         for index, module in enumerate(family_of(model.config).attention_modules(model))
@@ -44,8 +44,13 @@ def attention_names(model: PreTrainedModel) -> dict[str, int]:
 
 
 def outside_attention(model: PreTrainedModel, form: Architecture) -> Iterator[tuple[str, Any, str]]:
-    """All stored tensors but the projections of attention: transformers' name, the part of it, llama.cpp's name. Raises
-    TargetError for a tensor that the architecture has no place for."""
+    """All stored tensors but the projections of attention.
+
+    Transformers' name, the part of it, llama.cpp's name.
+
+    Raises:
+        TargetError: For a tensor that the architecture has no place for.
+    """
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[form.name], model.config.num_hidden_layers)
     modules = attention_names(model)
@@ -72,7 +77,10 @@ def outside_attention(model: PreTrainedModel, form: Architecture) -> Iterator[tu
 
 
 def _parts(name: str, tensor: Tensor) -> list[tuple[Any, str]]:
-    """What llama.cpp keeps apart of one tensor, and what each is called: gates and what they let pass of experts."""
+    """Return what llama.cpp keeps apart of one tensor, and what each is called.
+
+    Gates and what they let pass of experts.
+    """
     stem, experts, last = name.rpartition(".experts.")
     if not experts or last != "gate_up_proj":
         return [(..., name)]
@@ -82,7 +90,7 @@ def _parts(name: str, tensor: Tensor) -> list[tuple[Any, str]]:
 
 
 def reshaped(name: str, tensor: Tensor, family: Family, back: bool = False) -> Tensor:
-    """A tensor outside of attention as llama.cpp has it; `back`: the inverse."""
+    """Return a tensor outside of attention as llama.cpp has it; `back`: the inverse."""
     if family.name == "gemma" and name.endswith("norm.weight"):
         return tensor - 1 if back else tensor + 1  # Gemma multiplies by 1 + weight
     if family.name == "gpt2" and tensor.dim() == 2 and ".mlp.c_" in name:
@@ -93,7 +101,7 @@ def reshaped(name: str, tensor: Tensor, family: Family, back: bool = False) -> T
 def layer_tensors(
     heads: LayerHeads, form: Architecture, layer: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """The projections of one layer, padded and in the order of the architecture."""
+    """Yield the projections of one layer, padded and in the order of the architecture."""
     sides: list[tuple[str, Tensor, Tensor | None]] = [
         (_PARTS[side], getattr(heads, side).flatten(0, 1), getattr(heads, f"{side}_bias"))
         for side in _PARTS
@@ -132,7 +140,7 @@ def tensors_of(model: PreTrainedModel, form: Architecture) -> Iterator[tuple[str
 
 
 def rope_factors(model: PreTrainedModel) -> Tensor | None:
-    """What llama.cpp divides the rotary frequencies of Llama 3 by; None for another kind."""
+    """Return what llama.cpp divides the rotary frequencies of Llama 3 by; None for another kind."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "llama3":
         return None
@@ -145,7 +153,10 @@ def rope_factors(model: PreTrainedModel) -> Tensor | None:
 
 
 def encoded(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
-    """A tensor in the type that it is kept in: vectors and positions in float32, as llama.cpp wants them."""
+    """Return a tensor in the type that it is kept in.
+
+    Vectors and positions in float32, as llama.cpp wants them.
+    """
     array = tensor.detach().float().contiguous().cpu().numpy()
     kind = TYPES[dtype]
     if array.ndim < 2 or name.startswith(("position_embd", "rope_freqs")):
@@ -157,8 +168,11 @@ def encoded(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, gguf.GGM
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, stored: dict[str, Tensor], form: Architecture) -> None:
-    """Put the tensors of a file into an empty model of the same config. Raises ValueError for one that is missing, or
-    whose padding is not what was written."""
+    """Put the tensors of a file into an empty model of the same config.
+
+    Raises:
+        ValueError: If a tensor is missing, or if its padding is not what was written.
+    """
     family = family_of(model.config)
     geometry = geometry_of(model.config)
     state = model.state_dict()
@@ -175,7 +189,7 @@ def fill(model: PreTrainedModel, stored: dict[str, Tensor], form: Architecture) 
 
 
 def stored_heads(stored: dict[str, Tensor], layer: int, head_dim: int) -> LayerHeads:
-    """The heads of one layer as they lie in a file."""
+    """Return the heads of one layer as they lie in a file."""
     prefix = f"blk.{layer}"
     output = stored[f"{prefix}.attn_output.weight"]
     o_bias = stored.get(f"{prefix}.attn_output.bias")

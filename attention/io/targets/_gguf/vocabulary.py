@@ -1,6 +1,7 @@
 """A tokenizer in a GGUF file: byte-level BPE, and the BPE with byte fallback of Llama 2 and Gemma.
 
-llama.cpp splits text by rules that it has under a name; a tokenizer is matched to a name by its own splitting rule.
+llama.cpp splits text by rules that it has under a name; a tokenizer is matched to a name by its own
+splitting rule.
 """
 
 from __future__ import annotations
@@ -26,8 +27,16 @@ _SPLITS = {
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Any, size: int) -> None:
-    """Put a tokenizer (as in `attention.io.checkpoint.save`; None for none) into a file for a model that embeds `size`
-    tokens. Raises TargetError for one that is not the model's or that llama.cpp does not have."""
+    """Put a tokenizer into a file for a model that embeds `size` tokens.
+
+    Args:
+        writer: The file.
+        tokenizer: As in `attention.io.checkpoint.save`; None for none.
+        size: Rows of the embedding.
+
+    Raises:
+        TargetError: For a tokenizer that is not the model's or that llama.cpp does not have.
+    """
     if tokenizer is None:
         writer.add_tokenizer_model("none")
         return
@@ -39,12 +48,14 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Any, size: int) -> None:
         return
     if max(tokens) >= size:
         raise TargetError(
-            f"the tokenizer has token ids up to {max(tokens)}, the model embeds {size} tokens: it is not this model's "
+            f"the tokenizer has token ids up to {max(tokens)}, the model embeds {size} tokens: it "
+            f"is not this model's "
             "tokenizer; give the one that it was trained with"
         )
     if whole["model"].get("type") != "BPE":
         raise TargetError(
-            f"target gguf takes BPE tokenizers, got {whole['model'].get('type')}; export to target gqa"
+            f"target gguf takes BPE tokenizers, got {whole['model'].get('type')}; export to target "
+            f"gqa"
         )
     _add_tokens(writer, whole, tokens, size)
     _add_special(writer, loaded)
@@ -107,21 +118,28 @@ def _prefixes(whole: dict[str, Any]) -> bool:
 
 
 def split_rule(whole: dict[str, Any]) -> str:
-    """llama.cpp's name for the way in which a byte-level tokenizer splits text. Raises TargetError for another way."""
+    """llama.cpp's name for the way in which a byte-level tokenizer splits text.
+
+    Raises:
+        TargetError: For another way.
+    """
     pre = whole.get("pre_tokenizer") or {}
     steps = pre.get("pretokenizers", [pre])
     last = steps[-1]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
         raise TargetError(
-            f"target gguf takes byte-level tokenizers without a prefix space, got {cut(json.dumps(pre))}"
+            f"target gguf takes byte-level tokenizers without a prefix space, got "
+            f"{cut(json.dumps(pre))}"
         )
     if len(steps) == 1 and last.get("use_regex", True):
         return "gpt-2"
     rule = steps[0].get("pattern", {}).get("Regex") if len(steps) == 2 else None
     if rule not in _SPLITS:
         raise TargetError(
-            f"llama.cpp has no known name for the way in which this tokenizer splits text: {cut(json.dumps(pre))}; "
-            "add it to SPLITS in attention/io/targets/_gguf/vocabulary.py, or export to another target"
+            f"llama.cpp has no known name for the way in which this tokenizer splits text: "
+            f"{cut(json.dumps(pre))}; "
+            "add it to SPLITS in attention/io/targets/_gguf/vocabulary.py, or export to another "
+            "target"
         )
     return _SPLITS[rule]
 

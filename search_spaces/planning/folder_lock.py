@@ -1,4 +1,4 @@
-"""Files of a cache folder that several processes add to: measured curves, prices of groups."""
+"""A lock of a cache folder that several processes add files to: curves, prices of groups."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from pathlib import Path
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Make `folder` and wait until no other process adds to its files. Where the file system has no locks, two that
-    write at one moment may lose what one has written, which is then worked out again."""
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Make `folder` and hold a lock of it while the body runs.
+
+    Where the file system has no locks, two that write at one moment may lose what one has written,
+    which is then computed again.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
