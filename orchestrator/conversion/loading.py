@@ -22,13 +22,13 @@ from attention.io.dtype_names import SHORT, full_name
 from attention.io.precision import DTYPES, DtypeError, own_dtype
 from attention.io.quantised.plain_copy import plain_checkpoint
 from attention.io.stock_files import GENERATION, TOKENIZER_FILES
+from attention.io.tokenizers import TokenizerError, read_tokenizer
 from attention.io.weights import check, check_finite, check_plain
 from attention.messages import reason
 from attention.modeling.modeling import check_fits, plan_of, plan_of_config
 from attention.ratios import own_heads, ratio_of
 from orchestrator.config.schema import ConfigError
 from trainers.evaluation import measure_cache
-from trainers.text.tokenizers import TokenizerError, read_tokenizer
 
 AUTO = "auto"  # the dtype of the checkpoint
 CACHE_TOKENS = 64

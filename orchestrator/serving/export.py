@@ -17,13 +17,13 @@ from attention.io.precision import DTYPES, round_weights
 from attention.io.sources import check_source
 from attention.io.stock_form import format_of
 from attention.io.targets import Target, best_target, target
+from attention.io.tokenizers import read_tokenizer
 from attention.messages import one_of
 from attention.modeling.modeling import plan_of_config
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.serving.check import MEMORY, CheckError, check_export
 from orchestrator.serving.engines import engine as engine_named
-from trainers.text.tokenizers import read_tokenizer
 
 AUTO = "auto"
 

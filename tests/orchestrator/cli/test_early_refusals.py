@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from attention.io import checkpoint
+from attention.io.tokenizers import TokenizerError, read_tokenizer
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.conversion.inspection import inspect_checkpoint
@@ -19,7 +20,6 @@ from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.search.validation import validate_search
 from orchestrator.serving.export import export_checkpoint
 from trainers.text.data import Texts
-from trainers.text.tokenizers import TokenizerError, read_tokenizer
 
 VICTIM = "model.layers.2.mlp.up_proj.weight"
 
