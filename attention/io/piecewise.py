@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
 from attention.io.layers.windows import LazyWeights
 from attention.io.safetensors_files import SINGLE
@@ -31,7 +33,7 @@ def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, La
 
     Raises what `attention.io.checkpoint.load` does.
     """
-    config = checkpoint.load_config(source)
+    config = Checkpoint.open(source).config
     weights = LazyWeights(_folder_of(source), config)
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -73,7 +75,7 @@ def save_as(
     `tensors` gives each of its parameters and persistent buffers once, by name, when it is asked for; no more than
     `shard` bytes of them, or one, are kept at a time. Raises ValueError if they are not those of the model.
     """
-    config = checkpoint.load_config(source)
+    config = copy.deepcopy(Checkpoint.open(source).config)
     with torch.device("meta"), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(config)
     tied = set(model.all_tied_weights_keys)

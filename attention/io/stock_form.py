@@ -8,24 +8,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from attention.checkpoint import Checkpoint
 from attention.families import family_of
-from attention.io.checkpoint import load_config
 from attention.io.targets import Held, TargetError, kv_bytes_in, targets
 from attention.io.targets._gguf.architectures import OF_FAMILY
 from attention.io.targets._pairs import widths_of
-from attention.modeling.modeling import PREFIX, plan_of_config
+from attention.modeling.modeling import PREFIX
 from attention.plan import AttentionPlan
 
 ALL = ("transformers", "vLLM", "llama.cpp")
 
 
-def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
+def format_of(folder: str | Path | Checkpoint, dtype: Any) -> dict[str, Any]:
     """What a checkpoint is, its KV cache being held in `dtype`: `format` ("stock" or "headfold"), `loads_in` (software
     that loads it), and both in one line for people, with the command to go on with (`format_note`); of Headfold's own
     format also `padding`: of each target that holds the plan in its own bytes, the query heads of zeros
     (`Held.zero_query_heads`) that it adds, if it adds any, and their share of the work of attention."""
-    config = load_config(folder)
-    plan = plan_of_config(config)
+    opened = Checkpoint.open(folder)
+    config, plan, folder = opened.config, opened.plan, opened.path
     if config.model_type.startswith(PREFIX):
         note = f"Headfold's own format ({_reason(plan)}), which stock software does not load"
         held, padding = held_by(config, plan), {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attention.io import checkpoint
+from attention.checkpoint import Checkpoint
 from benchmarks.models import llama
 from benchmarks.needs.alone import Alone
 from benchmarks.needs.limited import run_limited
@@ -93,7 +93,7 @@ def run(model: Path, place: Path, *, large: bool = False) -> Iterator[Step]:
     """The steps of a search of a checkpoint, each as it is done. Raises RuntimeError if one breaks its limit."""
     config = config_of(model, place / "runs", large)
     prepared, folder = validate_search(config), SearchFolder.fresh(place / "runs", "limits")
-    described = checkpoint.load_config(model)
+    described = Checkpoint.open(model).config
     needs = Needs(config, described, Size.of(described), prepared.problem, "float32")
     width, stored = needs.working.itemsize, sum(file.stat().st_size for file in model.glob("*.safetensors"))
     by_name = {need.process: need for need in needs.all()}

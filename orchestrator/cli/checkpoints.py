@@ -47,10 +47,10 @@ def convert(
     dequantize: options.Dequantize = False,
 ) -> None:
     """Convert one checkpoint, without training. Needs no cluster, and prints the loss before and after."""
+    from orchestrator.checkpoints import resolve_model
     from orchestrator.config.schema import ConfigError
     from orchestrator.conversion.convert import convert_checkpoint
     from orchestrator.conversion.estimates.estimate import announce
-    from orchestrator.conversion.loading import resolve_model
     from orchestrator.conversion.request import asked_ratios, unit_of
     from orchestrator.conversion.several_ratios import (
         convert_curve,
@@ -147,7 +147,7 @@ def export(
     dequantize: options.Dequantize = False,
 ) -> None:
     """Write a checkpoint in a format that engines load. Tells whether it is exact, and KV bytes before and after."""
-    from orchestrator.conversion.loading import resolve_model
+    from orchestrator.checkpoints import resolve_model
     from orchestrator.serving.export import export_checkpoint
     from orchestrator.serving.tables import print_check
     from orchestrator.storage.outputs import check_results

@@ -23,14 +23,14 @@ def demo(
 ) -> None:
     """Search, promote and export on a small checkpoint. It comes along; the export is loaded in transformers and
     llama.cpp."""
-    from orchestrator.config.schema import load_config
+    from orchestrator.config.schema import read_search_config
     from orchestrator.storage.shipped import shipped
 
     config, model = shipped(CONFIG), shipped(MODEL).parent
     if path:
         print(model)
         return
-    settings = load_config(config, [f"model.path={model}", f"storage={storage}", *(overrides or [])])
+    settings = read_search_config(config, [f"model.path={model}", f"storage={storage}", *(overrides or [])])
     from orchestrator.pipeline import search as run_search
     from orchestrator.reporting.promoted_models import promoted_models
 

@@ -63,16 +63,16 @@ def estimate(
             raise ConfigError(
                 f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both{listed}"
             )
-        from orchestrator.config.schema import load_config
+        from orchestrator.config.schema import read_search_config
         from orchestrator.search.validation import open_models
 
-        of_search = open_models(load_config(config, given), weights=False)
+        of_search = open_models(read_search_config(config, given), weights=False)
         tell_search(of_search, json, gpu_memory * 2**30 if gpu_memory else None)
         return
     if model is None or not (kv_ratio or kv_heads or kv_bytes):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
+    from orchestrator.checkpoints import resolve_model
     from orchestrator.conversion.estimates.estimate import Elsewhere, describe, estimate_conversions
-    from orchestrator.conversion.loading import resolve_model
     from orchestrator.conversion.request import asked_ratios, unit_of
 
     model = resolve_model(model, dequantize=dequantize, weights=False)

@@ -69,8 +69,8 @@ def evaluate(
 ) -> None:
     """Measure a checkpoint beside its original. Held-out loss, KL, KV bytes planned and allocated, speed; where asked,
     tasks, generated text and long contexts."""
+    from orchestrator.checkpoints import resolve_model
     from orchestrator.config.schema import ConfigError
-    from orchestrator.conversion.loading import resolve_model
     from orchestrator.evaluation.evaluate import evaluate_checkpoint, rehearse_evaluation
     from orchestrator.evaluation.extras import Extras
     from orchestrator.evaluation.generations import read_prompts

@@ -45,8 +45,8 @@ def inspect(
     dequantize: options.Dequantize = False,
 ) -> None:
     """Show which heads matter, and what recipes cost: one page. Also which are alike, and what each layer keeps."""
+    from orchestrator.checkpoints import resolve_model
     from orchestrator.conversion.inspection import COMPARED, inspect_checkpoint
-    from orchestrator.conversion.loading import resolve_model
     from orchestrator.conversion.request import asked_ratios, unit_of
     from orchestrator.reporting.inspection_tables import print_inspection
     from orchestrator.reporting.pages.inspection_page import build_page

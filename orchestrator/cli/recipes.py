@@ -10,6 +10,7 @@ import typer
 from orchestrator.cli import options
 
 if TYPE_CHECKING:
+    from orchestrator.checkpoints import Source
     from search_spaces.recipes.choice import RecipeChoice
     from search_spaces.recipes.recipe import Recipe
 
@@ -27,7 +28,7 @@ def recipes(
     from transformers import LlamaConfig
 
     from attention.families import geometry_of
-    from orchestrator.conversion import loading
+    from orchestrator import checkpoints
     from orchestrator.storage.outputs import check_results
     from search_spaces.recipes import choice
     from search_spaces.recipes.bibliography import PAPERS
@@ -38,9 +39,9 @@ def recipes(
         config = LlamaConfig()
         geometry = geometry_of(config)
     else:
-        model = loading.resolve_model(model, dequantize=dequantize, weights=False)
-        geometry = loading.geometry_of(model, key="model", weights=False)
-        config = loading.checkpoint.load_config(model)
+        model = checkpoints.resolve_model(model, dequantize=dequantize, weights=False)
+        opened = checkpoints.open_checkpoint(model, weights=False)
+        geometry, config = opened.geometry, opened.config
     chosen = choice.choose_recipe(config, geometry, engine and choice.engine_name(engine))
     rows: list[dict[str, Any]] = []
     for named in NAMED:
@@ -68,13 +69,13 @@ def recipes(
     options.finish({"model": model, "family": geometry.family, "auto": chosen.recipe, "recipes": rows}, json)
 
 
-def chosen_recipe(model: str, recipe: str, engine: str | None, overrides: dict[str, Any]) -> str:
+def chosen_recipe(model: Source, recipe: str, engine: str | None, overrides: dict[str, Any]) -> str:
     """Return the name of the recipe to convert by, and report on stderr what `auto` stands for.
 
     Only config.json is read. Raises RecipeError or ConfigError where `engine` cannot hold the recipe
     with its `overrides`, and for unknown names.
     """
-    from orchestrator.conversion import loading
+    from orchestrator import checkpoints
     from search_spaces.recipes import choice
     from search_spaces.recipes.recipes import recipe as named_recipe
 
@@ -82,9 +83,8 @@ def chosen_recipe(model: str, recipe: str, engine: str | None, overrides: dict[s
         return recipe
     engine = engine and choice.engine_name(engine)
     named = None if recipe == choice.AUTO else named_recipe(recipe, **overrides)
-    geometry = loading.geometry_of(model, key="model", weights=False)
-    config = loading.checkpoint.load_config(model)
-    best = choice.choose_recipe(config, geometry, engine)
+    opened = checkpoints.open_checkpoint(model, weights=False)
+    best = choice.choose_recipe(opened.config, opened.geometry, engine)
     if named is None:
         print(f"recipe: {best.recipe} (auto: {best.reason}; `headfold recipes` lists all)", file=sys.stderr, flush=True)
         named = named_recipe(best.recipe, **overrides)

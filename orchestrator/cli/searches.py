@@ -29,10 +29,10 @@ def search(
     json: options.JsonFile = None,
 ) -> None:
     """Run a search: trials, front, promotion, report."""
-    from orchestrator.config.schema import ConfigError, load_config
+    from orchestrator.config.schema import ConfigError, read_search_config
 
     changes, named = _split(overrides or [], resume)
-    settings = load_config(config, changes)  # before the imports below: a mistake is told in a second
+    settings = read_search_config(config, changes)  # before the imports below: a mistake is told in a second
     from orchestrator.storage.outputs import check_results
 
     check_results(json)

@@ -55,7 +55,7 @@ def train(
     device: options.Device = "auto",
 ) -> None:
     """Train a model from random weights. With Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
-    from orchestrator.conversion.loading import resolve_model
+    from orchestrator.checkpoints import resolve_model
     from orchestrator.storage.outputs import check_results
     from orchestrator.training.scratch import check, train_from_scratch
 
@@ -123,7 +123,7 @@ def finetune(
     dequantize: options.Dequantize = False,
 ) -> None:
     """Continue training a checkpoint on your text. With Ray Train and DeepSpeed; run again, it goes on."""
-    from orchestrator.conversion.loading import resolve_model
+    from orchestrator.checkpoints import resolve_model
     from orchestrator.storage.outputs import check_results
     from orchestrator.training.finetune import check, finetune_checkpoint
 

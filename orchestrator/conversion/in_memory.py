@@ -22,6 +22,7 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
+from orchestrator import checkpoints
 from orchestrator.conversion import loading
 from orchestrator.conversion.calibrating import checkpoint_calibration, chosen
 from orchestrator.conversion.dha_distances import NEED, measure
@@ -89,7 +90,7 @@ class Source:
     @classmethod
     def load(
         cls,
-        model: str | Path,
+        model: checkpoints.Source,
         recipe: str | Recipe,
         kv_ratios: Sequence[float],
         *,
@@ -140,7 +141,7 @@ class Source:
             **scored,
             "eval_tokens": self.worth.tokens,
             "cost": spent,
-            **loading.cache_facts(converted, own_heads(request.geometry)),
+            **checkpoints.cache_facts(converted, own_heads(request.geometry)),
         }
         if self.context.calibration is not None:
             measured["mixed_moments"] = self.context.calibration.mixed
@@ -155,6 +156,6 @@ def _calibration(request: ConversionRequest, original: PreTrainedModel, sequence
     inputs of `sampled` tokens at most."""
     if request.cache_dir is not None:
         own: dict[str, Any] = {"dtype": request.dtype, "device": request.device}
-        return checkpoint_calibration(request.model, sequences, request.cache_dir, **own)
+        return checkpoint_calibration(request.source, sequences, request.cache_dir, **own)
     mixed = chosen(request.geometry, sampled and sequences.numel(), available_bytes())
     return calibrate(original, sequences, sample_tokens=sampled, mixed=mixed)

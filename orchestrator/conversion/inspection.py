@@ -16,14 +16,13 @@ import numpy as np
 from torch import Tensor
 
 from attention.io.precision import round_weights
-from attention.io.sources import check_source, source_name
 from attention.messages import one_of
 from attention.modeling.modeling import plan_of
 from attention.plan import AttentionPlan
 from attention.progress import stage
 from attention.ratios import own_heads, ratio_of
+from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import loading
 from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import refine_with, steps_of_layers
@@ -42,7 +41,7 @@ FIT_KEY = "refinement.fit_steps"
 
 
 def inspect_checkpoint(
-    model: str | Path,
+    model: checkpoints.Source,
     *,
     kv_ratios: Sequence[float] = (0.5, 0.25),
     recipe: str = "headfold",
@@ -72,8 +71,8 @@ def inspect_checkpoint(
     ValueError for what a user can mend, all before the model is loaded where that can be known.
     """
     started = time.perf_counter()
-    check_source(model, "checkpoint")
-    geometry = loading.geometry_of(str(model), sequence_length, key="checkpoint")
+    opened = checkpoints.open_checkpoint(model, "checkpoint", sequence_length=sequence_length)
+    geometry = opened.geometry
     chosen = sensitivity_recipe(recipe, counts, recipe_settings)
     others = {name: untrained(name) for name in compare}
     if not kv_ratios:
@@ -81,7 +80,7 @@ def inspect_checkpoint(
     cache = Path(cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headfold")
     check_writable(cache, "cache")
     shared = {"sequence_length": sequence_length, "seed": seed, "cache_dir": cache}
-    source = Source.load(model, chosen, kv_ratios, always_calibrate=True, **shared, **sources)
+    source = Source.load(opened, chosen, kv_ratios, always_calibrate=True, **shared, **sources)
     request, context, phases = source.request, source.context, source.request.phases
     with phases("similarity"):
         similarity = _similarity(context)
@@ -97,7 +96,7 @@ def inspect_checkpoint(
             measured = measured_agreement(context, np.random.default_rng(seed))
             sites = [site.to_dict() for site in measured]
     return {
-        "model": source_name(model),
+        "model": opened.name,
         "family": geometry.family,
         "layers": geometry.num_layers,
         "heads": geometry.num_heads,
@@ -105,7 +104,7 @@ def inspect_checkpoint(
         "head_dim": geometry.head_dim,
         "qk_norm": geometry.qk_norm,
         "rotary_dims": geometry.rotary.dims,
-        "parameters": loading.parameters(source.original),
+        "parameters": checkpoints.parameters(source.original),
         "kv_bytes_per_token": plan_of(source.original).kv_bytes_per_token(request.dtype),
         "original_loss": source.loss,
         "original_perplexity": perplexity(source.loss),

@@ -32,7 +32,6 @@ from attention.modeling.modeling import headfold_config
 from attention.plan import AttentionPlan, LayerPlan
 from attention.progress import clock
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.loading import local_folder
 from orchestrator.conversion.one_layer import LayerwiseConversion, batch_size, check_layerwise, score
 from orchestrator.conversion.plan_by_layer import PlanByLayer
 from orchestrator.conversion.progress import Stage, check_stage
@@ -110,7 +109,7 @@ class LayerwiseJob:
     def run(self, texts: LoadedTexts) -> dict[str, Any]:
         """Convert, measure, write."""
         garbage.settle()
-        source = local_folder(self.request.model)
+        source = self.request.source.folder
         needed = self.request.recipe.needs & {"statistics", "sequences", "model"}
         used = texts.calibration if needed else texts.calibration[:0]
         tokens = torch.cat([used, texts.held_out])

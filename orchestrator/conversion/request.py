@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from attention.families import geometry_of
+from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
-from attention.io.sources import check_source, source_name
+from attention.io.sources import check_source
 from attention.io.stock_form import format_of
-from attention.modeling.modeling import plan_of_config
 from attention.plan import AttentionPlan
 from attention.progress import stage
 from attention.ratios import (
@@ -34,9 +33,10 @@ from attention.ratios import (
     ratio_of,
     ratio_of_kv_heads,
 )
+from orchestrator import checkpoints
+from orchestrator.checkpoints import base_of
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
-from orchestrator.reporting.base_model import base_of
 from search_spaces.planning.budgets import BelowLeast, check_budget, nearest_budget
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.recipes import recipe as named_recipe
@@ -70,12 +70,12 @@ def parse_share(text: str) -> float:
 
 
 def asked_ratios(
-    model: str | Path,
+    model: checkpoints.Source,
     kv_ratio: str | None,
     kv_heads: str | None,
     kv_bytes: str | None = None,
     *,
-    dtype: str = loading.AUTO,
+    dtype: str = checkpoints.AUTO,
     default: Sequence[float] = (),
     key: str = "model",
 ) -> list[float]:
@@ -93,26 +93,26 @@ def asked_ratios(
             f"{RATIOS}, {HEADS} or {SIZES}"
         )
     if kv_bytes is not None:
-        return _ratios_of_bytes(str(model), kv_bytes, dtype, key)
+        return _ratios_of_bytes(model, kv_bytes, dtype, key)
     if kv_heads is None:
         if kv_ratio is None and not default:
             raise ConfigError(f"kv_ratio: expected {RATIOS}, {HEADS} or {SIZES}, got none of them")
         if kv_ratio is None:  # those that any plan can meet
-            stored = loading.geometry_of(str(model), key=key, weights=False).num_kv_heads
+            stored = checkpoints.open_checkpoint(model, key, weights=False).geometry.num_kv_heads
             return [ratio for ratio in default if ratio * stored >= 1] or list(default)
         return parse_list(kv_ratio, parse_share, "kv_ratio", "a share like 0.5 or 50%, or a list like 0.5,0.25")
     counts = parse_list(kv_heads, int, "kv_heads", "a whole number of KV heads a layer or a list like 4,2")
-    geometry = loading.geometry_of(str(model), key=key, weights=False)
+    geometry = checkpoints.open_checkpoint(model, key, weights=False).geometry
     try:
         return [ratio_of_kv_heads(count, geometry) for count in counts]
     except ValueError as error:
         raise ConfigError(f"kv_heads: {error}") from None
 
 
-def _ratios_of_bytes(model: str, text: str, dtype: str, key: str) -> list[float]:
+def _ratios_of_bytes(model: checkpoints.Source, text: str, dtype: str, key: str) -> list[float]:
     """Shares that `--kv-bytes` requests: `0.5`, `50%`, or a size per token like `24KiB`."""
-    geometry = loading.geometry_of(model, key=key, weights=False)
-    dtype = loading.written_dtype(model, dtype)
+    source = checkpoints.open_checkpoint(model, key, weights=False)
+    geometry, dtype = source.geometry, checkpoints.written_dtype(source, dtype)
     own = own_bytes(geometry, dtype)
 
     def share(part: str) -> float:
@@ -138,13 +138,12 @@ def unit_of(kv_heads: str | None, kv_bytes: str | None) -> str:
 class ConversionRequest:
     """What a conversion is asked for, checked as far as can be without weights (`check`).
 
-    `config`: of the checkpoint; `dtype`: of what is written, by name; `unit`: in which budgets were requested
+    `source`: the checkpoint; `dtype`: of what is written, by name; `unit`: in which budgets were requested
     (`attention.ratios.UNITS`); `phases`: seconds that it took; the texts and how much of them: see
     `trainers.text.data.Texts`.
     """
 
-    model: str
-    config: PretrainedConfig
+    source: Checkpoint
     recipe: Recipe
     tokenizer: Any
     dtype: str
@@ -163,12 +162,12 @@ class ConversionRequest:
     @classmethod
     def check(
         cls,
-        model: str | Path,
+        model: checkpoints.Source,
         recipe: str | Recipe,
         kv_ratios: Sequence[float],
         *,
         strict: bool = False,
-        dtype: str = loading.AUTO,
+        dtype: str = checkpoints.AUTO,
         recipe_settings: Mapping[str, Any] | None = None,
         config_only: bool = False,
         **settings: Any,
@@ -180,7 +179,8 @@ class ConversionRequest:
         weights nor a tokenizer. `settings` are the fields that have a default.
         Raises ConfigError, RecipeError or ValueError for what a user can mend, TypeError for a model that is no path.
         """
-        check_source(model, "model")
+        if not isinstance(model, Checkpoint):
+            check_source(model, "model")
         unit = settings.get("unit", cls.unit)
         for ratio in kv_ratios:
             if not 0 < ratio <= 1:
@@ -191,12 +191,12 @@ class ConversionRequest:
                 )
         chosen = named_recipe(recipe, **dict(recipe_settings or {})) if isinstance(recipe, str) else recipe
         length = settings.get("sequence_length")
-        geometry = loading.geometry_of(str(model), length, key="model", weights=not config_only)
-        config = checkpoint.load_config(model)
-        loading.check_own_cache(config, geometry, str(model), "model")
+        source = checkpoints.open_checkpoint(model, sequence_length=length, weights=not config_only)
+        geometry = source.geometry
+        checkpoints.check_own_cache(source, "model")
         if chosen.sharing == chosen.composition == "none":
-            loading.check_several_heads(geometry, str(model))
-        dtype = loading.written_dtype(model, dtype)
+            checkpoints.check_several_heads(source)
+        dtype = checkpoints.written_dtype(source, dtype)
         for ratio in kv_ratios:
             if reason := keeps_everything(chosen.sharing, chosen.composition, ratio):
                 raise ConfigError(f"{KEYS[unit]}: {reason}; {own_cache(geometry, dtype)}")
@@ -212,13 +212,22 @@ class ConversionRequest:
                 ) from None
             except ValueError as error:
                 raise ConfigError(f"{KEYS[unit]}: {error}") from None
-        loading.device_of(settings.get("device", cls.device))
-        tokenizer = None if config_only else loading.load_tokenizer(model)
-        return cls(str(model), config, chosen, tokenizer, dtype, **settings)
+        checkpoints.device_of(settings.get("device", cls.device))
+        tokenizer = None if config_only else checkpoints.load_tokenizer(source)
+        return cls(source, chosen, tokenizer, dtype, **settings)
+
+    @property
+    def model(self) -> str:
+        """The path or hub name of the checkpoint."""
+        return self.source.path
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.source.config
 
     @property
     def geometry(self) -> HeadGeometry:
-        return geometry_of(self.config)
+        return self.source.geometry
 
     def budget(self, kv_ratio: float) -> Fraction:
         """The share of the checkpoint's KV heads that is used where `kv_ratio` was requested."""
@@ -252,7 +261,7 @@ class ConversionRequest:
     @property
     def working(self) -> torch.dtype:
         """What is computed in."""
-        return DTYPES[loading.working_dtype(self.dtype, self.device)]
+        return DTYPES[checkpoints.working_dtype(self.dtype, self.device)]
 
     @contextmanager
     def layer_phase(self, name: str, layer: int, doing: str) -> Iterator[None]:
@@ -281,7 +290,7 @@ class ConversionRequest:
     def load_model(self) -> PreTrainedModel:
         """The original model, in what is computed in. Raises WeightsError."""
         with self.phases("load"):
-            return loading.load_working(self.model, self.dtype, self.device)
+            return checkpoints.load_working(self.source, self.dtype, self.device)
 
     def note(self) -> dict[str, Any]:
         """What is kept beside the weights of the converted checkpoint."""
@@ -307,13 +316,13 @@ class ConversionRequest:
         """
         used = ratio_of(plan, own_heads(self.geometry))
         return {
-            "model": source_name(self.model),
+            "model": self.source.name,
             **measured,
             **texts.facts,
             "calibration_tokens": int(texts.calibration.numel()),
             "kv_ratio": used,
             "kv_bytes_per_token": plan.kv_bytes_per_token(self.dtype),
-            "kv_bytes_per_token_original": plan_of_config(self.config).kv_bytes_per_token(self.dtype),
+            "kv_bytes_per_token_original": self.source.plan.kv_bytes_per_token(self.dtype),
             "kv_ratio_asked": float(kv_ratio),
             "ceiling": self.ceiling_note(float(kv_ratio), used),
             "recipe": self.recipe.to_dict(),

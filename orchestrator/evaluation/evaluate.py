@@ -8,11 +8,13 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.io.sources import check_source, source_name
 from attention.modeling.modeling import plan_of
 from attention.progress import clock
+from orchestrator import checkpoints
 from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.conversion.estimates.work import matmul_rate
@@ -35,7 +37,7 @@ def evaluate_checkpoint(
     eval_tokens: int | None = None,
     sequence_length: int | None = None,
     seed: int = 0,
-    dtype: str = loading.AUTO,
+    dtype: str = checkpoints.AUTO,
     device: str = "auto",
     speed_tokens: int = 32,
 ) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def evaluate_checkpoint(
     `baseline`: one more checkpoint, whose loss is measured too. `extras`, where asked for, are of all three.
     `kv_ratio` is of the original's cache; without one, of the cache that `kv_ratio_of` names.
     `dtype`: what the cache is held in, and what decodes for the speed (auto: the checkpoint's own); losses are computed
-    as `loading.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
+    as `checkpoints.working_dtype` says. Raises ConfigError or DataError for what a user can mend.
     """
     for key, source in (("checkpoint", path), ("original", original), ("baseline", baseline)):
         if source is not None:
@@ -60,10 +62,10 @@ def evaluate_checkpoint(
         dtype, loaded, prepared = _prepare(path, original, baseline, extras, texts, dtype=dtype, **cut)
         sequences = loaded.held_out
     with phases("load"):
-        model = loading.load_working(path, dtype, device)
-        teacher = loading.load_working(original, dtype, device) if original is not None else None
+        model = checkpoints.load_working(path, dtype, device)
+        teacher = checkpoints.load_working(original, dtype, device) if original is not None else None
     with phases("evaluate"):
-        round_weights(model, loading.dtype_of(dtype))
+        round_weights(model, checkpoints.dtype_of(dtype))
         scored = evaluate(model, sequences, teacher=teacher)
         original_worth = evaluate(teacher, sequences) if teacher is not None else None
         beside: dict[str, Any] = {"loss_increase": None, "perplexity": perplexity(scored.loss)}
@@ -74,7 +76,7 @@ def evaluate_checkpoint(
     baseline_loss = None
     if baseline is not None:
         with phases("baseline"):
-            other = loading.load_working(baseline, dtype, device)
+            other = checkpoints.load_working(baseline, dtype, device)
             baseline_worth = evaluate(other, sequences)
             baseline_loss = baseline_worth.loss
             if original_worth is not None:
@@ -83,7 +85,7 @@ def evaluate_checkpoint(
             measured["baseline"] = prepared.of(other)
             del other
     heads, kind = _reference_cache(path, model, teacher)
-    cast_weights(model, loading.dtype_of(dtype))
+    cast_weights(model, checkpoints.dtype_of(dtype))
     record = {
         "checkpoint": source_name(path),
         "original": None if original is None else source_name(original),
@@ -102,7 +104,7 @@ def evaluate_checkpoint(
         "seed": seed,
         "recipe": recipe,
         "kv_ratio_of": kind,
-        **loading.cache_facts(model, heads),
+        **checkpoints.cache_facts(model, heads),
     }
     if speed_tokens:
         with phases("speed"):
@@ -127,8 +129,8 @@ def _prepare(
     """All that is checked and made before a model is loaded: the name of the dtype, the held-out text, and what else is
     measured."""
     positions = _common_positions(sequence_length, path, original=original, baseline=baseline)
-    dtype = loading.written_dtype(path, dtype)
-    tokenizer = loading.load_tokenizer(original if original is not None else path)
+    dtype = checkpoints.written_dtype(path, dtype)
+    tokenizer = checkpoints.load_tokenizer(original if original is not None else path)
 
     _check_same_tokens(tokenizer, path, original=original, baseline=baseline)
 
@@ -147,7 +149,7 @@ def _check_same_tokens(tokenizer: Any, path: str | Path, **others: str | Path | 
     first = "original" if others.get("original") is not None else "checkpoint"
     for key, name in {"checkpoint": path, **others}.items():
         if name is not None and key != first:
-            loading.check_same_tokens(tokenizer, name, key, first)
+            checkpoints.check_same_tokens(tokenizer, name, key, first)
 
 
 def rehearse_evaluation(
@@ -168,8 +170,8 @@ def rehearse_evaluation(
     texts = Texts(data, eval_data, text_field, seed)
     dtype, loaded, _ = _prepare(path, original, baseline, extras, texts, **given)
     sequences = loaded.held_out
-    works_in, models = loading.dtype_of(loading.working_dtype(dtype, device)), [path, original, baseline]
-    sizes = [Size.of(checkpoint.load_config(model)).total for model in models if model is not None]
+    works_in, models = checkpoints.dtype_of(checkpoints.working_dtype(dtype, device)), [path, original, baseline]
+    sizes = [Size.of(Checkpoint.open(model).config).total for model in models if model is not None]
     held, kind = works_in.itemsize * sum(sizes) / 2**30, str(works_in).removeprefix("torch.")
     operations = 2.0 * sum(sizes) * sequences.numel()
     names = [name for name in ("tasks", "prompts", "context_lengths") if getattr(extras, name)]
@@ -185,13 +187,13 @@ def rehearse_evaluation(
 
 def _common_positions(sequence_length: int | None, path: str | Path, **others: str | Path | None) -> int:
     """Positions that all models take. Raises ConfigError for one with another vocabulary, or too few for a sequence."""
-    geometry = loading.geometry_of(str(path), sequence_length, key="checkpoint")
-    positions = geometry.max_positions
+    opened = checkpoints.open_checkpoint(path, "checkpoint", sequence_length=sequence_length)
+    positions = opened.geometry.max_positions
     for key, name in others.items():
         if name is not None:
-            other = loading.geometry_of(str(name), sequence_length, key=key)
-            loading.check_same_words(other, geometry, key, str(name))
-            positions = min(positions, other.max_positions)
+            other = checkpoints.open_checkpoint(name, key, sequence_length=sequence_length)
+            checkpoints.check_same_words(other, opened, key)
+            positions = min(positions, other.geometry.max_positions)
     return positions
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.messages import near
+from orchestrator.checkpoints import base_of
 from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.room import room_for
 from orchestrator.cluster.session import connected
@@ -24,7 +25,6 @@ from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.state import BASELINE, PROMOTED, Entry, PromoteOutcome, PromotionState
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
-from orchestrator.reporting.base_model import base_of
 from orchestrator.search.leftovers import best_of_recipe, finalists, select
 from orchestrator.search.prepare import SearchSession, trial_context
 from orchestrator.search.validation import open_models, validate_search

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from attention.io import checkpoint
+from attention.checkpoint import Checkpoint
 from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.promotion.promote import asked
 from orchestrator.promotion.state import PromotionState
@@ -26,7 +26,7 @@ def rehearse_promotion(search: str | Path, *, trials: Iterable[str] = (), top: i
     trainings += sum(f"{ratio:g}" not in state.baselines for ratio in ratios)
     train, length, steps = config.promotion_train, config.data.sequence_length, config.promotion.steps
     tokens = trainings * steps * train.batch_size * length
-    model = checkpoint.load_config(config.model.path)
+    model = Checkpoint.open(config.model.path).config
     rate, source = training_rate(model, train, length, Size.of(model), config.resources.tokens_per_second)
     hours = f", about {in_hours(tokens / rate / train.num_workers / 3600)} one after the other" if rate else ""
     return {

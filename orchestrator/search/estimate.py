@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from attention.io import checkpoint
 from attention.io.precision import DTYPES
 from attention.progress import duration
+from orchestrator import checkpoints
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.config.schema import ConfigError, SearchConfig
-from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.sizes import SPARE, Conversion, Size
 from orchestrator.conversion.estimates.work import available_bytes, matmul_rate, operations
 from orchestrator.search.needs.disk import Storage, giga
@@ -122,9 +121,10 @@ def estimate_search(
     against `gpu_bytes`, the memory of each of its GPUs, where that is given. Raises ConfigError for what
     `validate_search` refuses of the candidates.
     """
-    geometry = loading.geometry_of(config.model.path, config.data.sequence_length, weights=False)
-    model_config, train, resources = checkpoint.load_config(config.model.path), config.train, config.resources
-    problem, size = search_problem(config, geometry), Size.of(model_config)
+    length, train, resources = config.data.sequence_length, config.train, config.resources
+    model = checkpoints.open_checkpoint(config.model.path, "model.path", sequence_length=length, weights=False)
+    model_config = model.config
+    problem, size = search_problem(config, model.geometry), Size.of(model_config)
     work = Work.of(config, problem)
     place = Storage.of(config, problem, work.trials - work.probes, work.trainings, storage)
     needs = Needs(config, model_config, size, problem, place.mixed)
@@ -179,7 +179,8 @@ def check_disk(config: SearchConfig, prepared: Prepared, parallel: int) -> None:
 
 def disk_shortage(config: SearchConfig) -> str | None:
     """Say by how much a search of one trial at a time does not fit its storage; None where it does."""
-    problem = search_problem(config, loading.geometry_of(config.model.path, weights=False))
+    model = checkpoints.open_checkpoint(config.model.path, "model.path", weights=False)
+    problem = search_problem(config, model.geometry)
     work = Work.of(config, problem)
     return Storage.of(config, problem, work.trials - work.probes, work.trainings).shortage(1)
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attention.geometry import HeadGeometry
-from attention.io import checkpoint
+from orchestrator import checkpoints
 from orchestrator.cluster.placement import OF_TYPE
 from orchestrator.cluster.room import Nodes, room_for
 from orchestrator.config.parsing import RENAMED_SCHEDULERS
 from orchestrator.config.schema import ConfigError, SearchConfig
-from orchestrator.conversion import loading
 from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
 from orchestrator.search.measurement_checks import check_decode_time, check_extras, check_tasks
 from orchestrator.search.needs.fitting import check_accelerators
@@ -51,7 +50,7 @@ def open_models(config: SearchConfig, *, weights: bool = True) -> SearchConfig:
     for key in ("path", "teacher"):
         if (source := getattr(section, key)) is not None:
             opening = {"dequantize": section.dequantize, "weights": weights, "cache": cache}
-            folders[key] = loading.resolve_model(source, key=f"model.{key}", **opening)
+            folders[key] = checkpoints.resolve_model(source, key=f"model.{key}", **opening)
     return config.model_copy(update={"model": section.with_folders(**folders)})
 
 
@@ -80,13 +79,14 @@ def check_search(config: SearchConfig) -> Prepared:
     once it is connected.
     """
     length = config.data.sequence_length
-    geometry = loading.geometry_of(config.model.path)
-    loading.check_own_cache(checkpoint.load_config(config.model.path), geometry, config.model.path, "model.path")
+    model = checkpoints.open_checkpoint(config.model.path, "model.path")
+    geometry = model.geometry
+    checkpoints.check_own_cache(model, "model.path")
     _check_length(length, config.model.path, geometry)
     if config.model.teacher:
-        teacher = loading.geometry_of(config.model.teacher, key="model.teacher")
-        _check_length(length, config.model.teacher, teacher)
-        loading.check_same_words(teacher, geometry, "model.teacher", config.model.teacher)
+        teacher = checkpoints.open_checkpoint(config.model.teacher, "model.teacher")
+        _check_length(length, config.model.teacher, teacher.geometry)
+        checkpoints.check_same_words(teacher, model, "model.teacher")
     problem = search_problem(config, geometry)
     check_searcher(config, problem)
     check_scheduler(config)
@@ -100,7 +100,7 @@ def check_search(config: SearchConfig) -> Prepared:
         room_for(config, local_nodes())
     storage = storage_path(config.storage)
     check_writable(storage)
-    texts = SearchTexts.check(config, storage / "cache" / "tokens")
+    texts = SearchTexts.check(config, model, storage / "cache" / "tokens")
     return Prepared(geometry, problem, texts, tuple(texts.there()), storage / "cache")
 
 

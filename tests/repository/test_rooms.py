@@ -1,4 +1,4 @@
-"""No circle of imports between files, and no room of more files than a reader takes in at a glance."""
+"""No circle of imports between files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
-MOST_FILES = 15
 
 
 def imports(root: Path, packages: Iterable[str]) -> dict[str, set[str]]:
@@ -49,23 +48,10 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def crowded(root: Path, packages: Iterable[str]) -> dict[str, int]:
-    """Folders with more than MOST_FILES Python files, and how many they have."""
-    counts = {}
-    for package in packages:
-        for folder in [root / package, *(root / package).rglob("*/")]:
-            counts[str(folder.relative_to(root))] = len(list(folder.glob("*.py")))
-    return {folder: count for folder, count in counts.items() if count > MOST_FILES}
-
-
 def test_no_import_circle() -> None:
     graph = imports(REPOSITORY, PACKAGES)
     assert len(graph) > 200
     assert circles(graph) == []
-
-
-def test_no_crowded_room() -> None:
-    assert crowded(REPOSITORY, PACKAGES) == {}
 
 
 @pytest.mark.parametrize("line", ["from p.a import f", "def g():\n    from p import a"])
@@ -75,10 +61,3 @@ def test_a_circle_is_found(line: str, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / "p" / f"{name}.py").write_text(text)
     assert circles(imports(tmp_path, ["p"])) == [["p.a", "p.b", "p.c", "p.a"]]
-
-
-def test_a_crowded_room_is_found(tmp_path: Path) -> None:
-    (tmp_path / "p" / "room").mkdir(parents=True)
-    for number in range(MOST_FILES + 1):
-        (tmp_path / "p" / "room" / f"m{number}.py").touch()
-    assert crowded(tmp_path, ["p"]) == {"p/room": MOST_FILES + 1}

@@ -14,6 +14,7 @@ import torch
 
 from attention.progress import duration
 from attention.ratios import own_heads
+from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.peaks import layerwise_stages, resident_peak
@@ -148,7 +149,7 @@ def estimate_conversions(
     if elsewhere is not None:
         there = {"available": elsewhere.gpu_bytes or 0, "on_gpu": True, "elsewhere": True}
     else:
-        device = loading.device_of(asked.device)
+        device = checkpoints.device_of(asked.device)
         there = {"available": available_bytes(device), "on_gpu": device.type == "cuda"}
     found = []
     for budget, requested in asked.distinct(kv_ratios, report=True).items():

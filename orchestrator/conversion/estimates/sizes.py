@@ -21,7 +21,7 @@ from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layers.windows import empty, layer_prefix, window_config
 from attention.modeling.running import batch_of
-from orchestrator.conversion import loading
+from orchestrator import checkpoints
 from orchestrator.conversion.one_layer import batch_size
 from search_spaces.recipes.recipe import AXES, Recipe
 
@@ -50,13 +50,13 @@ class Size:
         with torch.device("meta"):
             model = empty(window_config(config, 0, config.vocab_size), torch.float32, torch.device("meta"))
         family, prefix = family_of(config), layer_prefix(model)
-        attention = loading.parameters(family.attention_modules(model)[0])
+        attention = checkpoints.parameters(family.attention_modules(model)[0])
         own = {name: p.numel() for name, p in model.named_parameters() if name.startswith(prefix)}
         layer, experts = sum(own.values()), sum(size for name, size in own.items() if ".experts." in name)
         number = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
         active = layer - experts + experts * getattr(config, "num_experts_per_tok", 1) // number
         embedding = model.get_input_embeddings().weight.numel()  # type: ignore[union-attr]
-        outer = loading.parameters(model) - layer - (embedding if config.tie_word_embeddings else 0)
+        outer = checkpoints.parameters(model) - layer - (embedding if config.tie_word_embeddings else 0)
         return cls(attention, layer, active, embedding, outer, outer + layer * geometry_of(config).num_layers)
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from attention.calibration.sizes import Mixed, layer_bytes, most_exact
+from attention.checkpoint import Checkpoint
 from attention.families import geometry_of
-from attention.io import checkpoint
 from attention.io.precision import DTYPES
+from orchestrator.checkpoints import written_dtype
 from orchestrator.config.schema import SearchConfig, TextSection
-from orchestrator.conversion import loading
 from orchestrator.conversion.calibrating import FREE_SHARE
 from orchestrator.conversion.estimates.sizes import Size
 from orchestrator.search.searchers import SearchProblem
@@ -67,7 +67,7 @@ class Storage:
         cls, config: SearchConfig, problem: SearchProblem, trials: int, trainings: int, folder: Path | None = None
     ) -> Storage:
         """`folder`: None for the configuration's."""
-        folder, model = folder or storage_path(config.storage), checkpoint.load_config(config.model.path)
+        folder, model = folder or storage_path(config.storage), Checkpoint.open(config.model.path).config
         free, tokens = disk_free(folder), config.data.calibration.tokens
         geometry = geometry_of(model)
         mixed = most_exact(geometry, tokens, FREE_SHARE * free)
@@ -79,7 +79,7 @@ class Storage:
         config, model, trials, rungs = self.config, self.model, self.trials, len(self.config.rungs.steps) - 1
         most, relaxing = KEEP + 1, _relaxing(config, self.problem)  # one more while it is written
         beside = _beside(config.model.path)
-        w = self.size.total * DTYPES[loading.written_dtype(config.model.path, config.model.dtype)].itemsize + beside
+        w = self.size.total * DTYPES[written_dtype(config.model.path, config.model.dtype)].itemsize + beside
         t = self.size.total * DTYPES[config.train.dtype].itemsize + beside
         s = max(self._checkpoint(each, whole=bool(relaxing)) for each in self.problem.trainings(self.config.train))
         texts = sum(section.tokens for section in _texts(config)) * (2 if model.vocab_size <= 2**16 else 4)
@@ -172,7 +172,7 @@ def lifted_bytes(config: SearchConfig, model: PretrainedConfig) -> int:
     """By how much the start of a relaxation, in which every query head has a key and a value head, is larger."""
     g = geometry_of(model)
     more = 2 * g.num_layers * (g.num_heads - g.num_kv_heads) * g.head_dim * (g.hidden_size + 1)
-    return more * DTYPES[loading.written_dtype(config.model.path, config.model.dtype)].itemsize
+    return more * DTYPES[written_dtype(config.model.path, config.model.dtype)].itemsize
 
 
 def _finalists(config: SearchConfig, problem: SearchProblem) -> int:

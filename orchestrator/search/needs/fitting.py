@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from attention.io import checkpoint
+from attention.checkpoint import Checkpoint
 from orchestrator.cluster.accelerators import GIGABYTES, in_words, memory_of
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion.estimates.sizes import Size
@@ -27,7 +27,7 @@ def check_accelerators(config: SearchConfig, problem: SearchProblem) -> None:
     section = config.resources
     if not any(kind and memory_of(kind) for kind in (section.accelerator_type, section.trial_accelerator_type)):
         return
-    model = checkpoint.load_config(config.model.path)
+    model = Checkpoint.open(config.model.path).config
     # The smallest statistics: what is kept of them is chosen later, by the room that there is
     if refusals := refused(Needs(config, model, Size.of(model), problem, "pooled")):
         raise ConfigError("\n".join(refusals))

@@ -20,10 +20,10 @@ from attention.io.layers.windows import empty, layer_prefix, window_config
 from attention.io.piecewise import SHARD
 from attention.io.precision import DTYPES
 from attention.modeling.predictions import most_logit_bytes, positions_at_once
+from orchestrator import checkpoints
 from orchestrator.cluster.accelerators import memory_of
 from orchestrator.cluster.placement import Demand
 from orchestrator.config.schema import SearchConfig
-from orchestrator.conversion import loading
 from orchestrator.conversion.estimates.peaks import converted_attention, in_memory_stages
 from orchestrator.conversion.estimates.sizes import READING, Conversion, Size
 from orchestrator.search.searchers import SearchProblem
@@ -153,7 +153,7 @@ class Needs:
 
     @property
     def written(self) -> torch.dtype:
-        return DTYPES[loading.written_dtype(self.config.model.path, self.config.model.dtype)]
+        return DTYPES[checkpoints.written_dtype(self.config.model.path, self.config.model.dtype)]
 
     @property
     def working(self) -> torch.dtype:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from attention.io.tokenizers import read_tokenizer
+from orchestrator.checkpoints import check_same_tokens
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.loading import check_same_tokens
 from orchestrator.evaluation.evaluate import rehearse_evaluation
 from orchestrator.training.finetune import check
 
