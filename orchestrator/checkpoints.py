@@ -16,7 +16,7 @@ from attention.checkpoint import Checkpoint
 from attention.io.dtype_names import SHORT, full_name
 from attention.io.precision import DTYPES, DtypeError
 from attention.io.quantised.plain_copy import plain_checkpoint
-from attention.io.sources import source_name
+from attention.io.sources import check_source, source_name
 from attention.io.tokenizers import TokenizerError
 from attention.modeling.modeling import plan_of
 from attention.ratios import ratio_of
@@ -78,6 +78,20 @@ def resolve_model(
         return plain_checkpoint(source, dequantize=dequantize, weights=weights, cache=cache, report=_to_stderr)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None
+
+
+def open_model(source: Source, key: str, *, dequantize: bool = False, weights: bool = True) -> Checkpoint:
+    """Open a model that a user names, or what takes its place (`resolve_model`); weights are not looked at yet.
+
+    Raises:
+        TypeError: If `source` is no name of a checkpoint.
+        ConfigError: If nothing is there, or its family is not supported. `key` is the option that names it.
+    """
+    if isinstance(source, Checkpoint):
+        return source
+    check_source(source, key)
+    path = resolve_model(source, dequantize=dequantize, weights=weights, key=key)
+    return open_checkpoint(path, key, weights=False)
 
 
 def _to_stderr(line: str) -> None:

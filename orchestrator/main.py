@@ -22,14 +22,15 @@ from orchestrator.cli import (
     demo,
     estimates,
     evaluating,
-    inspecting,
     recipes,
+    runner,
     searches,
     starting,
     training,
     usage,
 )
 from orchestrator.cli.ending import ended_at_once
+from orchestrator.config.options import ConvertOptions, EstimateOptions, InspectOptions, JsonFile
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -102,8 +103,8 @@ for verb in (
     starting.init,
     searches.search,
     recipes.recipes,
-    checkpoints.convert,
-    estimates.estimate,
+    runner.task_command("convert", ConvertOptions, "orchestrator.tasks.convert:Convert"),
+    runner.command("estimate", EstimateOptions, estimates.estimate, json=JsonFile),
     training.train,
     training.finetune,
     evaluating.evaluate,
@@ -111,7 +112,7 @@ for verb in (
     searches.ui,
     searches.promote,
     checkpoints.export,
-    inspecting.inspect,
+    runner.task_command("inspect", InspectOptions, "orchestrator.tasks.inspect:Inspect"),
     searches.report,
 ):
     app.command()(_interruptible(verb))

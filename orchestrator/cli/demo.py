@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli import options
+from orchestrator.cli import runner
+from orchestrator.config import options
 
 CONFIG, MODEL, READER = "configs/demo.yaml", "examples/stdlib-llama/config.json", "examples/load_exported.py"
 
@@ -36,7 +37,7 @@ def demo(
 
     print(f"demo: searching {config}, results in {settings.storage}", flush=True)
     outcome = run_search(settings, resume=resume)
-    options.finish(outcome.to_dict(), Path(settings.storage) / "outcome.json")
+    runner.finish(outcome.to_dict(), Path(settings.storage) / "outcome.json")
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
     exported = (outcome.promotion or {}).get("exported")

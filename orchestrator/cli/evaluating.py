@@ -6,7 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli import options
+from orchestrator.cli import runner
+from orchestrator.config import options
+from orchestrator.tasks.task import advise_text
 
 
 def evaluate(
@@ -96,7 +98,7 @@ def evaluate(
             trust_remote_code=trust_remote_code,
         )
         print_speed(record)
-        options.finish(record, json)
+        runner.finish(record, json)
         return
     if engine_python is not None:
         raise ConfigError("engine_python: is of a measurement in an engine; add --engine, or leave it out")
@@ -116,14 +118,14 @@ def evaluate(
         "device": device,
         "dtype": dtype,
     }
-    options.advise_text(data, eval_data)
+    advise_text(data, eval_data)
     if dry_run:
-        options.rehearsed(rehearse_evaluation(checkpoint, original, **settings))
+        runner.rehearsed(rehearse_evaluation(checkpoint, original, **settings))
         return
     record = evaluate_checkpoint(checkpoint, original, speed_tokens=speed_tokens, **settings)
     print_worth(record)
     print_extras(record)
-    options.finish(record, json)
+    runner.finish(record, json)
 
 
 def _refuse_with_engine(**others: Any) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.cli import options
+from orchestrator.cli import runner
+from orchestrator.config import options
 
 if TYPE_CHECKING:
-    from orchestrator.checkpoints import Source
-    from search_spaces.recipes.choice import RecipeChoice
-    from search_spaces.recipes.recipe import Recipe
+    pass
 
 
 def recipes(
@@ -66,39 +64,4 @@ def recipes(
         print(f"    loads in: {loads or 'Headfold alone'}")
     of = geometry.family if model is None else f"{model} ({geometry.family})"
     print(f"\nFor {of}, --recipe auto takes {chosen.recipe}: {chosen.reason}.")
-    options.finish({"model": model, "family": geometry.family, "auto": chosen.recipe, "recipes": rows}, json)
-
-
-def chosen_recipe(model: Source, recipe: str, engine: str | None, overrides: dict[str, Any]) -> str:
-    """Return the name of the recipe to convert by, and report on stderr what `auto` stands for.
-
-    Only config.json is read. Raises RecipeError or ConfigError where `engine` cannot hold the recipe
-    with its `overrides`, and for unknown names.
-    """
-    from orchestrator import checkpoints
-    from search_spaces.recipes import choice
-    from search_spaces.recipes.recipes import recipe as named_recipe
-
-    if recipe != choice.AUTO and engine is None:
-        return recipe
-    engine = engine and choice.engine_name(engine)
-    named = None if recipe == choice.AUTO else named_recipe(recipe, **overrides)
-    opened = checkpoints.open_checkpoint(model, weights=False)
-    best = choice.choose_recipe(opened.config, opened.geometry, engine)
-    if named is None:
-        print(f"recipe: {best.recipe} (auto: {best.reason}; `headfold recipes` lists all)", file=sys.stderr, flush=True)
-        named = named_recipe(best.recipe, **overrides)
-    if engine is not None:
-        _check_engine(named, engine, best)
-    return named.name
-
-
-def _check_engine(named: Recipe, engine: str, best: RecipeChoice) -> None:
-    from orchestrator.config.parsing import ConfigError
-    from search_spaces.recipes.choice import ENGINE_NAMES, refusals
-
-    if reasons := refusals(named, best.forms[engine]):
-        raise ConfigError(
-            f"for: {ENGINE_NAMES[engine]} cannot load what recipe {named.name} makes of this checkpoint: {reasons[0]}; "
-            f"take --recipe {best.recipe}, or leave out --for"
-        )
+    runner.finish({"model": model, "family": geometry.family, "auto": chosen.recipe, "recipes": rows}, json)

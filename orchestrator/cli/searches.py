@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.cli import options
+from orchestrator.cli import runner
 from orchestrator.cli.estimates import tell_search
+from orchestrator.config import options
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import SearchConfig
@@ -44,7 +45,7 @@ def search(
     from orchestrator.pipeline import search as run_search
 
     outcome = run_search(settings, resume=named or resume)
-    options.finish(outcome.to_dict(), json)
+    runner.finish(outcome.to_dict(), json)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
 
@@ -62,10 +63,10 @@ def _rehearse(settings: SearchConfig) -> None:
     storage = storage_path(settings.storage)
     place = SearchFolder.free_place(storage, settings.name)
     if place.name == settings.name:
-        options.rehearsed({"folder": str(place)})
+        runner.rehearsed({"folder": str(place)})
         return
     taken = f"{settings.name!r} is there already; --resume goes on with the newest search of that name"
-    options.rehearsed({"folder": f"{place} ({taken})"})
+    runner.rehearsed({"folder": f"{place} ({taken})"})
 
 
 def _split(words: list[str], resume: bool) -> tuple[list[str], str | None]:
@@ -93,10 +94,10 @@ def promote(
     if dry_run:
         from orchestrator.promotion.rehearsal import rehearse_promotion
 
-        options.rehearsed(rehearse_promotion(search, trials=trial or [], top=top))
+        runner.rehearsed(rehearse_promotion(search, trials=trial or [], top=top))
         return
     outcome = promote_search(search, trials=trial or [], top=top)
-    options.finish(outcome.to_dict(), json)
+    runner.finish(outcome.to_dict(), json)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
 
@@ -121,7 +122,7 @@ def watch(
         print(encoder.dumps(asdict(status.read_status(folder)), indent=1))
         return
     check_results(json)
-    options.finish(asdict(status.watch(folder, every=every, once=once or json is not None)), json)
+    runner.finish(asdict(status.watch(folder, every=every, once=once or json is not None)), json)
 
 
 def report(
@@ -138,7 +139,7 @@ def report(
     written = write_report(search, out)
     print_comparison(written["comparison"])
     print(f"report: {written['report']}")
-    options.finish(written, json)
+    runner.finish(written, json)
 
 
 def ui(

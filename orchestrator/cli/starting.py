@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli import options
+from orchestrator.config import options
 
 
 def init(

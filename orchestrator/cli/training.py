@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli import options
+from orchestrator.cli import runner
+from orchestrator.config import options
+from orchestrator.tasks.task import advise_text
 
 Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps.")]
 LearningRate = Annotated[float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")]
@@ -76,9 +78,9 @@ def train(
         "seed": seed,
         "device": device,
     }
-    options.advise_text(train_data, eval_data)
+    advise_text(train_data, eval_data)
     if dry_run:
-        options.rehearsed(check(architecture, out, **settings).rehearse(overwrite))
+        runner.rehearsed(check(architecture, out, **settings).rehearse(overwrite))
         return
     record = train_from_scratch(architecture, out, progress=_say, overwrite=overwrite, **settings)
     print(f"held-out loss {record['loss']:.3f} nats per token after {record['tokens']} tokens")
@@ -86,7 +88,7 @@ def train(
         right = f"{answers['accuracy']:.1%} right, perplexity {answers['perplexity']:.2f}"
         print(f"answers to {answers['count']} examples: {right}")
     print(f"checkpoint: {record['out']}")
-    options.finish(record, json)
+    runner.finish(record, json)
 
 
 def finetune(
@@ -148,9 +150,9 @@ def finetune(
         "dtype": dtype,
         "device": device,
     }
-    options.advise_text(train_data, eval_data)
+    advise_text(train_data, eval_data)
     if dry_run:
-        options.rehearsed(check(model, out, **settings).rehearse(overwrite))
+        runner.rehearsed(check(model, out, **settings).rehearse(overwrite))
         return
     record = finetune_checkpoint(model, out, progress=_say, overwrite=overwrite, **settings)
     change = f"{record['loss_before']:.3f} before, {record['loss']:.3f} at step {record['best_step']}, which is kept"
@@ -158,4 +160,4 @@ def finetune(
     if not record["better"]:
         print("warning: no measured step is better than the model was; try a lower --learning-rate or more text")
     print(f"checkpoint: {record['out']}")
-    options.finish(record, json)
+    runner.finish(record, json)

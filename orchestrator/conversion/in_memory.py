@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -27,6 +26,7 @@ from orchestrator.conversion import loading
 from orchestrator.conversion.calibrating import checkpoint_calibration, chosen
 from orchestrator.conversion.dha_distances import NEED, measure
 from orchestrator.conversion.estimates.work import available_bytes
+from orchestrator.conversion.record import ConversionRecord
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import cost, planning_context, refine_with, steps_of_layers
 from search_spaces.planning.context import convert_with
@@ -88,21 +88,8 @@ class Source:
         return {"loss": scored.loss, "kl": scored.kl, **scored.compared(self.worth), **scored.noted}
 
     @classmethod
-    def load(
-        cls,
-        model: checkpoints.Source,
-        recipe: str | Recipe,
-        kv_ratios: Sequence[float],
-        *,
-        always_calibrate: bool = False,
-        **settings: Any,
-    ) -> Source:
-        """Check all that can be checked before the model is loaded, then load and calibrate (if the recipe needs it).
-
-        `settings` are those of `ConversionRequest.check`. Raises ConfigError, DataError, RecipeError or ValueError for
-        what a user can mend.
-        """
-        request = ConversionRequest.check(model, recipe, kv_ratios, **settings)
+    def load(cls, request: ConversionRequest, *, always_calibrate: bool = False) -> Source:
+        """Load the model of a request, and calibrate it if the recipe needs that. Raises DataError for its texts."""
         garbage.settle()
         needs, phases = request.recipe.needs, request.phases
         texts = request.texts()
@@ -126,9 +113,8 @@ class Source:
         context = planning_context(Original(original), calibration, sequences, request.cache_dir, distances)
         return cls(request, original, texts, context, teacher, worth)
 
-    def at(self, kv_ratio: float, out: str | Path | None = None, *, overwrite: bool = False) -> dict[str, Any]:
-        """Convert at one KV ratio or the largest below it, measure, save to `out` if given; one record (see
-        `convert_checkpoint`)."""
+    def at(self, kv_ratio: float, out: str | Path | None = None, *, overwrite: bool = False) -> ConversionRecord:
+        """Convert at one KV ratio or the largest below it, measure, save to `out` if given; one record."""
         request, phases = self.request, loading.Phases(self.request.phases)
         budget = request.budget(kv_ratio)
         converted, plan, spent = plan_and_convert(request.recipe, budget, self.context, request.seed, phases)
@@ -148,7 +134,9 @@ class Source:
         if out is not None:
             with phases("save"):
                 checkpoint.save(converted, out, request.model, record=request.note(), overwrite=overwrite)
-        return request.record(plan, kv_ratio, self.texts, measured, out) | {"seconds": dict(phases)}
+        record = request.record(plan, kv_ratio, self.texts, measured, out)
+        record["seconds"] = dict(phases)
+        return record
 
 
 def _calibration(request: ConversionRequest, original: PreTrainedModel, sequences: Tensor, sampled: int) -> Calibration:
@@ -156,6 +144,6 @@ def _calibration(request: ConversionRequest, original: PreTrainedModel, sequence
     inputs of `sampled` tokens at most."""
     if request.cache_dir is not None:
         own: dict[str, Any] = {"dtype": request.dtype, "device": request.device}
-        return checkpoint_calibration(request.source, sequences, request.cache_dir, **own)
+        return checkpoint_calibration(request.checkpoint, sequences, request.cache_dir, **own)
     mixed = chosen(request.geometry, sampled and sequences.numel(), available_bytes())
     return calibrate(original, sequences, sample_tokens=sampled, mixed=mixed)

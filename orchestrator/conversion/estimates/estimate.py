@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +23,6 @@ from orchestrator.conversion.one_layer import check_layerwise
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.paths import disk_free
 from orchestrator.storage.records import percent, unmet
-from search_spaces.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,9 @@ class Elsewhere:
         return cls(gpu_memory * 2**30 if gpu_memory else None)
 
 
-def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
-    """Memory, disk and time of a conversion. `base`: bytes of the process before it starts (default: as it is now)."""
+def estimate(conversion: Conversion, *, base: int | None = None, rate: float | None = None) -> Estimate:
+    """Memory, disk and time of a conversion. `base`: bytes of the process before it starts (default: as it is now);
+    `rate`: operations a second here (default: measured)."""
     size, g = Size.of(conversion.config), conversion.geometry
     base = loading.memory_now() if base is None else base
     width, written = conversion.working.itemsize, conversion.dtype.itemsize
@@ -94,7 +93,7 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
     except ValueError as error:
         why_not = str(error)
     flops = operations(conversion, size, tokens)
-    rate = matmul_rate(conversion.working)
+    rate = rate or matmul_rate(conversion.working)
     projections = own_heads(g) * g.head_dim * g.hidden_size
     kept = size.total - projections + round(projections * conversion.kv_ratio)
     original = own_heads(g) * g.head_dim * written
@@ -118,57 +117,25 @@ def estimate(conversion: Conversion, *, base: int | None = None) -> Estimate:
     )
 
 
-def estimate_conversion(
-    model: str | Path,
-    recipe: str | Recipe,
-    kv_ratio: float,
-    **settings: Any,
-) -> Estimate:
-    """The estimate of `convert_checkpoint` with these arguments, from config.json alone. Raises as that does."""
-    (result,) = estimate_conversions(model, recipe, [kv_ratio], **settings)
-    return result
+def estimate_conversions(request: ConversionRequest, *, elsewhere: Elsewhere | None = None) -> list[Estimate]:
+    """The estimate of each conversion that a request comes to, in falling order of their budgets; no weights are read.
 
-
-def estimate_conversions(
-    model: str | Path,
-    recipe: str | Recipe,
-    kv_ratios: Sequence[float],
-    *,
-    elsewhere: Elsewhere | None = None,
-    **settings: Any,
-) -> list[Estimate]:
-    """The estimate of each conversion that these ratios come to, those of several in falling order of their budgets.
     `elsewhere`: on a GPU of that machine, which need not be there.
-
-    Raises as `convert_checkpoint` does.
     """
-    if elsewhere is not None:
-        settings |= {"device": "cpu"}  # whose checks pass anywhere
-    asked = ConversionRequest.check(model, recipe, kv_ratios, config_only=True, **settings)
-    working = asked.written if elsewhere is not None else asked.working
+    working = request.written if elsewhere is not None else request.working
     if elsewhere is not None:
         there = {"available": elsewhere.gpu_bytes or 0, "on_gpu": True, "elsewhere": True}
     else:
-        device = checkpoints.device_of(asked.device)
+        device = checkpoints.device_of(request.device)
         there = {"available": available_bytes(device), "on_gpu": device.type == "cuda"}
-    found = []
-    for budget, requested in asked.distinct(kv_ratios, report=True).items():
+    found, rate = [], matmul_rate(working)
+    for budget, requested in request.distinct(report=True).items():
         used = float(budget)
-        result = estimate(Conversion(asked.config, asked.recipe, used, *asked.text_sizes, asked.written, working))
-        words = asked.ceiling_note(requested, used)
+        conversion = Conversion(request.config, request.recipe, used, *request.text_sizes, request.written, working)
+        words = request.ceiling_note(requested, used)
+        result = estimate(conversion, rate=rate)
         found.append(replace(result, kv_ratio_asked=float(requested), ceiling=words, **there))
     return found
-
-
-def needs_layerwise(model: str | Path, recipe: str | Recipe, kv_ratio: float, **settings: Any) -> bool:
-    """Whether a conversion does not fit into the memory that is available, but would layer by layer."""
-    estimated = estimate_conversion(model, recipe, kv_ratio, **settings)
-    if not estimated.available or estimated.resident <= SPARE * estimated.available:
-        return False
-    words = describe(estimated)
-    about = f"about {words['in memory']}, {words['available now']} available; layer by layer: "
-    print(f"this conversion would take {about}{words['layer by layer']}", file=sys.stderr)
-    return estimated.layerwise_possible
 
 
 def describe(estimated: Estimate) -> Mapping[str, str]:
@@ -206,44 +173,75 @@ STAGES = {
 """When the memory of a conversion layer by layer is highest, in words, by the names of `layerwise_stages`."""
 
 
-def announce(
-    model: str | Path,
-    recipe: str | Recipe,
-    kv_ratios: Sequence[float],
-    out: str | Path | None,
-    *,
-    layerwise: bool | None,
-    **settings: Any,
-) -> None:
-    """Say on stderr what a conversion will take, before it begins. Arguments as of `estimate_conversion`; `layerwise`:
-    as asked for, None: wherever it does not fit in memory.
+@dataclass(frozen=True)
+class RunEstimate:
+    """What a run of `convert` will take, and how it is done.
 
-    Raises ConfigError where memory or disk do not suffice.
+    Attributes:
+        points: The estimate of each KV ratio.
+        layerwise: Whether it is done layer by layer.
+        turned: Whether that was looked at because it does not fit in memory.
+        disk: Bytes of what is written, and of what lies beside it on the way.
+        folder: Where it is written.
     """
-    points = estimate_conversions(model, recipe, kv_ratios, **settings)
-    for words in filter(None, (point.ceiling for point in points)):
-        print(words, file=sys.stderr, flush=True)
-    several = len(kv_ratios) > 1
-    whole = max(point.resident for point in points)
-    first, one = points[0], max(point.layerwise for point in points)
-    turns = not several and out is not None and first.layerwise_possible and whole > SPARE * first.available
-    by_layer = bool(layerwise or (layerwise is None and turns))
-    needed = one if by_layer else whole
-    disk = sum(point.disk for point in points) + by_layer * first.scratch if out is not None else 0
-    about = duration(sum(point.seconds for point in points))
-    print(f"estimate: about {about}, {_giga(needed)} of memory, {_giga(disk)} of disk", file=sys.stderr, flush=True)
-    if first.available and needed > first.available:
-        other = f"layer by layer it would be {_giga(one)}" if first.layerwise_possible else first.why_not
-        raise ConfigError(
-            f"memory: this conversion does not fit: it takes about {_giga(needed)}, and {_giga(first.available)} are "
-            f"available; {other}; fewer calibration tokens or another machine would do"
-        )
-    free = math.inf if out is None else disk_free(Path(out))
-    if 0 < free < disk:  # none at all is free where nothing can be written, which is told as that
-        raise ConfigError(
-            f"out: the result does not fit: it takes about {_giga(disk)}, and {_giga(free)} are free at {str(out)!r}; "
-            "free some, or give another folder"
-        )
+
+    points: tuple[Estimate, ...]
+    layerwise: bool
+    turned: bool
+    disk: int
+    folder: Path | None
+
+    @classmethod
+    def of(
+        cls, points: Sequence[Estimate], folder: str | Path | None, *, several: bool, layerwise: bool | None
+    ) -> RunEstimate:
+        """Decide how a run is done: as `layerwise` says, or, where that is None, in memory if it fits.
+
+        `several`: whether ratios are converted from one calibration, which is done in memory alone.
+        """
+        first, turned = points[0], False
+        if layerwise is None and not several and folder is not None and first.available:
+            turned = first.resident > SPARE * first.available
+        by_layer = bool(layerwise) or (turned and first.layerwise_possible)
+        disk = 0
+        if folder is not None:
+            disk = sum(point.disk for point in points) + by_layer * first.scratch
+        return cls(tuple(points), by_layer, turned, disk, None if folder is None else Path(folder))
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory at the largest stage."""
+        return max(point.layerwise if self.layerwise else point.resident for point in self.points)
+
+    def announce(self) -> None:
+        """Say on stderr what it will take. Raises ConfigError where memory or disk do not suffice."""
+        first = self.points[0]
+        for words in filter(None, (point.ceiling for point in self.points)):
+            print(words, file=sys.stderr, flush=True)
+        about = duration(sum(point.seconds for point in self.points))
+        taken = f"{_giga(self.memory)} of memory, {_giga(self.disk)} of disk"
+        print(f"estimate: about {about}, {taken}", file=sys.stderr, flush=True)
+        if first.available and self.memory > first.available:
+            by_layer = max(point.layerwise for point in self.points)
+            other = f"layer by layer it would be {_giga(by_layer)}" if first.layerwise_possible else first.why_not
+            raise ConfigError(
+                f"memory: this conversion does not fit: it takes about {_giga(self.memory)}, and "
+                f"{_giga(first.available)} are available; {other}; fewer calibration tokens or another machine would do"
+            )
+        free = math.inf if self.folder is None else disk_free(self.folder)
+        if 0 < free < self.disk:  # none at all is free where nothing can be written, which is told as that
+            raise ConfigError(
+                f"out: the result does not fit: it takes about {_giga(self.disk)}, and {_giga(free)} are free at "
+                f"{str(self.folder)!r}; free some, or give another folder"
+            )
+
+    def explain(self) -> None:
+        """Say on stderr why it is done layer by layer, or that it cannot be."""
+        if not self.turned:
+            return
+        words = describe(self.points[0])
+        about = f"about {words['in memory']}, {words['available now']} available; layer by layer: "
+        print(f"this conversion would take {about}{words['layer by layer']}", file=sys.stderr)
 
 
 def _giga(count: float) -> str:

@@ -223,7 +223,7 @@ def test_tasks_that_share_the_sequences_are_one_process(
 
 @pytest.mark.extended
 def test_a_conversion_from_files_is_the_one_in_memory(demo_dir: Path, tmp_path: Path) -> None:
-    from orchestrator.conversion.convert import convert_checkpoint
+    from verbs import convert_checkpoint
 
     small = {"calibration_tokens": 2048, "eval_tokens": 1024, "sequence_length": 64, "device": "cpu"}
     records = [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from verbs import convert_curve
 
 from attention.calibration import calibration as calibrating
 from attention.io import checkpoint
@@ -16,7 +17,6 @@ from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import in_memory
 from orchestrator.conversion.request import asked_ratios
-from orchestrator.conversion.several_ratios import convert_curve
 from search_spaces.planning.context import PlanningContext
 from search_spaces.recipes.recipes import recipe
 from trainers.evaluation import evaluate

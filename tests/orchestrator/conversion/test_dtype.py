@@ -11,11 +11,11 @@ import torch
 from parameters import extended
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from verbs import convert_checkpoint
 
 from attention.io import checkpoint
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError, parse_config
-from orchestrator.conversion.convert import convert_checkpoint
 from orchestrator.evaluation.evaluate import evaluate_checkpoint
 
 Tiny = Callable[..., PreTrainedModel]

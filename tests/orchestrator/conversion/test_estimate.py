@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig
+from verbs import announce, convert_checkpoint, estimate_conversion, needs_layerwise
 
 from attention.io import checkpoint
 from benchmarks.models import llama
 from benchmarks.needs.memory import measured
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimates.estimate import announce, estimate, estimate_conversion, needs_layerwise
+from orchestrator.conversion.estimates.estimate import estimate
 from orchestrator.conversion.estimates.sizes import Conversion, Size
 from search_spaces.recipes.recipes import recipe
 
@@ -76,12 +76,13 @@ def test_only_the_config_is_read(demo_dir: Path, tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_is_streamed_by_itself(
     demo_dir: Path, tmp_path: Path, little_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
+    assert not needs_layerwise(demo_dir, "gqa", 0.5, tmp_path / "out", **SMALL)
     module = sys.modules["orchestrator.conversion.estimates.estimate"]
     monkeypatch.setattr(module, "available_bytes", lambda device=None: 2**20)
-    assert needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
-    assert needs_layerwise(demo_dir, "headfold", 0.5, **SMALL)
-    assert not needs_layerwise(demo_dir, "directshare", 1.0, **SMALL)  # it cannot be, so it is tried in memory
+    assert needs_layerwise(demo_dir, "gqa", 0.5, tmp_path / "out", **SMALL)
+    assert needs_layerwise(demo_dir, "headfold", 0.5, tmp_path / "out", **SMALL)
+    # It cannot be, so it is tried in memory
+    assert not needs_layerwise(demo_dir, "directshare", 1.0, tmp_path / "out", **SMALL)
     texts = {"calibration_data": little_text, "eval_data": little_text}
     record = convert_checkpoint(demo_dir, "gqa", 0.5, tmp_path / "out", layerwise=None, **SMALL, **texts)
     assert record["layerwise"]

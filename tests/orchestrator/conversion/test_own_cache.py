@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from verbs import convert_checkpoint, convert_curve, convert_layerwise, estimate_conversion
 
 from attention.conversion.conversion import convert
 from attention.families import geometry_of
@@ -24,11 +25,8 @@ from attention.plan_parts import dense
 from attention.ratios import own_heads, ratio_of_kv_heads
 from orchestrator import checkpoints, main
 from orchestrator.config.schema import ConfigError, parse_config
-from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimates.estimate import describe, estimate_conversion
-from orchestrator.conversion.layer_by_layer import convert_layerwise
+from orchestrator.conversion.estimates.estimate import describe
 from orchestrator.conversion.request import asked_ratios
-from orchestrator.conversion.several_ratios import convert_curve
 from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.search.candidates import Candidate, named_candidates, ratios_of
 from orchestrator.storage.paths import SearchFolder
