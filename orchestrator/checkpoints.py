@@ -87,11 +87,17 @@ def open_model(source: Source, key: str, *, dequantize: bool = False, weights: b
         TypeError: If `source` is no name of a checkpoint.
         ConfigError: If nothing is there, or its family is not supported. `key` is the option that names it.
     """
+    check_named(source, key)
     if isinstance(source, Checkpoint):
         return source
-    check_source(source, key)
     path = resolve_model(source, dequantize=dequantize, weights=weights, key=key)
     return open_checkpoint(path, key, weights=False)
+
+
+def check_named(source: object, key: str) -> None:
+    """Raise TypeError for what is neither a checkpoint nor the name of one, e.g. a loaded model."""
+    if not isinstance(source, Checkpoint):
+        check_source(source, key)
 
 
 def _to_stderr(line: str) -> None:

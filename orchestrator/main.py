@@ -21,7 +21,6 @@ from orchestrator.cli import (
     checkpoints,
     demo,
     estimates,
-    evaluating,
     recipes,
     runner,
     searches,
@@ -30,7 +29,7 @@ from orchestrator.cli import (
     usage,
 )
 from orchestrator.cli.ending import ended_at_once
-from orchestrator.config.options import ConvertOptions, EstimateOptions, InspectOptions, JsonFile
+from orchestrator.config.options import ConvertOptions, EstimateOptions, EvaluateOptions, InspectOptions, JsonFile
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -107,7 +106,7 @@ for verb in (
     runner.command("estimate", EstimateOptions, estimates.estimate, json=JsonFile),
     training.train,
     training.finetune,
-    evaluating.evaluate,
+    runner.task_command("evaluate", EvaluateOptions, "orchestrator.tasks.evaluate:Evaluate"),
     searches.watch,
     searches.ui,
     searches.promote,

@@ -287,3 +287,71 @@ class InspectOptions(ConversionOptions):
         Typed(Path | None),
         typer.Option("--cache", help="Folder where measurements are kept (default: in the user's cache)."),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(EvalTextOptions, DeviceOptions):
+    """Measure a checkpoint beside its original. Held-out loss, KL, KV bytes planned and allocated, speed; where asked,
+    tasks, generated text and long contexts."""
+
+    checkpoint: Annotated[
+        str | Path | Checkpoint,
+        Typed(str),
+        typer.Argument(help="Folder of a checkpoint, a GGUF file, or hub name."),
+    ]
+    original: Annotated[
+        str | Path | Checkpoint | None,
+        Typed(str | None),
+        typer.Option(help="The original checkpoint to compare with."),
+    ] = None
+    baseline: Annotated[
+        str | Path | Checkpoint | None,
+        Typed(str | None),
+        typer.Option(help="One more checkpoint to compare with, e.g. of recipe gqa."),
+    ] = None
+    tasks: Annotated[
+        str | Sequence[str] | None,
+        Typed(str | None),
+        typer.Option(
+            help="Tasks of lm-evaluation-harness: demo (comes along), folders of task files, or its own names; "
+            "with commas between them."
+        ),
+    ] = None
+    prompts: Annotated[
+        str | Sequence[str] | None,
+        Typed(str | None),
+        typer.Option(
+            help="Text to continue greedily, side by side: a file (one prompt a line, or .jsonl), or a prompt."
+        ),
+    ] = None
+    context_lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Loss by position and recall of a hidden line at these context lengths: max, or 256,512. With "
+            "--engine: those of the speed (by default max)."
+        ),
+    ] = None
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure speed and the sequences that fit in llama.cpp, vLLM or transformers, and nothing else; "
+            "checkpoints are exported for it, or are exports."
+        ),
+    ] = None
+    engine_python: Annotated[
+        str | None,
+        typer.Option(help="Of --engine: the Python of the environment that has the engine."),
+    ] = None
+    cache_memory: Annotated[
+        int,
+        typer.Option(min=1, help="Of --engine: GiB of cache in which sequences are to fit."),
+    ] = 1
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Of --engine: run the Python files in an export given."),
+    ] = False
+    speed_tokens: Annotated[int, typer.Option(min=0, help="Tokens to decode for the speed; 0 skips it.")] = 32
+    data: Annotated[
+        str | None,
+        typer.Option(help="Text whose held-out part is measured on, as convert does; the same kinds of source."),
+    ] = None

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.options import ConvertOptions, InspectOptions
+from orchestrator.config.options import ConvertOptions, EvaluateOptions, InspectOptions
 from orchestrator.conversion.estimates.estimate import Estimate, estimate_conversions
 from orchestrator.conversion.in_memory import Source
 from orchestrator.tasks.convert import Convert
+from orchestrator.tasks.evaluate import Evaluate
 from orchestrator.tasks.inspect import Inspect
 from search_spaces.recipes.recipe import Recipe
 
@@ -74,3 +75,14 @@ def inspect_checkpoint(
 ) -> Any:
     given = {"checkpoint": checkpoint, "kv_ratio": kv_ratios, "overrides": recipe_settings}
     return Inspect(InspectOptions(**given, **settings)).run()
+
+
+def evaluate_checkpoint(checkpoint: Any, original: Any = None, **settings: Any) -> Any:
+    return Evaluate(EvaluateOptions(checkpoint=checkpoint, original=original, **settings)).run()
+
+
+def rehearse_evaluation(checkpoint: Any, original: Any = None, **settings: Any) -> Any:
+    task = Evaluate(EvaluateOptions(checkpoint=checkpoint, original=original, **settings), rehearsal=True)
+    task.check()
+    (words,) = task.rehearse()
+    return words

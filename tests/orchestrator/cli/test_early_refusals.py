@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from verbs import convert_checkpoint, convert_layerwise, inspect_checkpoint
+from verbs import convert_checkpoint, convert_layerwise, evaluate_checkpoint, inspect_checkpoint
 
 from attention.io import checkpoint
 from attention.io.tokenizers import TokenizerError, read_tokenizer
 from orchestrator.config.schema import ConfigError, parse_config
-from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.search.validation import validate_search
 from orchestrator.serving.export import export_checkpoint
 from trainers.text.data import Texts

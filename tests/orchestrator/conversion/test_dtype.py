@@ -11,12 +11,11 @@ import torch
 from parameters import extended
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from verbs import convert_checkpoint
+from verbs import convert_checkpoint, evaluate_checkpoint
 
 from attention.io import checkpoint
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError, parse_config
-from orchestrator.evaluation.evaluate import evaluate_checkpoint
 
 Tiny = Callable[..., PreTrainedModel]
 QUICK = {"refinement.fit_steps": 8}

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from verbs import convert_checkpoint, convert_curve, convert_layerwise, estimate_conversion
+from verbs import convert_checkpoint, convert_curve, convert_layerwise, estimate_conversion, evaluate_checkpoint
 
 from attention.conversion.conversion import convert
 from attention.families import geometry_of
@@ -27,7 +27,6 @@ from orchestrator import checkpoints, main
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.conversion.estimates.estimate import describe
 from orchestrator.conversion.request import asked_ratios
-from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.search.candidates import Candidate, named_candidates, ratios_of
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import write_json

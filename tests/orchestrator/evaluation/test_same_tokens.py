@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from verbs import rehearse_evaluation
 
 from attention.io.tokenizers import read_tokenizer
 from orchestrator.checkpoints import check_same_tokens
 from orchestrator.config.schema import ConfigError
-from orchestrator.evaluation.evaluate import rehearse_evaluation
 from orchestrator.training.finetune import check
 
 SIZES = {"eval_tokens": 256, "sequence_length": 64, "dtype": "auto"}

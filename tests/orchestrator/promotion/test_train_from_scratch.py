@@ -15,6 +15,7 @@ import pytest
 import torch
 from sizes import extra_parameters
 from transformers import LlamaConfig
+from verbs import evaluate_checkpoint
 
 from attention.io import checkpoint
 from attention.io.replacing import OutputError
@@ -23,7 +24,6 @@ from attention.modeling.modeling import plan_of, plan_of_config
 from attention.plan import Composition, PlanError
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
-from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.storage.records import read_json
 from orchestrator.training.scratch import check, train_from_scratch, untrained
 from trainers.text.corpora import DataError
