@@ -33,7 +33,7 @@ from orchestrator.config.options import ConvertOptions, EstimateOptions, Evaluat
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
-PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
+PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator")
 
 app = typer.Typer(
     name="headfold",

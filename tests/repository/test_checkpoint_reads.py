@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
+PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator")
 THEMSELVES = ("attention/checkpoint.py", "attention/io/checkpoint.py")
 MOST = 3  # a folder that is just being written, and a tokenizer without a checkpoint
 
