@@ -35,7 +35,8 @@ from transformers import (
 
 from attention.io import checkpoint
 from benchmarks.report import Row, Scale, benchmark
-from orchestrator.conversion.convert import convert_checkpoint
+from orchestrator.config.options import ConvertOptions
+from orchestrator.tasks.convert import Convert
 from trainers.text.data import TextCut, token_set
 from trainers.text.token_sets import read_sequences
 
@@ -94,9 +95,10 @@ def halved(name: str, folder: Path, cache: str, scale: Scale) -> Iterator[Row]:
     tokens = scale.pick(4, 64) * LENGTH
     same: dict[str, Any] = {"calibration_tokens": tokens, "eval_tokens": 2 * tokens, "sequence_length": LENGTH}
     same |= {"cache_dir": cache, "device": "cpu", "calibration_data": "stdlib"}
-    means = convert_checkpoint(folder, "gqa", 0.5, **same)
+    same |= {"model": folder, "kv_ratio": 0.5}
+    means: Any = Convert(ConvertOptions(recipe="gqa", **same)).run()
     for recipe, settings in (("least_squares", {}), ("headfold_gqa", scale.pick({"refinement.fit_steps": 2}, {}))):
-        ours = convert_checkpoint(folder, recipe, 0.5, recipe_settings=settings, **same)
+        ours: Any = Convert(ConvertOptions(recipe=recipe, overrides=settings, **same)).run()
         increases = (
             f"loss {means['original_loss']:.2f}, {ours['loss_increase']:+.3f} against {means['loss_increase']:+.3f}"
         )

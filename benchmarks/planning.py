@@ -34,7 +34,9 @@ from attention.conversion.fusion.estimates import LEADING, LeadingValueCost, Poo
 from attention.families import geometry_of
 from attention.heads import LayerHeads
 from benchmarks.report import Row, Scale, benchmark
+from orchestrator.config.options import ConvertOptions
 from orchestrator.conversion.in_memory import Source
+from orchestrator.tasks.convert import Convert
 from search_spaces.costs import GroupCost
 from search_spaces.grouping.estimated import by_estimates
 from search_spaces.grouping.merge_anneal import merge_anneal
@@ -162,7 +164,8 @@ def fit_decay(scale: Scale) -> Iterator[Row]:
     }
     for name in scale.pick(["prose-code-qwen3"], ["stdlib-llama", "prose-code-qwen3"]):
         with tempfile.TemporaryDirectory() as cache:
-            source = Source.load(EXAMPLES / name, "headfold", [0.5], cache_dir=cache, device="cpu", **sizes)
+            where: dict[str, Any] = {"model": EXAMPLES / name, "cache_dir": cache, "device": "cpu"}
+            source = Source.load(Convert(ConvertOptions(recipe="headfold", kv_ratio=0.5, **where, **sizes)).request)
             made = estimated_increases(source.context, whole, whole)
             for steps in scale.pick([4], [60, 120, 240]):
                 foreseen = estimated_increases(source.context, steps, whole)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Row, Scale, benchmark
+from orchestrator import checkpoints
 from orchestrator.cluster.session import connected
-from orchestrator.conversion import loading
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.trials.trial import run_trial
@@ -44,7 +44,7 @@ class Times:
 
 def demo_context(folder: Path, workers: int, rungs: tuple[int, ...]) -> TrialContext:
     """Short trials of the demo checkpoint."""
-    tokenizer = loading.load_tokenizer(str(DEMO))
+    tokenizer = checkpoints.load_tokenizer(str(DEMO))
     files = {
         cut.split: token_set(cut, tokenizer, folder / "data")
         for cut in (

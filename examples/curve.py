@@ -3,14 +3,15 @@
     python examples/curve.py examples/stdlib-llama
     python examples/curve.py /models/my-llama --recipes gqa,headfold_layers --text texts.jsonl
 
-Nothing is saved; `convert_curve` takes a folder for that.
+Nothing is saved; `ConvertOptions` takes a folder `out` for that.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from orchestrator.conversion.several_ratios import convert_curve
+from orchestrator.config.options import ConvertOptions
+from orchestrator.tasks.convert import Convert
 
 
 def main() -> None:
@@ -22,11 +23,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384)
     given = parser.parse_args()
     ratios = [float(ratio) for ratio in given.kv_ratios.split(",")]
-    texts = {"calibration_data": given.text}  # a part of it is held out and measured on
-    sizes = {"calibration_tokens": given.tokens, "eval_tokens": given.tokens, "sequence_length": 256}
     print(f"{'recipe':<16} {'bytes per token':>15} {'loss increase':>13}")
     for recipe in given.recipes.split(","):
-        for point in convert_curve(given.model, recipe, ratios, **texts, **sizes)["points"]:
+        options = ConvertOptions(
+            model=given.model,
+            recipe=recipe,
+            kv_ratio=ratios,
+            calibration_data=given.text,  # a part of it is held out and measured on
+            calibration_tokens=given.tokens,
+            eval_tokens=given.tokens,
+            sequence_length=256,
+        )
+        record = Convert(options).run()
+        for point in record.get("points", [record]):
             print(f"{recipe:<16} {point['kv_bytes_per_token']:>15,} {point['loss_increase']:>+13.4f}")
 
 

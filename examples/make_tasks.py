@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from attention.io.tokenizers import read_tokenizer
 from trainers.text.corpora import resolve
-from trainers.text.tokenizers import read_tokenizer
 
 SEED = 0
 ITEMS, CONTEXT = 64, 360  # of each task; characters of the text before the question, at most

@@ -21,19 +21,19 @@ from orchestrator.cli import (
     checkpoints,
     demo,
     estimates,
-    evaluating,
-    inspecting,
     recipes,
+    runner,
     searches,
     starting,
     training,
     usage,
 )
 from orchestrator.cli.ending import ended_at_once
+from orchestrator.config.options import ConvertOptions, EstimateOptions, EvaluateOptions, InspectOptions, JsonFile
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
-PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
+PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator")
 
 app = typer.Typer(
     name="headfold",
@@ -102,16 +102,16 @@ for verb in (
     starting.init,
     searches.search,
     recipes.recipes,
-    checkpoints.convert,
-    estimates.estimate,
+    runner.task_command("convert", ConvertOptions, "orchestrator.tasks.convert:Convert"),
+    runner.command("estimate", EstimateOptions, estimates.estimate, json=JsonFile),
     training.train,
     training.finetune,
-    evaluating.evaluate,
+    runner.task_command("evaluate", EvaluateOptions, "orchestrator.tasks.evaluate:Evaluate"),
     searches.watch,
     searches.ui,
     searches.promote,
     checkpoints.export,
-    inspecting.inspect,
+    runner.task_command("inspect", InspectOptions, "orchestrator.tasks.inspect:Inspect"),
     searches.report,
 ):
     app.command()(_interruptible(verb))

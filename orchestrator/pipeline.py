@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from attention.io.files import write_whole
+from orchestrator.checkpoints import base_of
 from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.ray_private import on_head
 from orchestrator.cluster.room import Nodes, room_for, total
@@ -25,7 +26,6 @@ from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.promote import promote
 from orchestrator.reporting import console
-from orchestrator.reporting.base_model import base_of
 from orchestrator.reporting.comparison import compare
 from orchestrator.reporting.figures.drawing import save_png
 from orchestrator.reporting.figures.search import front_figure, rungs_figure

@@ -200,16 +200,21 @@ def carried(folder: str | Path) -> dict[str, Any]:
 
 
 def load(
-    source: str | Path, dtype: torch.dtype | str | None = None, *, trust_remote_code: bool = False
+    source: str | Path,
+    dtype: torch.dtype | str | None = None,
+    *,
+    config: Any = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a Headfold or any supported plain checkpoint (local folder or hub name) in evaluation mode.
 
-    `dtype` None keeps the checkpoint's own. Raises CheckpointError if nothing is there, ValueError for an unsupported
-    family and WeightsError for weights that are not those of the config (all before any weight of a folder is read),
-    PlanError if maps and config disagree.
+    `dtype` None keeps the checkpoint's own; `config` is its config, where that was read before. Raises CheckpointError
+    if nothing is there, ValueError for an unsupported family and WeightsError for weights that are not those of the
+    config (all before any weight of a folder is read), PlanError if maps and config disagree.
     """
     model_classes.register()
-    config = load_config(source, trust_remote_code=trust_remote_code)
+    if config is None:
+        config = load_config(source, trust_remote_code=trust_remote_code)
     family_of(config)
     weights.check_weights(source, config)
     cached = only_cached(source)

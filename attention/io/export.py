@@ -16,12 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.base.messages import one_of
+from attention.checkpoint import Checkpoint
 from attention.io import checkpoint, targets
-from attention.io.precision import DTYPES, own_dtype, round_weights
+from attention.io.precision import DTYPES, round_weights
 from attention.io.replacing import check_folder
 from attention.io.targets import EngineSupport, Lowered, Target
 from attention.io.targets._pairs import widest_layers
-from attention.modeling.model_classes import plan_of, plan_of_config
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 
 REPORT_FILE = "export.json"
@@ -67,7 +68,7 @@ class LargerCacheError(ValueError):
 
 
 def export(
-    source: str | Path,
+    source: str | Path | Checkpoint,
     target: str,
     out: str | Path,
     tokenizer: Any = None,
@@ -103,18 +104,19 @@ def export(
             differs.
     """
     chosen = targets.target(target)
-    check_folder(out, overwrite=overwrite, reads=[source])
-    config = checkpoint.load_config(source)
-    original = checkpoint.original_heads(source)
-    plan = plan_of_config(config)
-    written = str(dtype or own_dtype(config, source)).removeprefix("torch.")
+    opened = Checkpoint.open(source)
+    check_folder(out, overwrite=overwrite, reads=[opened.path])
+    original = checkpoint.original_heads(opened.path)
+    config = opened.config
+    plan = opened.plan
+    written = str(dtype or opened.stored_dtype).removeprefix("torch.")
     if written not in chosen.dtypes:
         raise ValueError(one_of(f"dtype for target {chosen.name}", chosen.dtypes, written))
     support = chosen.held(config, plan)
     cached = cache_dtype(written)
     if not allow_larger_cache:
         check_cache(plan, support, chosen.name, cached)
-    model = checkpoint.load(source, torch.float32)
+    model = checkpoint.load(opened.path, torch.float32, config=config)
     lowered = chosen.lower(model)
     reference = _reference(model, lowered, written)
     report = ExportReport(
@@ -143,7 +145,7 @@ def export(
         nonlocal report
         report = _write(fresh, chosen, stock, tokenizer, report, reference, folded, check)
         if original is not None:
-            checkpoint.write_note(fresh, after, checkpoint.carried(source))
+            checkpoint.write_note(fresh, after, checkpoint.carried(opened.path))
 
     checkpoint.write_atomically(out, write, overwrite=overwrite)
     return report

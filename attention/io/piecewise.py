@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from attention.base.messages import reason
+from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
 from attention.io.layers.windows import LazyWeights
 from attention.io.safetensors_files import SINGLE
@@ -38,7 +40,7 @@ def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, La
     Raises:
         CheckpointError: As `attention.io.checkpoint.load`.
     """
-    config = checkpoint.load_config(source)
+    config = Checkpoint.open(source).config
     weights = LazyWeights(_folder_of(source), config)
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -88,7 +90,7 @@ def save_as(
     Raises:
         ValueError: If they are not those of the model.
     """
-    config = checkpoint.load_config(source)
+    config = copy.deepcopy(Checkpoint.open(source).config)
     with torch.device("meta"), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(config)
     tied = set(model.all_tied_weights_keys)

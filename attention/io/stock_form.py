@@ -8,18 +8,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from attention.checkpoint import Checkpoint
 from attention.families import family_of
-from attention.io.checkpoint import load_config
 from attention.io.targets import EngineSupport, TargetError, kv_bytes_in, targets
 from attention.io.targets._gguf.architectures import OF_FAMILY
 from attention.io.targets._pairs import widths_of
-from attention.modeling.model_classes import PREFIX, plan_of_config
+from attention.modeling.model_classes import PREFIX
 from attention.plan import AttentionPlan
 
 ALL = ("transformers", "vLLM", "llama.cpp")
 
 
-def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
+def format_of(folder: str | Path | Checkpoint, dtype: Any) -> dict[str, Any]:
     """Return what a checkpoint is, its KV cache being held in `dtype`.
 
     `format` ("stock" or "headfold"), `loads_in` (software that loads it), and both in one line for
@@ -28,8 +28,10 @@ def format_of(folder: str | Path, dtype: Any) -> dict[str, Any]:
     (`EngineSupport.zero_query_heads`) that it adds, if it adds any, and their share of the work of
     attention.
     """
-    config = load_config(folder)
-    plan = plan_of_config(config)
+    opened = Checkpoint.open(folder)
+    config = opened.config
+    plan = opened.plan
+    folder = opened.path
     if config.model_type.startswith(PREFIX):
         note = f"Headfold's own format ({_reason(plan)}), which stock software does not load"
         support = held_by(config, plan)

@@ -45,10 +45,10 @@ def make(source: str, tokens: int, cache: str) -> dict[str, Any]:
     import ray
 
     from attention.base.memory import memory_peak
+    from attention.io.tokenizers import read_tokenizer
     from orchestrator.cluster.tokenising import tokenise_on_cluster
     from trainers.text.data import TextCut, token_set
     from trainers.text.token_sets import read_sequences
-    from trainers.text.tokenizers import read_tokenizer
 
     def peak_there() -> int:
         time.sleep(1)  # so that each process has one

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from attention.families import geometry_of
 from benchmarks.simulation.curves import Curve, generated
 from benchmarks.simulation.virtual_actors import Classes, Unlimited, VirtualActors
 
@@ -210,7 +209,7 @@ def _report(curve: Curve, rung: int, kv_ratio: float) -> tuple[dict[str, Any], f
 
 def _space(trials: int) -> tuple[Any, tuple[Any, ...]]:
     """The joint space of the demo checkpoint's shape, with learning rates, and a few configured candidates."""
-    from attention.io.checkpoint import load_config
+    from attention.checkpoint import Checkpoint
     from orchestrator.config.schema import parse_config
     from orchestrator.search.candidates import candidate_space, named_candidates
 
@@ -218,7 +217,7 @@ def _space(trials: int) -> tuple[Any, tuple[Any, ...]]:
     recipes, rates = ["gqa", "asymgqa", "headfold"], [3e-4, 1e-3]
     search = {"recipes": recipes, "kv_ratios": [0.5, 0.25, 0.125], "learning_rates": rates}
     config = parse_config({"name": "simulation", "model": {"path": str(demo)}, "search": search})
-    geometry = geometry_of(load_config(demo))
+    geometry = Checkpoint.open(demo).geometry
     return candidate_space(config, geometry), named_candidates(config, geometry)[:trials]
 
 

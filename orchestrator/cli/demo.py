@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli import options
+from orchestrator.cli import runner
 from orchestrator.cli.usage import SEARCH_PACKAGES, check_packages
+from orchestrator.config import options
 
 CONFIG, MODEL, READER = "configs/demo.yaml", "examples/stdlib-llama/config.json", "examples/load_exported.py"
 
@@ -24,7 +25,7 @@ def demo(
 ) -> None:
     """Search, promote and export on a small checkpoint. It comes along; the export is loaded in transformers and
     llama.cpp."""
-    from orchestrator.config.schema import load_config
+    from orchestrator.config.schema import read_search_config
     from orchestrator.storage.shipped import shipped
 
     config, model = shipped(CONFIG), shipped(MODEL).parent
@@ -32,13 +33,13 @@ def demo(
         print(model)
         return
     check_packages("demo", *SEARCH_PACKAGES)
-    settings = load_config(config, [f"model.path={model}", f"storage={storage}", *(overrides or [])])
+    settings = read_search_config(config, [f"model.path={model}", f"storage={storage}", *(overrides or [])])
     from orchestrator.pipeline import search as run_search
     from orchestrator.reporting.promoted_models import promoted_models
 
     print(f"demo: searching {config}, results in {settings.storage}", flush=True)
     outcome = run_search(settings, resume=resume)
-    options.finish(outcome.to_dict(), Path(settings.storage) / "outcome.json")
+    runner.finish(outcome.to_dict(), Path(settings.storage) / "outcome.json")
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
     exported = (outcome.promotion or {}).get("exported")

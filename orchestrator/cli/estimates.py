@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
-
-from orchestrator.cli import options
-from orchestrator.cli.recipes import chosen_recipe
+from orchestrator.cli import runner
 from orchestrator.cli.usage import BY_COMMA, NUMBERS
+from orchestrator.config.options import ConvertOptions, EstimateOptions
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import SearchConfig
@@ -20,83 +18,45 @@ OF_SEARCH = "a search: headfold estimate CONFIG [KEY=VALUE]..."
 OF_CONVERSION = "a conversion: headfold estimate --model M --kv-ratio 0.5,0.25 (or --kv-heads, --kv-bytes)"
 
 
-def estimate(
-    search: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="Of a search: its YAML file and changes to it."),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="The same YAML file.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Of a conversion: folder with config.json, a GGUF file, or hub name; no weights are read."),
-    ] = None,
-    recipe: options.Recipe = "auto",
-    engine: options.Engine = None,
-    kv_ratio: options.KVRatios = None,
-    kv_heads: options.KVHeads = None,
-    kv_bytes: options.KVBytes = None,
-    strict: options.Strict = False,
-    overrides: options.Overrides = None,
-    json: options.JsonFile = None,
-    calibration_tokens: options.CalibrationTokens = None,
-    eval_tokens: options.EvalTokens = None,
-    sequence_length: options.SequenceLength = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    dequantize: options.Dequantize = False,
-    gpus: Annotated[
-        int | None, typer.Option(min=0, help="GPUs of the machine that it will run on, where that is not this one.")
-    ] = None,
-    gpu_memory: Annotated[int | None, typer.Option(min=1, help="GiB of memory of each of them.")] = None,
-) -> None:
-    """Say what a search or a conversion will take. Before it runs: tokens, hours, peak memory, disk."""
+def estimate(given: EstimateOptions, json: Path | None) -> None:
+    """Estimate a search or a conversion, and print what it will take."""
     from orchestrator.config.schema import ConfigError
     from orchestrator.storage.outputs import check_results
 
     check_results(json)
-    given = list(search or [])
-    if config is None and given and "=" not in given[0]:
-        config = Path(given.pop(0))
+    config, changes = given.config, list(given.search or [])
+    if config is None and changes and "=" not in changes[0]:
+        config = Path(changes.pop(0))
     if config is not None:
-        if model or recipe != "auto" or engine or kv_ratio or kv_heads or kv_bytes:
+        of_conversion = (given.model, given.engine, given.kv_ratio, given.kv_heads, given.kv_bytes)
+        if any(of_conversion) or given.recipe != "auto":
             listed = f" ({config}); {BY_COMMA}" if NUMBERS.fullmatch(str(config)) else ""
             raise ConfigError(
                 f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both{listed}"
             )
-        from orchestrator.config.schema import load_config
+        from orchestrator.config.schema import read_search_config
         from orchestrator.search.validation import open_models
 
-        of_search = open_models(load_config(config, given), weights=False)
-        tell_search(of_search, json, gpu_memory * 2**30 if gpu_memory else None)
+        of_search = open_models(read_search_config(config, changes), weights=False)
+        tell_search(of_search, json, given.gpu_memory * 2**30 if given.gpu_memory else None)
         return
-    if model is None or not (kv_ratio or kv_heads or kv_bytes):
+    if given.model is None or not (given.kv_ratio or given.kv_heads or given.kv_bytes):
         raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
     from orchestrator.conversion.estimate import estimate_conversions
-    from orchestrator.conversion.loading import resolve_model
-    from orchestrator.conversion.request import asked_ratios, unit_of
     from orchestrator.resources.estimate import Machine
+    from orchestrator.tasks.convert import Convert
 
-    model = resolve_model(model, dequantize=dequantize, weights=False)
-    ratios = asked_ratios(model, kv_ratio, kv_heads, kv_bytes, dtype=dtype)
-    recipe_settings = options.recipe_settings(overrides)
-    recipe = chosen_recipe(model, recipe, engine, recipe_settings)
-    settings: dict[str, Any] = {
-        "calibration_tokens": calibration_tokens,
-        "eval_tokens": eval_tokens,
-        "sequence_length": sequence_length,
-        "dtype": dtype,
-        "device": device,
-        "recipe_settings": recipe_settings,
-        "strict": strict,
-        "unit": unit_of(kv_heads, kv_bytes),
-    }
-    elsewhere = Machine.named(device, gpus, gpu_memory)
-    points = estimate_conversions(model, recipe, ratios, elsewhere=elsewhere, **settings)
+    elsewhere = Machine.named(given.device, given.gpus, given.gpu_memory)
+    shared = {field.name: getattr(given, field.name) for field in fields(ConvertOptions) if hasattr(given, field.name)}
+    options = ConvertOptions(**shared)
+    if elsewhere is not None:
+        options = replace(options, device="cpu")  # whose checks pass anywhere
+    points = estimate_conversions(Convert(options, config_only=True).request, elsewhere=elsewhere)
     for number, point in enumerate(points):
         print("\n" * bool(number), end="")
-        options.tell(point.describe())
+        runner.tell(point.describe())
     records = [asdict(point) for point in points]
-    options.finish(records[0] if len(records) == 1 else {"points": records}, json)
+    runner.finish(records[0] if len(records) == 1 else {"points": records}, json)
 
 
 def tell_search(settings: SearchConfig, json: Path | None = None, gpu_bytes: int | None = None) -> None:
@@ -109,9 +69,9 @@ def tell_search(settings: SearchConfig, json: Path | None = None, gpu_bytes: int
 
     parallel, storage = local_parallel(settings), storage_path(settings.storage)
     estimated = estimate_search(settings, storage, parallel=parallel, gpu_bytes=gpu_bytes)
-    options.tell(estimated.describe(settings))
+    runner.tell(estimated.describe(settings))
     for warning in estimated.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    options.finish(estimated.record(), json)
+    runner.finish(estimated.record(), json)
     if estimated.refusals:
         raise ConfigError("\n".join(estimated.refusals))

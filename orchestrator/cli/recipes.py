@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.cli import options
+from orchestrator.cli import runner
+from orchestrator.config import options
 
 if TYPE_CHECKING:
-    from search_spaces.recipes.choice import RecipeChoice
-    from search_spaces.recipes.recipe import Recipe
+    pass
 
 
 def recipes(
@@ -27,7 +26,7 @@ def recipes(
     from transformers import LlamaConfig
 
     from attention.families import geometry_of
-    from orchestrator.conversion import loading
+    from orchestrator import checkpoints
     from orchestrator.storage.outputs import check_results
     from search_spaces.recipes import choice
     from search_spaces.recipes.bibliography import PAPERS
@@ -38,9 +37,9 @@ def recipes(
         config = LlamaConfig()
         geometry = geometry_of(config)
     else:
-        model = loading.resolve_model(model, dequantize=dequantize, weights=False)
-        geometry = loading.geometry_of(model, key="model", weights=False)
-        config = loading.checkpoint.load_config(model)
+        model = checkpoints.resolve_model(model, dequantize=dequantize, weights=False)
+        opened = checkpoints.open_checkpoint(model, weights=False)
+        geometry, config = opened.geometry, opened.config
     chosen = choice.choose_recipe(config, geometry, engine and choice.engine_name(engine))
     rows: list[dict[str, Any]] = []
     for named in NAMED_RECIPES:
@@ -65,40 +64,4 @@ def recipes(
         print(f"    loads in: {loads or 'Headfold alone'}")
     of = geometry.family if model is None else f"{model} ({geometry.family})"
     print(f"\nFor {of}, --recipe auto takes {chosen.recipe}: {chosen.reason}.")
-    options.finish({"model": model, "family": geometry.family, "auto": chosen.recipe, "recipes": rows}, json)
-
-
-def chosen_recipe(model: str, recipe: str, engine: str | None, overrides: dict[str, Any]) -> str:
-    """Return the name of the recipe to convert by, and report on stderr what `auto` stands for.
-
-    Only config.json is read. Raises RecipeError or ConfigError where `engine` cannot hold the recipe
-    with its `overrides`, and for unknown names.
-    """
-    from orchestrator.conversion import loading
-    from search_spaces.recipes import choice
-    from search_spaces.recipes.catalogue import recipe as named_recipe
-
-    if recipe != choice.AUTO_RECIPE and engine is None:
-        return recipe
-    engine = engine and choice.engine_name(engine)
-    named = None if recipe == choice.AUTO_RECIPE else named_recipe(recipe, **overrides)
-    geometry = loading.geometry_of(model, key="model", weights=False)
-    config = loading.checkpoint.load_config(model)
-    best = choice.choose_recipe(config, geometry, engine)
-    if named is None:
-        print(f"recipe: {best.recipe} (auto: {best.reason}; `headfold recipes` lists all)", file=sys.stderr, flush=True)
-        named = named_recipe(best.recipe, **overrides)
-    if engine is not None:
-        _check_engine(named, engine, best)
-    return named.name
-
-
-def _check_engine(named: Recipe, engine: str, best: RecipeChoice) -> None:
-    from orchestrator.config.parsing import ConfigError
-    from search_spaces.recipes.choice import ENGINE_NAMES, refusals
-
-    if reasons := refusals(named, best.forms[engine]):
-        raise ConfigError(
-            f"for: {ENGINE_NAMES[engine]} cannot load what recipe {named.name} makes of this checkpoint: {reasons[0]}; "
-            f"take --recipe {best.recipe}, or leave out --for"
-        )
+    runner.finish({"model": model, "family": geometry.family, "auto": chosen.recipe, "recipes": rows}, json)

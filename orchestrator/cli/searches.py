@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.cli import options
+from orchestrator.cli import runner
 from orchestrator.cli.estimates import tell_search
 from orchestrator.cli.usage import SEARCH_PACKAGES, check_packages
+from orchestrator.config import options
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import SearchConfig
@@ -30,10 +31,10 @@ def search(
     json: options.JsonFile = None,
 ) -> None:
     """Run a search: trials, front, promotion, report."""
-    from orchestrator.config.schema import ConfigError, load_config
+    from orchestrator.config.schema import ConfigError, read_search_config
 
     changes, named = _split(overrides or [], resume)
-    settings = load_config(config, changes)  # before the imports below: a mistake is told in a second
+    settings = read_search_config(config, changes)  # before the imports below: a mistake is told in a second
     check_packages("search", *SEARCH_PACKAGES)
     from orchestrator.storage.outputs import check_results
 
@@ -46,7 +47,7 @@ def search(
     from orchestrator.pipeline import search as run_search
 
     outcome = run_search(settings, resume=named or resume)
-    options.finish(outcome.to_dict(), json)
+    runner.finish(outcome.to_dict(), json)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
 
@@ -64,10 +65,10 @@ def _rehearse(settings: SearchConfig) -> None:
     storage = storage_path(settings.storage)
     place = SearchFolder.free_place(storage, settings.name)
     if place.name == settings.name:
-        options.rehearsed({"folder": str(place)})
+        runner.rehearsed({"folder": str(place)})
         return
     taken = f"{settings.name!r} is there already; --resume goes on with the newest search of that name"
-    options.rehearsed({"folder": f"{place} ({taken})"})
+    runner.rehearsed({"folder": f"{place} ({taken})"})
 
 
 def _split(words: list[str], resume: bool) -> tuple[list[str], str | None]:
@@ -99,10 +100,10 @@ def promote(
     if dry_run:
         from orchestrator.promotion.rehearsal import rehearse_promotion
 
-        options.rehearsed(rehearse_promotion(search, trials=trial or [], top=top))
+        runner.rehearsed(rehearse_promotion(search, trials=trial or [], top=top))
         return
     outcome = promote_search(search, trials=trial or [], top=top)
-    options.finish(outcome.to_dict(), json)
+    runner.finish(outcome.to_dict(), json)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
 
@@ -127,7 +128,7 @@ def watch(
         print(encoder.dumps(asdict(status.read_status(folder)), indent=1))
         return
     check_results(json)
-    options.finish(asdict(status.watch(folder, every=every, once=once or json is not None)), json)
+    runner.finish(asdict(status.watch(folder, every=every, once=once or json is not None)), json)
 
 
 def report(
@@ -147,7 +148,7 @@ def report(
     written = write_report(search, out)
     print_comparison(written["comparison"])
     print(f"report: {written['report']}")
-    options.finish(written, json)
+    runner.finish(written, json)
 
 
 def ui(

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli import options
+from orchestrator.config import options
 
 
 def init(
@@ -36,24 +36,23 @@ def init(
 ) -> None:
     """Write a first configuration for a checkpoint, and a smoke test of it. Both are commented; `headfold search FILE
     --dry-run` checks one. What does not fit the free disk is made smaller, or said."""
+    from orchestrator import checkpoints
     from orchestrator.config.first import FirstConfig, Place
     from orchestrator.config.parsing import ConfigError, read_yaml
     from orchestrator.config.schema import parse_config
-    from orchestrator.conversion import loading
     from orchestrator.resources.size import Size
     from orchestrator.search.estimate import disk_shortage
     from orchestrator.search.validation import open_models
     from orchestrator.storage.shipped import shipped
 
-    opened = loading.resolve_model(model, dequantize=dequantize, weights=False)
-    geometry = loading.geometry_of(opened, key="model", weights=False)
-    config = loading.checkpoint.load_config(opened)
-    loading.check_own_cache(config, geometry, model, "model")
+    folder = checkpoints.resolve_model(model, dequantize=dequantize, weights=False)
+    opened = checkpoints.open_checkpoint(folder, weights=False)
+    checkpoints.check_own_cache(opened, "model")
     here, held = _gpus_here()
     place = Place(here if gpus is None else gpus, gpu_memory * 2**30 if gpu_memory else held, os.cpu_count() or 1)
-    schema, dtype = str(shipped("docs/config.schema.json")), loading.written_dtype(opened)
-    size = Size.of(config).total
-    first = FirstConfig(model, geometry, dtype, size, data, place, schema, dequantize, storage)
+    schema, dtype = str(shipped("docs/config.schema.json")), checkpoints.written_dtype(opened)
+    size = Size.of(opened.config).total
+    first = FirstConfig(model, opened.geometry, dtype, size, data, place, schema, dequantize, storage)
 
     def shortage_of(first: FirstConfig) -> str | None:
         whole = parse_config(read_yaml(first.text()), where="the new configuration")

@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli import options
+from orchestrator.cli import runner
 from orchestrator.cli.usage import TRAINING_PACKAGES, check_packages
+from orchestrator.config import options
+from orchestrator.tasks.task import advise_text
 
 Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps.")]
 LearningRate = Annotated[float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")]
@@ -56,6 +58,7 @@ def train(
     device: options.Device = "auto",
 ) -> None:
     """Train a model from random weights. With Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
+    from orchestrator.checkpoints import resolve_model
     from orchestrator.config.schema import TrainSection, check_train_options
     from orchestrator.storage.outputs import check_results
 
@@ -63,7 +66,6 @@ def train(
     check_train_options(TrainSection, {"recipe": recipe}, overrides or [], learning_rate, seed)
     check_results(json, folder=out)
     check_packages("train", *TRAINING_PACKAGES)
-    from orchestrator.conversion.loading import resolve_model
     from orchestrator.training.scratch import check, train_from_scratch
 
     architecture = resolve_model(architecture, weights=False, key="architecture")
@@ -82,9 +84,9 @@ def train(
         "seed": seed,
         "device": device,
     }
-    options.advise_text(train_data, eval_data)
+    advise_text(train_data, eval_data)
     if dry_run:
-        options.rehearsed(check(architecture, out, **settings).rehearse(overwrite))
+        runner.rehearsed(check(architecture, out, **settings).rehearse(overwrite))
         return
     record = train_from_scratch(architecture, out, progress=_say, overwrite=overwrite, **settings)
     print(f"held-out loss {record['loss']:.3f} nats per token after {record['tokens']} tokens")
@@ -92,7 +94,7 @@ def train(
         right = f"{answers['accuracy']:.1%} right, perplexity {answers['perplexity']:.2f}"
         print(f"answers to {answers['count']} examples: {right}")
     print(f"checkpoint: {record['out']}")
-    options.finish(record, json)
+    runner.finish(record, json)
 
 
 def finetune(
@@ -129,6 +131,7 @@ def finetune(
     dequantize: options.Dequantize = False,
 ) -> None:
     """Continue training a checkpoint on your text. With Ray Train and DeepSpeed; run again, it goes on."""
+    from orchestrator.checkpoints import resolve_model
     from orchestrator.config.schema import FineTuneSection, check_train_options
     from orchestrator.storage.outputs import check_results
 
@@ -136,7 +139,6 @@ def finetune(
     check_train_options(FineTuneSection, {}, overrides or [], learning_rate, seed)
     check_results(json, folder=out)
     check_packages("finetune", *TRAINING_PACKAGES)
-    from orchestrator.conversion.loading import resolve_model
     from orchestrator.training.finetune import check, finetune_checkpoint
 
     opening: dict[str, Any] = {"dequantize": dequantize, "weights": not dry_run}
@@ -159,9 +161,9 @@ def finetune(
         "dtype": dtype,
         "device": device,
     }
-    options.advise_text(train_data, eval_data)
+    advise_text(train_data, eval_data)
     if dry_run:
-        options.rehearsed(check(model, out, **settings).rehearse(overwrite))
+        runner.rehearsed(check(model, out, **settings).rehearse(overwrite))
         return
     record = finetune_checkpoint(model, out, progress=_say, overwrite=overwrite, **settings)
     change = f"{record['loss_before']:.3f} before, {record['loss']:.3f} at step {record['best_step']}, which is kept"
@@ -169,4 +171,4 @@ def finetune(
     if not record["better"]:
         print("warning: no measured step is better than the model was; try a lower --learning-rate or more text")
     print(f"checkpoint: {record['out']}")
-    options.finish(record, json)
+    runner.finish(record, json)

@@ -9,10 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from attention.io.tokenizers import read_tokenizer
 from orchestrator.storage.paths import in_ray_job
 from trainers.text.data import SMALL_TEXT
 from trainers.text.tokenising import TokenBlock, Tokenise, tokenise, tokenise_here
-from trainers.text.tokenizers import read_tokenizer
 
 AHEAD = 2
 """Blocks in memory for each CPU: one that is tokenised, one that waits, so that no CPU waits for the reader."""

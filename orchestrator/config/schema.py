@@ -213,7 +213,7 @@ class SearchConfig(Section):
         return recipes if baseline in [arm.name for arm in recipes] else [ArmSection(recipe=baseline), *recipes]
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig:
+def read_search_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig:
     """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values). Raises ConfigError."""
     file = Path(path)
     if not file.is_file():

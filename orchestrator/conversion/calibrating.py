@@ -18,20 +18,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from attention.base.progress import ProgressStage, stage
 from attention.calibration.calibrate import calibration_digest, check_sequences, collect, layer_by_layer
 from attention.calibration.moments import STATISTICS, LayerStatistics, merged
 from attention.calibration.sizes import FREE_SHARE, MIXED, SAMPLE_TOKENS, Mixed, layer_bytes, mixed_dtype, most_exact
 from attention.calibration.store import Calibration, folder_of, stored_calibration, write_calibration
-from attention.families import geometry_of
+from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.layers.windows import LazyWeights, check_windows
 from attention.io.precision import DTYPES
 from attention.modeling.running import layer_batch
-from orchestrator.conversion import loading
+from orchestrator import checkpoints
 
 LARGE = 2**30
 """Bytes of all layers' exact statistics from which on Ray tasks share the pass, since their start is worth it then, and
@@ -49,35 +48,36 @@ class Workers:
 
 @dataclass(frozen=True)
 class Pass:
-    """A calibration pass over a checkpoint, as plain values. `dtype`: of what is written; `mixed`: how the mixed
-    moments are kept."""
+    """A calibration pass over a checkpoint, that can be sent to other processes.
 
-    model: str
+    `dtype`: of what is written; `mixed`: how the mixed moments are kept.
+    """
+
+    model: Checkpoint
     dtype: str
     device: str
     mixed: Mixed
 
     @property
     def working(self) -> torch.dtype:
-        return DTYPES[loading.working_dtype(self.dtype, self.device)]
+        return DTYPES[checkpoints.working_dtype(self.dtype, self.device)]
 
     def layers(self, sequences: Tensor, sampled: int, **more: Any) -> Iterator[LayerStatistics]:
         """Statistics of layer after layer; inputs are stored of the first `sampled` sequences."""
-        source = loading.local_folder(self.model)
-        config: PretrainedConfig = checkpoint.load_config(source)
-        size = layer_batch(geometry_of(config).num_heads, sequences.shape[1])
-        where = {"dtype": self.working, "device": loading.device_of(self.device)}
+        config = self.model.config
+        size = layer_batch(self.model.geometry.num_heads, sequences.shape[1])
+        where = {"dtype": self.working, "device": checkpoints.device_of(self.device)}
         own = {"sampled": sampled, "batch_size": size, "mixed": self.mixed}
-        yield from layer_by_layer(LazyWeights(source, config), config, sequences, **where, **own, **more)
+        yield from layer_by_layer(LazyWeights(self.model.folder, config), config, sequences, **where, **own, **more)
 
     def layers_in_memory(self, sequences: Tensor, sampled: int) -> Iterator[LayerStatistics]:
         """The same of a checkpoint whose layers cannot stand alone."""
-        model = loading.load_working(self.model, self.dtype, self.device)
+        model = checkpoints.load_working(self.model, self.dtype, self.device)
         yield from collect(model, sequences, sampled=sampled, mixed=self.mixed)
 
 
 def checkpoint_calibration(
-    model: str | Path,
+    model: checkpoints.Source,
     sequences: Tensor,
     cache_dir: str | Path,
     *,
@@ -95,11 +95,11 @@ def checkpoint_calibration(
     tasks to share the pass. Raises ValueError for tokens that do not fit the model, OSError if the folder cannot be
     written.
     """
-    config = checkpoint.load_config(model)
-    geometry = geometry_of(config)
+    opened = Checkpoint.open(model)
+    config, geometry = opened.config, opened.geometry
     check_sequences(sequences, geometry, SAMPLE_TOKENS)
-    weights = weights or checkpoint.weights_digest(loading.local_folder(str(model)), cache_dir)
-    working = DTYPES[loading.working_dtype(dtype, device)]
+    weights = weights or checkpoint.weights_digest(opened.folder, cache_dir)
+    working = DTYPES[checkpoints.working_dtype(dtype, device)]
 
     def folder(mixed: Mixed) -> tuple[Path, str]:
         digest = calibration_digest(config, weights, sequences, SAMPLE_TOKENS, working, mixed)
@@ -111,7 +111,7 @@ def checkpoint_calibration(
             return found
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
     mixed = mixed or chosen(geometry, sequences.numel(), shutil.disk_usage(cache_dir).free)
-    task, sampled = Pass(str(model), dtype, device, mixed), min(SAMPLE_TOKENS // sequences.shape[1], len(sequences))
+    task, sampled = Pass(opened, dtype, device, mixed), min(SAMPLE_TOKENS // sequences.shape[1], len(sequences))
     large = geometry.num_layers * layer_bytes(geometry, sequences.numel()) >= LARGE
     try:
         check_windows(config)
@@ -167,7 +167,7 @@ def layers_by_workers(task: Pass, sequences: Tensor, sampled: int, workers: Work
         for part, first in zip(parts, firsts, strict=False)
     ]
     print(f"calibration: {len(parts)} tasks share {len(sequences)} sequences", flush=True)
-    for _ in range(geometry_of(checkpoint.load_config(task.model)).num_layers):
+    for _ in range(task.model.geometry.num_layers):
         together = merged([_statistics(*ray.get(next(results))) for results in running])
         yield replace(together, mixed_moments=together.mixed_moments.to(mixed_dtype(task.mixed)))
 

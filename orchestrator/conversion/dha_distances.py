@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attention.io import checkpoint
 from attention.io.files import written_whole
-from orchestrator.conversion import loading
+from orchestrator import checkpoints
 from search_spaces.recipes.recipe import Recipe
 from trainers.settings import TrainSettings
 from trainers.text.token_sets import TokenSequences, read_sequences
@@ -95,7 +95,7 @@ def _measure_to(phase: SearchPhase, file: str) -> None:
     """A Ray task: one search phase, its distances written so that no reader sees half a file."""
     settings = TrainSettings.model_validate(phase.settings)
     torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
-    model = loading.load_model(phase.model, settings.dtype)
+    model = checkpoints.load_model(phase.model, settings.dtype)
     distances = measure(model, read_sequences(phase.train_file), settings, phase.steps, phase.rate, phase.seed)
     write(distances, file)
 

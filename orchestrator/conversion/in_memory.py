@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -23,9 +22,10 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
-from orchestrator.conversion import loading
+from orchestrator import checkpoints
 from orchestrator.conversion.calibrating import checkpoint_calibration, chosen
 from orchestrator.conversion.dha_distances import NEED, measure
+from orchestrator.conversion.record import ConversionRecord
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import cost, planning_context, refine_with, steps_of_layers
 from orchestrator.resources.memory import available_bytes
@@ -88,21 +88,8 @@ class Source:
         return {"loss": scored.loss, "kl": scored.kl, **scored.compared(self.worth), **scored.noted}
 
     @classmethod
-    def load(
-        cls,
-        model: str | Path,
-        recipe: str | Recipe,
-        kv_ratios: Sequence[float],
-        *,
-        always_calibrate: bool = False,
-        **settings: Any,
-    ) -> Source:
-        """Check all that can be checked before the model is loaded, then load and calibrate (if the recipe needs it).
-
-        `settings` are those of `ConversionRequest.check`. Raises ConfigError, DataError, RecipeError or ValueError for
-        what a user can mend.
-        """
-        request = ConversionRequest.check(model, recipe, kv_ratios, **settings)
+    def load(cls, request: ConversionRequest, *, always_calibrate: bool = False) -> Source:
+        """Load the model of a request, and calibrate it if the recipe needs that. Raises DataError for its texts."""
         freeze_garbage()
         needs, phases = request.recipe.needs, request.phases
         if NEED in needs:
@@ -128,10 +115,10 @@ class Source:
         context = planning_context(Original(original), calibration, sequences, request.cache_dir, distances)
         return cls(request, original, texts, context, teacher, worth)
 
-    def at(self, kv_ratio: float, out: str | Path | None = None, *, overwrite: bool = False) -> dict[str, Any]:
-        """Convert at one KV ratio or the largest below it, measure, save to `out` if given; one record (see
-        `convert_checkpoint`)."""
-        request, phases = self.request, Phases(self.request.phases)
+    def at(self, kv_ratio: float, out: str | Path | None = None, *, overwrite: bool = False) -> ConversionRecord:
+        """Convert at one KV ratio or the largest below it, measure, save to `out` if given; one record."""
+        request = self.request
+        phases = Phases(self.request.phases)
         budget = request.budget(kv_ratio)
         converted, plan, spent = plan_and_convert(request.recipe, budget, self.context, request.seed, phases)
         with phases("evaluate"):
@@ -143,14 +130,16 @@ class Source:
             **scored,
             "eval_tokens": self.worth.tokens,
             "cost": spent,
-            **loading.cache_facts(converted, own_heads(request.geometry)),
+            **checkpoints.cache_facts(converted, own_heads(request.geometry)),
         }
         if self.context.calibration is not None:
             measured["mixed_moments"] = self.context.calibration.mixed
         if out is not None:
             with phases("save"):
                 checkpoint.save(converted, out, request.model, record=request.note(), overwrite=overwrite)
-        return request.record(plan, kv_ratio, self.texts, measured, out) | {"seconds": dict(phases)}
+        record = request.record(plan, kv_ratio, self.texts, measured, out)
+        record["seconds"] = dict(phases)
+        return record
 
 
 def _calibration(request: ConversionRequest, original: PreTrainedModel, sequences: Tensor, sampled: int) -> Calibration:
@@ -158,6 +147,6 @@ def _calibration(request: ConversionRequest, original: PreTrainedModel, sequence
     inputs of `sampled` tokens at most."""
     if request.cache_dir is not None:
         own: dict[str, Any] = {"dtype": request.dtype, "device": request.device}
-        return checkpoint_calibration(request.model, sequences, request.cache_dir, **own)
+        return checkpoint_calibration(request.checkpoint, sequences, request.cache_dir, **own)
     mixed = chosen(request.geometry, sampled and sequences.numel(), available_bytes())
     return calibrate(original, sequences, sample_tokens=sampled, mixed=mixed)

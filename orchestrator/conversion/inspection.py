@@ -5,11 +5,9 @@ Legend: L layers, U stored KV heads a layer. Nothing is trained or written but t
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,16 +16,14 @@ from torch import Tensor
 from attention.base.messages import one_of
 from attention.base.progress import stage
 from attention.io.precision import round_weights
-from attention.io.sources import check_source, source_name
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads, ratio_of
+from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import loading
 from orchestrator.conversion.in_memory import Source
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import refine_with, steps_of_layers
-from orchestrator.storage.paths import check_writable
 from search_spaces.planning.budgets import nearest_budget
 from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.planning.planner import make_plan
@@ -37,67 +33,52 @@ from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
 from trainers.evaluation import perplexity
 
+InspectionRecord = dict[str, Any]
+"""The JSON of `headfold inspect`: see `measure_heads`."""
 COMPARED = ("gqa", "headfold")
 FIT_KEY = "refinement.fit_steps"
 
 
-def inspect_checkpoint(
-    model: str | Path,
-    *,
-    kv_ratios: Sequence[float] = (0.5, 0.25),
-    recipe: str = "headfold",
-    compare: Sequence[str] = COMPARED,
-    counts: str | None = None,
-    agreement: bool = False,
-    recipe_settings: Mapping[str, Any] | None = None,
-    sequence_length: int | None = None,
-    seed: int = 0,
-    cache_dir: str | Path | None = None,
-    **sources: Any,
-) -> dict[str, Any]:
+def measure_heads(
+    request: ConversionRequest, compared: Mapping[str, Recipe], *, agreement: bool = False
+) -> InspectionRecord:
     """Measure a checkpoint; one record of plain JSON values.
 
-    `sensitivity`: for each layer and side the increase of the loss by head count, when only that site is fused as
-    `recipe` says. `similarity`: mean cosines of the stored heads of a layer, `raw` and `aligned`, `[U, U]`. `budgets`:
-    what the knapsack on these increases makes of each ratio (of the checkpoint's own KV cache). `recipes`: held-out
-    loss of the model converted by each recipe of `compare` at each ratio, before any training: what `convert` gives.
-    Where `recipe_settings` ask for fewer steps of local fit (`fit_steps`) than `convert` makes
+    `sensitivity`: for each layer and side the increase of the loss by head count, when only that site is fused as the
+    recipe of the request says. `similarity`: mean cosines of the stored heads of a layer, `raw` and `aligned`,
+    `[U, U]`. `budgets`: what the knapsack on these increases makes of each ratio (of the checkpoint's own KV cache).
+    `recipes`: held-out loss of the model converted by each recipe of `compared` at each ratio, before any training:
+    what `convert` gives. Where the recipe is to make fewer steps of local fit (`fit_steps`) than `convert` makes
     (`fit_steps_of_convert`), it is more.
     `agreement`: Spearman of the layer-output score's ranks with those of the loss, if asked for. A ratio that a recipe
     cannot meet stands for the largest budget below it; `kv_ratio_asked` and `kv_ratio` tell both.
 
-    `counts`: any, powers_of_two or divisors; by default those of the recipe. `recipe_settings`: other choices of
-    `recipe`; `sources`: texts, their tokens, dtype and device as `ConversionRequest.check` takes them. Statistics and
-    increases are read from `cache_dir` if they were measured before. Raises ConfigError, DataError, RecipeError or
-    ValueError for what a user can mend, all before the model is loaded where that can be known.
+    Args:
+        request: The checkpoint, a recipe of `sensitivity_recipe`, the ratios, and a folder that keeps measurements.
+        compared: Recipes by name.
+        agreement: Whether that is measured too.
+
+    Raises:
+        DataError: For texts that a user can mend, before the model is loaded.
     """
     started = time.perf_counter()
-    check_source(model, "checkpoint")
-    geometry = loading.geometry_of(str(model), sequence_length, key="checkpoint")
-    chosen = sensitivity_recipe(recipe, counts, recipe_settings)
-    others = {name: untrained(name) for name in compare}
-    if not kv_ratios:
-        raise ConfigError("kv_ratio: expected at least one, e.g. 0.5")
-    cache = Path(cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headfold")
-    check_writable(cache, "cache")
-    shared = {"sequence_length": sequence_length, "seed": seed, "cache_dir": cache}
-    source = Source.load(model, chosen, kv_ratios, always_calibrate=True, **shared, **sources)
-    request, context, phases = source.request, source.context, source.request.phases
+    source = Source.load(request, always_calibrate=True)
+    context, phases, geometry = source.context, request.phases, request.geometry
     with phases("similarity"):
         similarity = _similarity(context)
     with phases("sensitivity"):
-        plans, curves = _plans_and_curves(request.distinct(kv_ratios, report=True), source)
+        plans, curves = _plans_and_curves(request.distinct(report=True), source)
     with phases("recipes"):
-        costs = _recipes(others, plans, source, dict(recipe_settings or {}).get(FIT_KEY))
+        costs = _recipes(compared, plans, source, request.options.recipe_settings.get(FIT_KEY))
     sites = None
     if agreement:
         from search_spaces.planning.agreement import agreement as measured_agreement  # scipy's start takes a while
 
         with phases("agreement"):
-            measured = measured_agreement(context, np.random.default_rng(seed))
+            measured = measured_agreement(context, np.random.default_rng(request.seed))
             sites = [site.to_dict() for site in measured]
     return {
-        "model": source_name(model),
+        "model": request.checkpoint.name,
         "family": geometry.family,
         "layers": geometry.num_layers,
         "heads": geometry.num_heads,
@@ -105,22 +86,22 @@ def inspect_checkpoint(
         "head_dim": geometry.head_dim,
         "qk_norm": geometry.qk_norm,
         "rotary_dims": geometry.rotary.dims,
-        "parameters": loading.parameters(source.original),
+        "parameters": checkpoints.parameters(source.original),
         "kv_bytes_per_token": plan_of(source.original).kv_bytes_per_token(request.dtype),
         "original_loss": source.loss,
         "original_perplexity": perplexity(source.loss),
         **source.texts.facts,
         "eval_tokens": int(source.texts.held_out.numel()),
         "calibration_tokens": int(source.texts.calibration.numel()),
-        "recipe": chosen.to_dict(),
+        "recipe": request.recipe.to_dict(),
         "sensitivity": [{"layer": layer} | sides for layer, sides in enumerate(curves)],
         "similarity": similarity,
         "budgets": [_budget(*item, curves, request) for item in plans.items()],
         "recipes": costs,
         "agreement": sites,
-        "seed": seed,
+        "seed": request.seed,
         "dtype": request.dtype,
-        "cache": str(cache),
+        "cache": str(request.cache_dir),
         "seconds": dict(phases) | {"all": time.perf_counter() - started},
     }
 
@@ -201,7 +182,7 @@ def _size(plan: AttentionPlan, request: ConversionRequest) -> dict[str, Any]:
 
 
 def _recipes(
-    recipes: dict[str, Recipe], plans: dict[float, AttentionPlan], source: Source, fit_steps: int | None
+    recipes: Mapping[str, Recipe], plans: dict[float, AttentionPlan], source: Source, fit_steps: int | None
 ) -> list[dict[str, Any]]:
     """Held-out loss of every recipe at every ratio, one entry each; `why_not` where a recipe cannot be shown. That of
     the request takes `plans`. Layers are fitted by at most `fit_steps` each, if that is given."""

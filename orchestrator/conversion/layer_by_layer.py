@@ -33,64 +33,36 @@ from attention.modeling.model_classes import headfold_config
 from attention.modeling.running import layer_batch
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.loading import local_folder
-from orchestrator.conversion.one_layer import LayerwiseConversion, check_layerwise, score
+from orchestrator.conversion.one_layer import LayerwiseConversion, score
 from orchestrator.conversion.plan_by_layer import PlanByLayer
 from orchestrator.conversion.progress import Stage, check_stage
+from orchestrator.conversion.record import ConversionRecord
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import cost, steps_of_layers
 from orchestrator.storage.outputs import Interrupted
 from search_spaces.planning.budgets import counts_of
 from search_spaces.planning.planner import site_generators
-from search_spaces.recipes.recipe import AXES, Recipe
+from search_spaces.recipes.recipe import AXES
 from trainers.text.data import LoadedTexts
 
 FORMAT = 3  # of what is kept on the way
 
 
-def say(line: str) -> None:
+def log_line(line: str) -> None:
     """The default progress: a line on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
-def convert_layerwise(
-    model: str | Path,
-    recipe: str | Recipe,
-    kv_ratio: float,
-    out: str | Path | None,
-    *,
-    progress: Callable[[str], None] = say,
-    overwrite: bool = False,
-    **settings: Any,
-) -> dict[str, Any]:
-    """`orchestrator.conversion.convert.convert_checkpoint`, layer by layer from disk to disk: the same plan and
-    weights, and the same record, up to rounding. `settings` are those of `ConversionRequest.check`.
+def check_folder_of_layers(out: str | Path | None, *, overwrite: bool, source: str) -> Path:
+    """The absolute path of `out`, if a conversion of `source` layer by layer can be written there.
 
-    Raises ConfigError, DataError, PlanError or ValueError for what a user can mend, before any weight is read, and
-    OutputError as `convert_checkpoint` does. With `overwrite` finished layers of another conversion to `out` are given
-    up.
+    Raises ConfigError if it is None, OutputError for what may not be replaced.
     """
-    request, place = check_conversion(model, recipe, kv_ratio, out, overwrite=overwrite, **settings)
-    return LayerwiseJob(request, float(kv_ratio), place, progress, overwrite).run(request.texts())
-
-
-def check_conversion(
-    model: str | Path,
-    recipe: str | Recipe,
-    kv_ratio: float,
-    out: str | Path | None,
-    *,
-    overwrite: bool = False,
-    **settings: Any,
-) -> tuple[ConversionRequest, Path]:
-    """What is asked for, checked as far as can be without texts and weights, and the absolute path of `out`."""
     if out is None:
         raise ConfigError("out: a conversion layer by layer is written layer by layer; give it a folder as out (--out)")
-    place = check_folder(out, overwrite=overwrite, reads=[model])
+    place = check_folder(out, overwrite=overwrite, reads=[source])
     check_stage(stage_of(place))
-    request = ConversionRequest.check(model, recipe, [kv_ratio], **settings)
-    check_layerwise(request.recipe, request.config)
-    return request, place
+    return place
 
 
 def stage_of(out: Path) -> Path:
@@ -100,7 +72,11 @@ def stage_of(out: Path) -> Path:
 
 @dataclass(frozen=True)
 class LayerwiseJob:
-    """One layerwise conversion, checked. `out`: absolute; `progress`: takes lines for people."""
+    """One layerwise conversion, checked: the same plan and weights as in memory, and the same record, up to rounding.
+
+    `out`: absolute; `progress`: takes lines for people. With `overwrite` finished layers of another conversion to `out`
+    are given up.
+    """
 
     request: ConversionRequest
     kv_ratio: float
@@ -108,10 +84,10 @@ class LayerwiseJob:
     progress: Callable[[str], None]
     overwrite: bool
 
-    def run(self, texts: LoadedTexts) -> dict[str, Any]:
+    def run(self, texts: LoadedTexts) -> ConversionRecord:
         """Convert, measure, write."""
         freeze_garbage()
-        source = local_folder(self.request.model)
+        source = self.request.checkpoint.folder
         needed = self.request.recipe.needs & {"statistics", "sequences", "model"}
         used = texts.calibration if needed else texts.calibration[:0]
         tokens = torch.cat([used, texts.held_out])
@@ -128,9 +104,9 @@ class LayerwiseJob:
         plan = stage.plan(self.request.geometry.head_dim)
         fits = [fit for layer in stage.layers for fit in layer["fits"]]
         spent = cost([*stage.planned, *(FitWork(**fit["work"]) for fit in fits)], self.request.phases)
-        more = {"fits": fits, "layerwise": True, "cost": spent}
         record = self.request.record(plan, self.kv_ratio, texts, measured, self.out)
-        return record | more | {"seconds": dict(self.request.phases)}
+        record.update(fits=fits, layerwise=True, cost=spent, seconds=dict(self.request.phases))
+        return record
 
     def _carry_out(self, stage: Stage, work: LayerwiseConversion, tokens: Tensor) -> dict[str, Any]:
         """Go on from what the stage has, to the finished checkpoint. `tokens` `[N, T]`: calibration, then held out."""

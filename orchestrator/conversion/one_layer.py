@@ -42,8 +42,8 @@ from attention.modeling.grouped import cache_bytes
 from attention.modeling.growing_cache import cache_of
 from attention.modeling.predictions import in_chunks, positions_at_once
 from attention.plan import AttentionPlan, LayerPlan
+from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import loading
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.steps import refine_with
 from search_spaces.allocation.problem import Counts
@@ -118,7 +118,7 @@ class LayerwiseConversion:
 
     @property
     def device(self) -> torch.device:
-        return loading.device_of(self.request.device)
+        return checkpoints.device_of(self.request.device)
 
     def convert(self, layer: int, original: Tensor, converted: Tensor) -> Layer:
         """Convert layer `layer`. Both streams `[N, T, D]` enter it, and are changed in place to what leaves it."""

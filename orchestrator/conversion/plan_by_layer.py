@@ -27,7 +27,7 @@ from attention.families import geometry_of
 from attention.io.layers.metrics import read_metric, write_metrics
 from attention.io.layers.windows import LazyWeights, advance, embed, open_window, rows_of
 from attention.plan import AttentionPlan
-from orchestrator.conversion import loading
+from orchestrator import checkpoints
 from orchestrator.conversion.progress import CURVES, Stage
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.json_files import read_json, write_json
@@ -85,7 +85,7 @@ class PlanByLayer:
             self.progress(f"sensitivity of the outputs {done}/{of}, {clock(left)} left")
 
         with request.phases("plan"):
-            made_of = request.config, used, request.working, loading.device_of(request.device)
+            made_of = request.config, used, request.working, checkpoints.device_of(request.device)
             write_metrics(self.weights, *made_of, self.stage.folder, told)
         release_memory()
 
@@ -94,7 +94,7 @@ class PlanByLayer:
     ) -> None:
         """Add the points of the `missing` layers to `known`, and to the file after each."""
         request, layers = self.request, self.request.geometry.num_layers
-        device = loading.device_of(request.device)
+        device = checkpoints.device_of(request.device)
         kinds: Any = request.working, device
         stream = embed(self.weights, request.config, calibration, request.working, device, self.batch_size)
         _, generators = site_generators(np.random.default_rng(request.seed), layers)

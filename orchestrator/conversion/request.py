@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -18,13 +18,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from attention.base.memory import memory_peak
 from attention.base.progress import stage
 from attention.base.timing import Phases
-from attention.families import geometry_of
+from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
-from attention.io.sources import check_source, source_name
 from attention.io.stock_form import format_of
-from attention.modeling.model_classes import plan_of_config
 from attention.plan import AttentionPlan
 from attention.ratios import (
     UNITS,
@@ -36,10 +34,13 @@ from attention.ratios import (
     ratio_of,
     ratio_of_kv_heads,
 )
+from orchestrator import checkpoints
+from orchestrator.checkpoints import base_of
+from orchestrator.config.options import ConversionOptions
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import loading
-from orchestrator.reporting.base_model import base_of
+from orchestrator.conversion.record import ConversionRecord
 from search_spaces.planning.budgets import BelowLeast, check_budget, nearest_budget
+from search_spaces.recipes import choice
 from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.recipes.rules import keeps_everything
@@ -72,22 +73,22 @@ def parse_share(text: str) -> float:
 
 
 def asked_ratios(
-    model: str | Path,
-    kv_ratio: str | None,
-    kv_heads: str | None,
-    kv_bytes: str | None = None,
+    model: checkpoints.Source,
+    kv_ratio: str | float | Sequence[float] | None,
+    kv_heads: str | int | Sequence[int] | None,
+    kv_bytes: str | float | Sequence[float] | None = None,
     *,
-    dtype: str = loading.AUTO,
+    dtype: str = checkpoints.AUTO,
     default: Sequence[float] = (),
     key: str = "model",
 ) -> list[float]:
     """What `--kv-ratio`, `--kv-heads` or `--kv-bytes` request, as shares of the checkpoint's own KV cache.
 
-    All are lists; one of them must be given where there are no `default` ratios. `dtype`: of the cache, as the option
-    says it. Only config.json is read, and that only for heads and bytes. Raises ConfigError.
+    All may be lists; one of them must be given where there are no `default` ratios. `dtype`: of the cache, as the
+    option says it. Only config.json is read, and that only for heads and bytes. Raises ConfigError.
     """
     options = {"kv_ratio": kv_ratio, "kv_heads": kv_heads, "kv_bytes": kv_bytes}
-    given = {name: text for name, text in options.items() if text is not None}
+    given = {name: _as_text(name, value) for name, value in options.items() if value is not None}
     if len(given) > 1:
         got = " and ".join(f"{name} {text!r}" for name, text in given.items())
         raise ConfigError(
@@ -95,26 +96,38 @@ def asked_ratios(
             f"{RATIOS}, {HEADS} or {SIZES}"
         )
     if kv_bytes is not None:
-        return _ratios_of_bytes(str(model), kv_bytes, dtype, key)
+        return _ratios_of_bytes(model, given["kv_bytes"], dtype, key)
     if kv_heads is None:
         if kv_ratio is None and not default:
             raise ConfigError(f"kv_ratio: expected {RATIOS}, {HEADS} or {SIZES}, got none of them")
         if kv_ratio is None:  # those that any plan can meet
-            stored = loading.geometry_of(str(model), key=key, weights=False).num_kv_heads
+            stored = checkpoints.open_checkpoint(model, key, weights=False).geometry.num_kv_heads
             return [ratio for ratio in default if ratio * stored >= 1] or list(default)
-        return parse_list(kv_ratio, parse_share, "kv_ratio", "a share like 0.5 or 50%, or a list like 0.5,0.25")
-    counts = parse_list(kv_heads, int, "kv_heads", "a whole number of KV heads a layer or a list like 4,2")
-    geometry = loading.geometry_of(str(model), key=key, weights=False)
+        return parse_list(
+            given["kv_ratio"], parse_share, "kv_ratio", "a share like 0.5 or 50%, or a list like 0.5,0.25"
+        )
+    counts = parse_list(given["kv_heads"], int, "kv_heads", "a whole number of KV heads a layer or a list like 4,2")
+    geometry = checkpoints.open_checkpoint(model, key, weights=False).geometry
     try:
         return [ratio_of_kv_heads(count, geometry) for count in counts]
     except ValueError as error:
         raise ConfigError(f"kv_heads: {error}") from None
 
 
-def _ratios_of_bytes(model: str, text: str, dtype: str, key: str) -> list[float]:
+def _as_text(key: str, value: Any) -> str:
+    """Numbers as the command line takes them. Raises ConfigError for none."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return str(value)
+    numbers = [str(each) for each in value]
+    if not numbers:
+        raise ConfigError(f"{key}: expected at least one, e.g. 0.5")
+    return ",".join(numbers)
+
+
+def _ratios_of_bytes(model: checkpoints.Source, text: str, dtype: str, key: str) -> list[float]:
     """Shares that `--kv-bytes` requests: `0.5`, `50%`, or a size per token like `24KiB`."""
-    geometry = loading.geometry_of(model, key=key, weights=False)
-    dtype = loading.written_dtype(model, dtype)
+    source = checkpoints.open_checkpoint(model, key, weights=False)
+    geometry, dtype = source.geometry, checkpoints.written_dtype(source, dtype)
     own = own_bytes(geometry, dtype)
 
     def share(part: str) -> float:
@@ -131,59 +144,89 @@ def _ratios_of_bytes(model: str, text: str, dtype: str, key: str) -> list[float]
     return ratios
 
 
-def unit_of(kv_heads: str | None, kv_bytes: str | None) -> str:
-    """The unit in which the options request a budget, and in which the answer is given (`attention.ratios.UNITS`)."""
-    return "heads" if kv_heads is not None else "bytes" if kv_bytes is not None else "share"
+def chosen_recipe(
+    checkpoint: Checkpoint, recipe: str | Recipe, engine: str | None, settings: Mapping[str, Any]
+) -> Recipe:
+    """Return the recipe to convert by, and report on stderr what `auto` stands for.
+
+    Args:
+        checkpoint: What is converted.
+        recipe: A recipe, the name of one, or `auto`: the best one for the checkpoint and `engine`.
+        engine: The engine that is to load the result; None for any.
+        settings: Changes of the recipe.
+
+    Raises:
+        RecipeError: For unknown names.
+        ConfigError: If `engine` cannot hold what the recipe makes.
+    """
+    engine = engine and choice.engine_name(engine)
+    named = recipe
+    if isinstance(recipe, str) and recipe != choice.AUTO_RECIPE:
+        named = named_recipe(recipe, **settings)
+    if isinstance(named, Recipe) and engine is None:
+        return named
+    best = choice.choose_recipe(checkpoint.config, checkpoint.geometry, engine)
+    if not isinstance(named, Recipe):
+        print(f"recipe: {best.recipe} (auto: {best.reason}; `headfold recipes` lists all)", file=sys.stderr, flush=True)
+        named = named_recipe(best.recipe, **settings)
+    if engine is not None and (reasons := choice.refusals(named, best.forms[engine])):
+        raise ConfigError(
+            f"for: {choice.ENGINE_NAMES[engine]} cannot load what recipe {named.name} makes of this checkpoint: "
+            f"{reasons[0]}; take --recipe {best.recipe}, or leave out --for"
+        )
+    return named
 
 
 @dataclass(frozen=True)
 class ConversionRequest:
-    """What a conversion is asked for, checked as far as can be without weights (`check`).
+    """A conversion that was checked as far as can be without texts and weights (`check`).
 
-    `config`: of the checkpoint; `dtype`: of what is written, by name; `unit`: in which budgets were requested
-    (`attention.ratios.UNITS`); `phases`: seconds that it took; the texts and how much of them: see
-    `trainers.text.data.Texts`.
+    Attributes:
+        checkpoint: What is converted.
+        recipe: How.
+        kv_ratios: Shares of the checkpoint's own KV cache that were requested, each a ceiling (see `budget`).
+        tokenizer: That of the checkpoint; None where only the config was checked.
+        dtype: Name of the dtype of what is written.
+        options: The options of the verb.
+        phases: Seconds that it took.
     """
 
-    model: str
-    config: PretrainedConfig
+    checkpoint: Checkpoint
     recipe: Recipe
+    kv_ratios: tuple[float, ...]
     tokenizer: Any
     dtype: str
-    calibration_data: str | None = None
-    eval_data: str | None = None
-    text_field: str = "text"
-    calibration_tokens: int | None = None
-    eval_tokens: int | None = None
-    sequence_length: int | None = None
-    seed: int = 0
-    device: str = "auto"
-    cache_dir: str | Path | None = None
-    unit: str = "share"
+    options: ConversionOptions
     phases: Phases = field(default_factory=Phases)
 
     @classmethod
     def check(
         cls,
-        model: str | Path,
-        recipe: str | Recipe,
+        checkpoint: Checkpoint,
+        recipe: Recipe,
         kv_ratios: Sequence[float],
+        options: ConversionOptions,
         *,
-        strict: bool = False,
-        dtype: str = loading.AUTO,
-        recipe_settings: Mapping[str, Any] | None = None,
+        key: str = "model",
         config_only: bool = False,
-        **settings: Any,
     ) -> ConversionRequest:
         """Check all that can be checked before texts and weights are read.
 
-        `kv_ratios` are shares of the checkpoint's own KV cache, each a ceiling (see `budget`); one that changes nothing
-        is refused, and with `strict` one that the recipe cannot meet exactly. With `config_only` there need be neither
-        weights nor a tokenizer. `settings` are the fields that have a default.
-        Raises ConfigError, RecipeError or ValueError for what a user can mend, TypeError for a model that is no path.
+        A ratio that changes nothing is refused, and with `options.strict` one that the recipe cannot meet exactly.
+
+        Args:
+            checkpoint: What is converted.
+            recipe: How.
+            kv_ratios: Shares of the checkpoint's own KV cache.
+            options: Texts, dtype, device.
+            key: The option by which the user has named the checkpoint.
+            config_only: Whether there need be neither weights nor a tokenizer.
+
+        Raises:
+            ConfigError: For what a user can mend.
+            RecipeError: Likewise.
         """
-        check_source(model, "model")
-        unit = settings.get("unit", cls.unit)
+        unit = options.unit
         for ratio in kv_ratios:
             if not 0 < ratio <= 1:
                 mistyped = f"; did you mean {ratio:g}%?" if 2 <= ratio < 100 else ""
@@ -191,48 +234,55 @@ class ConversionRequest:
                     f"{KEYS[unit]}: got {ratio:g}; a KV ratio must lie in (0, 1), e.g. 0.25 or 25% for a quarter of "
                     f"the checkpoint's own cache{mistyped}"
                 )
-        chosen = named_recipe(recipe, **dict(recipe_settings or {})) if isinstance(recipe, str) else recipe
-        length = settings.get("sequence_length")
-        geometry = loading.geometry_of(str(model), length, key="model", weights=not config_only)
-        config = checkpoint.load_config(model)
-        loading.check_own_cache(config, geometry, str(model), "model")
-        if chosen.sharing == chosen.composition == "none":
-            loading.check_several_heads(geometry, str(model))
-        dtype = loading.written_dtype(model, dtype)
+        length = options.sequence_length
+        checkpoints.open_checkpoint(checkpoint, key, sequence_length=length, weights=not config_only)
+        checkpoints.check_own_cache(checkpoint, "model")
+        if recipe.sharing == recipe.composition == "none":
+            checkpoints.check_several_heads(checkpoint)
+        dtype = checkpoints.written_dtype(checkpoint, options.dtype)
         for ratio in kv_ratios:
-            if reason := keeps_everything(chosen.sharing, chosen.composition, ratio):
-                raise ConfigError(f"{KEYS[unit]}: {reason}; {own_cache(geometry, dtype)}")
-            if strict:
-                check_budget(chosen, ratio, geometry, dtype)
-            try:
-                nearest_budget(chosen, ratio, geometry)
-            except BelowLeast as error:
-                least, asked = (amount(float(r), unit, geometry, dtype) for r in (error.least, ratio))
-                raise ConfigError(
-                    f"{KEYS[unit]}: recipe {chosen.name} keeps at least {least}{UNITS[unit]} on this checkpoint, got "
-                    f"{asked}; {own_cache(geometry, dtype)}"
-                ) from None
-            except ValueError as error:
-                raise ConfigError(f"{KEYS[unit]}: {error}") from None
-        loading.device_of(settings.get("device", cls.device))
-        tokenizer = None if config_only else loading.load_tokenizer(model)
-        return cls(str(model), config, chosen, tokenizer, dtype, **settings)
+            _check_ratio(checkpoint, recipe, ratio, dtype, options)
+        checkpoints.device_of(options.device)
+        tokenizer = None if config_only else checkpoints.load_tokenizer(checkpoint)
+        return cls(checkpoint, recipe, tuple(kv_ratios), tokenizer, dtype, options)
+
+    @property
+    def seed(self) -> int:
+        return self.options.seed
+
+    @property
+    def device(self) -> str:
+        return self.options.device
+
+    @property
+    def cache_dir(self) -> str | Path | None:
+        """The folder that keeps what was measured of the checkpoint."""
+        return self.options.cache_dir
+
+    @property
+    def model(self) -> str:
+        """The path or hub name of the checkpoint."""
+        return self.checkpoint.path
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.checkpoint.config
 
     @property
     def geometry(self) -> HeadGeometry:
-        return geometry_of(self.config)
+        return self.checkpoint.geometry
 
     def budget(self, kv_ratio: float) -> Fraction:
         """The share of the checkpoint's KV heads that is used where `kv_ratio` was requested."""
         return nearest_budget(self.recipe, kv_ratio, self.geometry)
 
-    def distinct(self, kv_ratios: Sequence[float], *, report: bool = False) -> dict[Fraction, float]:
+    def distinct(self, *, report: bool = False) -> dict[Fraction, float]:
         """Budgets in falling order, and the smallest ratio that requested each: what several come to is used once.
 
         `report`: say so on stderr.
         """
-        requested = {self.budget(ratio): ratio for ratio in sorted(kv_ratios, reverse=True)}
-        for ratio in kv_ratios if report else ():
+        requested = {self.budget(ratio): ratio for ratio in sorted(self.kv_ratios, reverse=True)}
+        for ratio in self.kv_ratios if report else ():
             if (kept := requested[self.budget(ratio)]) != ratio:
                 one, other = (self.amount(r) for r in (ratio, kept))
                 print(f"note: {one} and {other} come to the same plan: it is made once", file=sys.stderr, flush=True)
@@ -240,11 +290,11 @@ class ConversionRequest:
 
     def amount(self, kv_ratio: float) -> str:
         """A share in the unit of the request."""
-        return amount(float(kv_ratio), self.unit, self.geometry, self.dtype) + UNITS[self.unit]
+        return amount(float(kv_ratio), self.options.unit, self.geometry, self.dtype) + UNITS[self.options.unit]
 
     def ceiling_note(self, kv_ratio: float, used: float) -> str:
         """What is used where `kv_ratio` was requested, in words; empty if it is the same."""
-        return ceiling_note(float(kv_ratio), used, self.unit, self.geometry, self.dtype)
+        return ceiling_note(float(kv_ratio), used, self.options.unit, self.geometry, self.dtype)
 
     @property
     def written(self) -> torch.dtype:
@@ -254,7 +304,7 @@ class ConversionRequest:
     @property
     def working(self) -> torch.dtype:
         """What is computed in."""
-        return DTYPES[loading.working_dtype(self.dtype, self.device)]
+        return DTYPES[checkpoints.working_dtype(self.dtype, self.device)]
 
     @contextmanager
     def layer_phase(self, name: str, layer: int, doing: str) -> Iterator[None]:
@@ -266,24 +316,28 @@ class ConversionRequest:
     def texts(self) -> LoadedTexts:
         """Calibration and held-out token sequences. Raises DataError naming the source."""
         with self.phases("data"):
-            return Texts(self.calibration_data, self.eval_data, self.text_field, self.seed).load(
+            options = self.options
+            texts = Texts(options.calibration_data, options.eval_data, options.text_field, options.seed)
+            return texts.load(
                 self.tokenizer,
                 self.geometry.max_positions,
-                calibration_tokens=self.calibration_tokens,
-                eval_tokens=self.eval_tokens,
-                sequence_length=self.sequence_length,
+                calibration_tokens=options.calibration_tokens,
+                eval_tokens=options.eval_tokens,
+                sequence_length=options.sequence_length,
             )
 
     @property
     def text_sizes(self) -> tuple[int, int, int]:
         """Tokens to calibrate on, tokens to measure on, and tokens a sequence: at most, before a text is read."""
-        tokens = self.calibration_tokens or CALIBRATION_TOKENS, self.eval_tokens or CALIBRATION_TOKENS
-        return (*tokens, self.sequence_length or default_length(self.geometry.max_positions, *tokens))
+        calibration = self.options.calibration_tokens or CALIBRATION_TOKENS
+        measured = self.options.eval_tokens or CALIBRATION_TOKENS
+        length = self.options.sequence_length
+        return calibration, measured, length or default_length(self.geometry.max_positions, calibration, measured)
 
     def load_model(self) -> PreTrainedModel:
         """The original model, in what is computed in. Raises WeightsError."""
         with self.phases("load"):
-            return loading.load_working(self.model, self.dtype, self.device)
+            return checkpoints.load_working(self.checkpoint, self.dtype, self.device)
 
     def note(self) -> dict[str, Any]:
         """What is kept beside the weights of the converted checkpoint."""
@@ -301,21 +355,21 @@ class ConversionRequest:
         texts: LoadedTexts,
         measured: Mapping[str, Any],
         out: str | Path | None,
-    ) -> dict[str, Any]:
+    ) -> ConversionRecord:
         """The result of a conversion to `plan`, `kv_ratio` having been requested, calibrated and measured on `texts`.
 
         `measured`: losses and KL in nats per token with what `trainers.evaluation.comparison` makes of them, and what
         else only a model tells; `out`: where it was saved.
         """
         used = ratio_of(plan, own_heads(self.geometry))
-        return {
-            "model": source_name(self.model),
+        record: Any = {
+            "model": self.checkpoint.name,
             **measured,
             **texts.facts,
             "calibration_tokens": int(texts.calibration.numel()),
             "kv_ratio": used,
             "kv_bytes_per_token": plan.kv_bytes_per_token(self.dtype),
-            "kv_bytes_per_token_original": plan_of_config(self.config).kv_bytes_per_token(self.dtype),
+            "kv_bytes_per_token_original": self.checkpoint.plan.kv_bytes_per_token(self.dtype),
             "kv_ratio_asked": float(kv_ratio),
             "ceiling": self.ceiling_note(float(kv_ratio), used),
             "recipe": self.recipe.to_dict(),
@@ -327,3 +381,23 @@ class ConversionRequest:
             **({} if out is None else format_of(out, self.dtype)),
             "out": None if out is None else str(out),
         }
+        return record
+
+
+def _check_ratio(checkpoint: Checkpoint, recipe: Recipe, ratio: float, dtype: str, options: ConversionOptions) -> None:
+    """Raise ConfigError for a ratio that changes nothing, or that the recipe cannot meet."""
+    geometry, unit = checkpoint.geometry, options.unit
+    if reason := keeps_everything(recipe.sharing, recipe.composition, ratio):
+        raise ConfigError(f"{KEYS[unit]}: {reason}; {own_cache(geometry, dtype)}")
+    if options.strict:
+        check_budget(recipe, ratio, geometry, dtype)
+    try:
+        nearest_budget(recipe, ratio, geometry)
+    except BelowLeast as error:
+        least, requested = (amount(float(r), unit, geometry, dtype) for r in (error.least, ratio))
+        raise ConfigError(
+            f"{KEYS[unit]}: recipe {recipe.name} keeps at least {least}{UNITS[unit]} on this checkpoint, got "
+            f"{requested}; {own_cache(geometry, dtype)}"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{KEYS[unit]}: {error}") from None

@@ -12,10 +12,8 @@ from attention.io.files import written_whole
 from attention.io.replacing import check_folder, digests, resolved
 from attention.io.sources import source_name
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimate import estimate_conversions
 from orchestrator.conversion.in_memory import Source
-from orchestrator.conversion.layer_by_layer import check_conversion
+from orchestrator.conversion.record import ConversionRecord, CurveRecord
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.outputs import Interrupted, check_file, read_result, write_result
 from search_spaces.recipes.catalogue import recipe as named_recipe
@@ -44,29 +42,19 @@ OF_THE_CALL = (
 SAME_LOSS = 1e-4  # nats per token, between two measurements of one model
 
 
-def convert_curve(
-    model: str | Path,
-    recipe: str | Recipe,
-    kv_ratios: Sequence[float],
-    out: str | Path | None = None,
-    *,
-    overwrite: bool = False,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Convert at each ratio; `settings` are those of `Source.load`.
+def convert_curve(request: ConversionRequest, out: Path | None = None, *, overwrite: bool = False) -> CurveRecord:
+    """Convert at each ratio of a request, which `check_curve` has passed.
 
     A ratio stands for the largest one at or below it that the recipe can meet, each once. With `out`: a
     checkpoint in `kv-RATIO`, `curve.json` and `curve.png` there; the ratios that lie there already stay, and join the
     curve. `overwrite`: those that are named again are replaced. Returns what all points of this call share, and
-    `points`, by falling KV ratio. Raises as `convert_checkpoint` does.
+    `points`, by falling KV ratio.
     """
-    if out is not None:
-        check_curve(out, model, recipe, kv_ratios, overwrite, settings.get("recipe_settings"))
-    source = Source.load(model, recipe, kv_ratios, **settings)
-    points: list[dict[str, Any]] = []
+    source = Source.load(request)
+    points: list[ConversionRecord] = []
     try:
-        for kv_ratio in source.request.distinct(kv_ratios).values():
-            folder = None if out is None else _folder(out, kv_ratio)
+        for kv_ratio in request.distinct().values():
+            folder = None if out is None else ratio_folder(out, kv_ratio)
             points.append(source.at(kv_ratio, folder, overwrite=overwrite))
             if out is not None:
                 _add(out, points[-1])
@@ -76,48 +64,14 @@ def convert_curve(
         raise Interrupted(left) from None
     if out is not None:
         _draw(out)
-    return {name: points[0][name] for name in SHARED} | {"points": [_facts(point) for point in points]}
-
-
-def convert_into(
-    model: str | Path, recipe: str | Recipe, kv_ratio: float, out: str | Path, *, overwrite: bool = False, **more: Any
-) -> dict[str, Any]:
-    """One more ratio for a folder that `convert_curve` has made (`is_curve`): its `kv-RATIO`, its point of the curve.
-
-    `more`: as `convert_checkpoint` takes it. Returns and raises what that does.
-    """
-    check_curve(out, model, recipe, [kv_ratio], overwrite, more.get("recipe_settings"))
-    record = convert_checkpoint(model, recipe, kv_ratio, _folder(out, kv_ratio), overwrite=overwrite, **more)
-    _add(out, record)
-    _draw(out)
+    record: Any = {name: points[0][name] for name in SHARED} | {"points": [_facts(point) for point in points]}
     return record
 
 
-def rehearse_conversion(
-    model: str | Path,
-    recipe: str,
-    kv_ratios: Sequence[float],
-    out: str | Path | None = None,
-    *,
-    layerwise: bool | None = None,
-    overwrite: bool = False,
-    **settings: Any,
-) -> list[Mapping[str, str]]:
-    """What is checked of a conversion before weights are read, and then the estimate of each ratio, in words by what
-    they are about. Nothing is written.
-
-    Arguments as of `convert_checkpoint`; several ratios as of `convert_curve`. Raises as these do.
-    """
-    several = len(kv_ratios) > 1
-    if several or (out is not None and is_curve(out)):
-        if out is not None:
-            check_curve(out, model, recipe, kv_ratios, overwrite, settings.get("recipe_settings"))
-    elif layerwise:
-        check_conversion(model, recipe, kv_ratios[0], out, overwrite=overwrite, **settings)
-    elif out is not None:
-        check_folder(out, overwrite=overwrite, reads=[model])
-    ConversionRequest.check(model, recipe, kv_ratios, **settings).texts()
-    return [estimated.describe() for estimated in estimate_conversions(model, recipe, kv_ratios, **settings)]
+def join_curve(out: Path, record: ConversionRecord) -> None:
+    """Add a conversion that was written to its `ratio_folder` to the curve of a folder."""
+    _add(out, record)
+    _draw(out)
 
 
 def is_curve(folder: str | Path) -> bool:
@@ -131,7 +85,6 @@ def check_curve(
     recipe: str | Recipe,
     kv_ratios: Sequence[float],
     overwrite: bool,
-    recipe_settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Raise ConfigError or OutputError, before any work, unless checkpoints of these ratios can be put into `out`.
 
@@ -146,11 +99,11 @@ def check_curve(
                 f"out: {str(place)!r} holds {entry.name!r} and is no folder of several ratios; give another folder"
             )
     for ratio in kv_ratios:
-        check_folder(_folder(place, ratio), overwrite=overwrite, reads=[model])
+        check_folder(ratio_folder(place, ratio), overwrite=overwrite, reads=[model])
     check_file(place / CURVE, "json", "out")
     check_file(place / PICTURE, "picture", "out")
     earlier = read_result(place / CURVE)
-    chosen = named_recipe(recipe, **dict(recipe_settings or {})) if isinstance(recipe, str) else recipe
+    chosen = named_recipe(recipe) if isinstance(recipe, str) else recipe
     other = earlier and (
         ("model" if not _same(earlier["model"], model) else "")
         or ("recipe" if Recipe.from_dict(earlier["recipe"]).digest != chosen.digest else "")
@@ -166,7 +119,8 @@ def _same(one: str | Path, other: str | Path) -> bool:
     return one == other or (all(map(Path.exists, folders)) and folders[0].samefile(folders[1]))
 
 
-def _folder(out: str | Path, ratio: float) -> Path:
+def ratio_folder(out: str | Path, ratio: float) -> Path:
+    """Where the checkpoint of a ratio lies in a folder of several."""
     return Path(out) / f"kv-{ratio:g}"
 
 
@@ -183,7 +137,7 @@ def _add(out: str | Path, point: Mapping[str, Any]) -> None:
     file = Path(out) / CURVE
     earlier, asked = read_result(file), point["kv_ratio_asked"]
     others = [p for p in earlier.get("points", ()) if p["kv_ratio_asked"] != asked]
-    points = [p for p in others if _folder(out, p["kv_ratio_asked"]).is_dir()]
+    points = [p for p in others if ratio_folder(out, p["kv_ratio_asked"]).is_dir()]
     same = [name for name in SHARED if name not in OF_THE_CALL]
     other = points and [name for name in same if earlier.get(name, point[name]) != point[name]]
     if points and (other or abs(earlier["original_loss"] - point["original_loss"]) > SAME_LOSS):

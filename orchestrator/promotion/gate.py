@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.checkpoint import Checkpoint
 from attention.families import window_of
 from attention.io import checkpoint
 from attention.io.export import export, largest_difference, probe
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.model_classes import PREFIX, plan_of
 from attention.plan import AttentionPlan
+from orchestrator import checkpoints
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
-from orchestrator.conversion import loading
 from orchestrator.evaluation.extras import NOTHING_MORE
 from orchestrator.evaluation.task_files import placed
 from orchestrator.promotion.engine_export import check_engine
@@ -58,7 +59,7 @@ def examine(
     assert entry.folder is not None
     plan = AttentionPlan.from_json((folder.trial(entry.trial_id) / "plan.json").read_text(encoding="utf-8"))
     digests = {"plan_digest": plan.digest, "trained_digest": checkpoint.weights_digest(entry.folder)}
-    model, dtype = loading.load_model(entry.folder), loading.dtype_of(context.dtype)
+    model, dtype = checkpoints.load_model(entry.folder), checkpoints.dtype_of(context.dtype)
     round_weights(model, dtype)  # what is shipped; training may have computed in a wider dtype
     with _check(entry, "cache"):
         _check_cache(model, plan, dtype, entry)
@@ -120,7 +121,9 @@ def _check_loss(entry: Entry, config: SearchConfig) -> None:
 def _check_cache(model: Any, plan: AttentionPlan, dtype: torch.dtype, entry: Entry) -> None:
     """The bytes that the cache really holds in the dtype that is shipped, against the plan of the trial."""
     planned, window = plan.kv_bytes_per_token(dtype), window_of(model.config)
-    tokens = min(loading.CACHE_TOKENS, window - 1) if window > 1 else loading.CACHE_TOKENS  # all that is still in view
+    tokens = (
+        min(checkpoints.CACHE_TOKENS, window - 1) if window > 1 else checkpoints.CACHE_TOKENS
+    )  # all that is still in view
     cast_weights(model, dtype)
     held = measure_cache(model, tokens)
     cast_weights(model, torch.float32)
@@ -142,7 +145,7 @@ def _export(target: Path, dtype: torch.dtype, entry: Entry, tokenizer: str) -> N
         cast_weights(whole, dtype)
         checkpoint.save(whole, target, tokenizer, record=checkpoint.carried(trained))
     entry.checks |= {"export": "gqa" if plain else "headfold", "exact": exact}
-    entry.model, entry.plain = str(target), not checkpoint.load_config(target).model_type.startswith(PREFIX)
+    entry.model, entry.plain = str(target), not Checkpoint.open(target).config.model_type.startswith(PREFIX)
     entry.exported = entry.model if entry.plain else None
 
 
@@ -150,7 +153,7 @@ def _check_logits(
     expected: list[Tensor], held_out: Tensor, entry: Entry, context: TrialContext, tolerance: float
 ) -> None:
     """Logits of the exported checkpoint, read back, against the trained model's on held-out text, in float32."""
-    back = loading.load_model(str(entry.model), device=context.device)
+    back = checkpoints.load_model(str(entry.model), device=context.device)
     entry.checks["exported_loss"] = evaluate(back, held_out).loss
     back.cpu()  # where the trained model's were computed
     with torch.no_grad():
@@ -162,7 +165,7 @@ def _check_logits(
             f"logits of the exported checkpoint differ from the trained model's by {difference:.2g}, allowed are "
             f"{tolerance:g}"
         )
-    served = plan_of(back).kv_bytes_per_token(loading.dtype_of(context.dtype))
+    served = plan_of(back).kv_bytes_per_token(checkpoints.dtype_of(context.dtype))
     if entry.kv_bytes_per_token != served:
         entry.reasons.append(
             f"the exported checkpoint serves {served} KV bytes per token, planned were {entry.kv_bytes_per_token}"

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
+from orchestrator import checkpoints
 from orchestrator.config.schema import PromotionSection, SearchConfig
-from orchestrator.conversion import loading
 from orchestrator.evaluation.extras import Extras
 from orchestrator.evaluation.long_context import TEXTS
 from orchestrator.evaluation.task_files import accuracy_of, task_specs
@@ -35,13 +36,13 @@ def measure_finalist(entry: Entry, config: SearchConfig, context: TrialContext, 
     at a time is held; what the others reach is kept in `promoted` for the next finalist."""
     extras = extras_of(config.promotion)
     held_out = read_sequences(context.eval_file)[:]
-    positions = loading.geometry_of(context.model).max_positions
-    tokenizer = loading.load_tokenizer(context.model)
+    original = checkpoints.open_checkpoint(context.model, "model.path")
+    positions, tokenizer = original.geometry.max_positions, checkpoints.load_tokenizer(original)
     prepared = extras.prepare(tokenizer, positions, lambda length: recut(held_out, length), config.search.seed)
     asked = hashlib.sha256(repr((extras, task_specs(extras.tasks), config.search.seed)).encode()).hexdigest()
 
     def of(path: str) -> dict[str, Any]:
-        return prepared.of(loading.load_working(path, context.dtype, context.device))
+        return prepared.of(checkpoints.load_working(path, context.dtype, context.device))
 
     models = {"checkpoint": of(str(entry.model))}
     for name, path in (("original", context.model), ("baseline", entry.baseline_folder)):
@@ -60,7 +61,7 @@ def _kept(file: Path, path: str, asked: str, of: Any) -> dict[str, Any]:
     """What a model gives, by a file of the finalist before."""
     known, key = (
         read_json(file) if file.is_file() else {},
-        [checkpoint.weights_digest(loading.local_folder(path)), asked],
+        [checkpoint.weights_digest(Checkpoint.open(path).folder), asked],
     )
     if known.get("of") == key:
         return known["found"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from orchestrator.checkpoints import base_of
 from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion.state import Entry
-from orchestrator.reporting.base_model import base_of
 from orchestrator.reporting.card import CardFacts, write_card
 from orchestrator.storage.json_files import read_json
 from trainers.text.corpora import DataError, resolve

@@ -18,6 +18,7 @@ from typing import Any
 
 from attention.base.messages import near
 from attention.ratios import percent
+from orchestrator.checkpoints import base_of
 from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.room import room_for
 from orchestrator.cluster.session import connected
@@ -25,7 +26,6 @@ from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.state import BASELINE, PROMOTED, Entry, PromoteOutcome, PromotionState
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
-from orchestrator.reporting.base_model import base_of
 from orchestrator.search.leftovers import best_of_recipe, finalists, select
 from orchestrator.search.prepare import trial_context
 from orchestrator.search.trials.context import SearchSession

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from attention.base.text import compact
 from attention.base.timing import duration
-from attention.io import checkpoint
+from attention.checkpoint import Checkpoint
 from orchestrator.promotion.promote import asked
 from orchestrator.promotion.state import PromotionState
 from orchestrator.resources.size import Size
@@ -27,7 +27,7 @@ def rehearse_promotion(search: str | Path, *, trials: Iterable[str] = (), top: i
     trainings += sum(f"{ratio:g}" not in state.baselines for ratio in ratios)
     train, length, steps = config.promotion_train, config.data.sequence_length, config.promotion.steps
     tokens = trainings * steps * train.batch_size * length
-    model = checkpoint.load_config(config.model.path)
+    model = Checkpoint.open(config.model.path).config
     rate, source = training_rate(model, train, length, Size.of(model), config.resources.tokens_per_second)
     hours = f", about {duration(tokens / rate / train.num_workers)} one after the other" if rate else ""
     return {

@@ -13,6 +13,7 @@ import yaml
 
 from attention.base.progress import ProgressStage, stage
 from attention.io import checkpoint
+from orchestrator.checkpoints import base_of
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.promotion.gate import check_candidate
@@ -32,7 +33,6 @@ from orchestrator.promotion.state import (
     PromotionState,
 )
 from orchestrator.promotion.training import Training, best_model, run_all
-from orchestrator.reporting.base_model import base_of
 from orchestrator.search.trials.context import SearchSession
 from orchestrator.storage import records
 from orchestrator.storage.json_files import write_json

@@ -14,13 +14,14 @@ from typing import Any
 import jinja2
 import yaml
 
+from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
 from attention.io.files import write_whole
 from attention.io.stock_form import format_of
 from attention.plan import AttentionPlan
 from attention.plan_parts import LayerPlan
 from attention.ratios import percent, ratio_of
-from orchestrator.reporting.base_model import NAMED
+from orchestrator.checkpoints import BASE_FIELDS
 from orchestrator.reporting.card_loading import loading_lines
 from orchestrator.reporting.evaluation_tables import tasks_table
 from orchestrator.reporting.figures.drawing import save_png
@@ -65,7 +66,7 @@ class CardFacts:
         original: dict[str, Any] = note.get(checkpoint.ORIGINAL) or {}
         own = original.get("key_and_value_heads")
         ratio = ratio_of(AttentionPlan.from_dict(note["plan"]), own) if own and "plan" in note else None
-        named: dict[str, Any] = {key: original.get(key) for key in NAMED}
+        named: dict[str, Any] = {key: original.get(key) for key in BASE_FIELDS}
         return cls(recipe=recipe.get("name"), kv_ratio=ratio, **named)
 
 
@@ -123,7 +124,7 @@ def _engines(folder: Path, export: Mapping[str, Any]) -> list[str]:
     if any(folder.glob("*.gguf")):
         return ["llama.cpp"]
     try:
-        return format_of(folder, checkpoint.load_config(folder).dtype or "float32")["loads_in"]
+        return format_of(opened := Checkpoint.open(folder), opened.config.dtype or "float32")["loads_in"]
     except ValueError:
         return []
 

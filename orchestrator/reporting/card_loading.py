@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from attention.io.checkpoint import load_config
+from attention.checkpoint import Checkpoint
 from attention.io.stock_form import exact_targets, export_command
 from attention.io.targets import targets
-from attention.modeling.model_classes import PREFIX, plan_of_config
+from attention.modeling.model_classes import PREFIX
 from orchestrator.storage.json_files import read_json
 
 GENERATE = """\
@@ -81,5 +81,5 @@ def loading_lines(folder: Path, repository: str | None, engines: Sequence[str]) 
 
 def _exact(folder: Path) -> list[str]:
     """The targets that hold a model in our own format at no more cache than its plan takes."""
-    config = load_config(folder)
-    return list(exact_targets(config, plan_of_config(config), config.dtype or "float32"))
+    opened = Checkpoint.open(folder)
+    return list(exact_targets(opened.config, opened.plan, opened.config.dtype or "float32"))

@@ -8,6 +8,7 @@ from typing import Any
 from attention.ratios import percent
 from orchestrator.reporting.console import console
 from orchestrator.reporting.tables import Table
+from orchestrator.storage.records import unmet
 
 STDERR = "_stderr"
 TASKS = ("task", "metric", "items")
@@ -63,6 +64,25 @@ def text_of(record: Mapping[str, Any]) -> str:
     left_out = record.get("eval_documents_left_out")
     less = f" ({left_out} documents left out that are calibrated on)" if left_out else ""
     return f"{record['eval_tokens']:,} tokens of {record['eval_data']}{less}"
+
+
+def print_conversion(record: Mapping[str, Any], out: Any) -> None:
+    """Losses before and after and what loads the result, from a record of `headfold convert`, saved to `out` if
+    anywhere."""
+    points = [{**record, **point} for point in record.get("points", [{}])]
+    for point in points:
+        print(
+            f"{point['recipe']['name']} at {percent(point['kv_ratio'])} of the checkpoint's KV cache{unmet(point)}: "
+            f"held-out loss {point['original_loss']:.3f} before, {point['loss']:.3f} after ({increase_of(point)} nats "
+            f"per token), perplexity {point['original_perplexity']:.2f} before, {point['perplexity']:.2f} after, KL "
+            f"{point['kl']:.3f}, on {text_of(point)}; {point['kv_bytes_per_token']} KV bytes per token, "
+            f"{point['kv_bytes_per_token_original']} before"
+        )
+        for note in (*([point["format_note"]] if out is not None else []), *point.get("notes", ())):
+            print(note)
+    if out is not None:
+        several = "points" in record
+        print(f"checkpoints, curve.json and curve.png: {out}" if several else f"checkpoint: {record['out']}")
 
 
 def print_worth(record: Mapping[str, Any]) -> None:

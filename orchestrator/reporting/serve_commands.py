@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from attention.base.messages import cut
-from attention.io import checkpoint
+from attention.checkpoint import Checkpoint
 from attention.io.export import LargerCacheError, cache_dtype, check_cache
-from attention.io.precision import own_dtype
 from attention.io.stock_form import format_of
 from attention.io.targets import TargetError, target
-from attention.modeling.model_classes import plan_of_config
 from orchestrator.storage.json_files import read_json
 
 TARGETS = {"vLLM": "vllm", "llama.cpp": "gguf", "transformers": "transformers"}
@@ -28,8 +26,9 @@ def ways_to_serve(model: str | Path, served: str | Path | None = None) -> list[W
     model = Path(model)
     if not (model / "config.json").is_file():
         return []
-    config = checkpoint.load_config(model)
-    plan, dtype = plan_of_config(config), cache_dtype(str(own_dtype(config, model)).removeprefix("torch."))
+    opened = Checkpoint.open(model)
+    config, plan = opened.config, opened.plan
+    dtype = cache_dtype(str(opened.stored_dtype).removeprefix("torch."))
     loads, ready = format_of(model, dtype)["loads_in"], _written(served)
     ways = []
     for engine, name in TARGETS.items():

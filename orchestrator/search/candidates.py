@@ -11,8 +11,8 @@ import numpy as np
 
 from attention.axes import AUTO_KNOB
 from attention.base.messages import cut, near
+from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
-from attention.io.checkpoint import load_config
 from attention.ratios import ROUNDING, ratio_of_kv_heads
 from orchestrator.config.parsing import ConfigError
 from orchestrator.config.schema import ArmSection, SearchConfig, SearchSection
@@ -213,7 +213,7 @@ def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
 def engine_form(config: SearchConfig, geometry: HeadGeometry) -> EngineForm | None:
     """What the engine of `search.target` holds; None for `any`."""
     name = config.search.target
-    return None if name == "any" else EngineForm.of(name, load_config(config.model.path), geometry)
+    return None if name == "any" else EngineForm.of(name, Checkpoint.open(config.model.path).config, geometry)
 
 
 def _check_held(recipe: Recipe, engine: EngineForm | None) -> None:

@@ -9,11 +9,11 @@ import shlex
 import sys
 from pathlib import Path
 
+from orchestrator import checkpoints
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.cluster.session import local_nodes
 from orchestrator.config.schema import ConfigError, SearchConfig
-from orchestrator.conversion import loading
 from orchestrator.resources.disk import Storage
 from orchestrator.resources.search_estimate import SearchEstimate, SearchWork
 from orchestrator.search.searchers import SearchProblem, make_searcher
@@ -59,8 +59,10 @@ def estimate_search(
     """The estimate of a search with `parallel` trials at a time (`SearchEstimate.of`). No text and no weights are read,
     nothing is written. Raises ConfigError for what `validate_search` refuses of the candidates.
     """
-    geometry = loading.geometry_of(config.model.path, config.data.sequence_length, weights=False)
-    problem = search_problem(config, geometry)
+    model = checkpoints.open_checkpoint(
+        config.model.path, "model.path", sequence_length=config.data.sequence_length, weights=False
+    )
+    problem = search_problem(config, model.geometry)
     return SearchEstimate.of(
         search_inputs(config, problem),
         search_work(config, problem),
@@ -86,8 +88,8 @@ def check_disk(config: SearchConfig, prepared: Prepared, parallel: int) -> None:
 
 def disk_shortage(config: SearchConfig) -> str | None:
     """Say by how much a search of one trial at a time does not fit its storage; None where it does."""
-    problem = search_problem(config, loading.geometry_of(config.model.path, weights=False))
-    return storage_of(config, problem).shortage(1)
+    model = checkpoints.open_checkpoint(config.model.path, "model.path", weights=False)
+    return storage_of(config, search_problem(config, model.geometry)).shortage(1)
 
 
 def local_parallel(config: SearchConfig) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from attention.geometry import HeadGeometry
 from attention.io.targets import target
+from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError, SearchConfig
-from orchestrator.conversion import loading
 from orchestrator.evaluation.generations import encode_prompts
 from orchestrator.evaluation.long_context import TEXTS, context_lengths
 from orchestrator.evaluation.task_files import ACCURACIES, accuracy_of
@@ -24,7 +24,7 @@ def check_extras(config: SearchConfig, geometry: HeadGeometry) -> None:
         return
     try:
         if section.prompts:
-            encode_prompts(section.prompts, loading.load_tokenizer(config.model.path), geometry.max_positions)
+            encode_prompts(section.prompts, checkpoints.load_tokenizer(config.model.path), geometry.max_positions)
         if section.context_lengths:
             longest = context_lengths(",".join(map(str, section.context_lengths)), geometry.max_positions)[-1]
             needed, there = TEXTS * longest, config.data.eval.tokens

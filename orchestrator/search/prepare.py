@@ -16,15 +16,17 @@ import torch
 from ray.exceptions import RayError
 
 from attention.base.progress import stage
+from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import cast_weights
 from attention.ratios import own_heads
+from orchestrator import checkpoints
 from orchestrator.cluster.placement import Demand, task_options, worker_options
 from orchestrator.cluster.room import capacity, slots
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
-from orchestrator.conversion import dha_distances, loading
+from orchestrator.conversion import dha_distances
 from orchestrator.conversion.calibrating import Workers, checkpoint_calibration
 from orchestrator.conversion.steps import planning_context
 from orchestrator.search.candidates import Candidate
@@ -50,7 +52,7 @@ def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFol
         return read_json(folder.original)
     path = locate_model(config.model.path, folder)
     device = config.train.device_with(config.resources.trial_gpus)
-    dtype = loading.written_dtype(path, config.model.dtype)
+    dtype = checkpoints.written_dtype(path, config.model.dtype)
     rows, workers = config.train.device_batch_size, calibration_workers(config)
     given = path, dtype, device, prepared.geometry, prepared.files, prepared.cache / "calibration", rows, workers
     record = on_cluster(task_options(config), "original model", measure_original, *given)
@@ -73,13 +75,13 @@ def measure_original(
 ) -> dict[str, Any]:
     """What is known of the original model, `rows` sequences at a time; leaves its calibration in `cache`."""
     started = time.perf_counter()
-    model = loading.load_working(path, dtype, device)
+    model = checkpoints.load_working(path, dtype, device)
     scored = evaluate(model, read_sequences(files["eval"])[:], batch_size=rows)
-    cast_weights(model, loading.dtype_of(dtype))  # bytes are those of what is written
-    facts = loading.cache_facts(model, own_heads(geometry)) | {"parameters": loading.parameters(model)}
+    cast_weights(model, checkpoints.dtype_of(dtype))  # bytes are those of what is written
+    facts = checkpoints.cache_facts(model, own_heads(geometry)) | {"parameters": checkpoints.parameters(model)}
     del model  # the calibration reads a layer at a time
     tokens = read_sequences(files["calibration"])[:]
-    weights = checkpoint.weights_digest(loading.local_folder(path), cache)
+    weights = checkpoint.weights_digest(Checkpoint.open(path).folder, cache)
     own: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights, "workers": workers}
     calibration = checkpoint_calibration(path, tokens, cache, **own)
     return {
@@ -103,7 +105,7 @@ def decode_times(config: SearchConfig, original: dict[str, Any], folder: SearchF
     if length is None:
         return None
     if not folder.decode_times.exists():
-        dtype = loading.written_dtype(original["model"], config.model.dtype)
+        dtype = checkpoints.written_dtype(original["model"], config.model.dtype)
         asked = original["model"], config.search.target, length, dtype
         made = on_cluster(task_options(config), "decode time in the engine", measure_decode_times, *asked)
         write_json(folder.decode_times, asdict(made))
@@ -137,7 +139,7 @@ def trial_context(
     return TrialContext(
         folder=str(folder.root),
         model=original["model"],
-        dtype=loading.written_dtype(original["model"], config.model.dtype),
+        dtype=checkpoints.written_dtype(original["model"], config.model.dtype),
         **{f"{split}_file": str(file) for split, file in prepared.files.items()},
         calibration_cache=str(prepared.cache / "calibration"),
         weights=original.get("digests", {}).get("weights"),
@@ -157,7 +159,7 @@ def trial_context(
 
 def head_similarities(context: TrialContext, recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
     """The recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side): for a searcher of plans."""
-    model = loading.load_working(context.model, context.dtype, context.device)
+    model = checkpoints.load_working(context.model, context.dtype, context.device)
     tokens = read_sequences(context.calibration_file)[:]
     planning = planning_context(model, context.calibration(tokens), tokens, None)
     layers = range(planning.geometry.num_layers)

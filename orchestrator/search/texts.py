@@ -9,9 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from attention.checkpoint import Checkpoint
+from orchestrator import checkpoints
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import SearchConfig
-from orchestrator.conversion import loading
 from trainers.text.corpora import DataError
 from trainers.text.data import SMALL_TEXT, SPLITS, Split, TextCut, token_set
 from trainers.text.token_sets import is_complete
@@ -30,7 +31,7 @@ class SearchTexts:
     cuts: dict[str, TextCut]
 
     @classmethod
-    def check(cls, config: SearchConfig, cache: Path) -> SearchTexts:
+    def check(cls, config: SearchConfig, model: Checkpoint, cache: Path) -> SearchTexts:
         """Everything that can be wrong and is known before a text is read. Raises DataError naming split and source."""
         cuts, length, field = {}, config.data.sequence_length, config.data.text_field
         texts: dict[str, tuple[Split, str, int]] = {split: (split, *config.data.section(split)) for split in SPLITS}
@@ -40,7 +41,7 @@ class SearchTexts:
             with _named(name, source):
                 cuts[name] = TextCut(source, split, tokens, length, config.search.seed, field)
                 cuts[name].check()
-        return cls(config.model.path, loading.load_tokenizer(config.model.path), cache, cuts)
+        return cls(model.path, checkpoints.load_tokenizer(model), cache, cuts)
 
     @cached_property
     def folders(self) -> dict[str, Path]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
+from orchestrator import checkpoints
 from orchestrator.cluster.room import room_for
 from orchestrator.cluster.session import local_nodes, starts_ray
 from orchestrator.config.schema import ConfigError, SearchConfig, check_training
-from orchestrator.conversion import loading
 from orchestrator.resources.accelerators import memory_of
 from orchestrator.resources.processes import Needs
 from orchestrator.resources.size import PlannedConversion, SearchInputs
@@ -51,7 +51,7 @@ def open_models(config: SearchConfig, *, weights: bool = True) -> SearchConfig:
     for key in ("path", "teacher"):
         if (source := getattr(section, key)) is not None:
             opening = {"dequantize": section.dequantize, "weights": weights, "cache": cache}
-            folders[key] = loading.resolve_model(source, key=f"model.{key}", **opening)
+            folders[key] = checkpoints.resolve_model(source, key=f"model.{key}", **opening)
     return config.model_copy(update={"model": section.with_folders(**folders)})
 
 
@@ -80,13 +80,14 @@ def check_search(config: SearchConfig) -> Prepared:
     once it is connected.
     """
     length = config.data.sequence_length
-    geometry = loading.geometry_of(config.model.path)
-    loading.check_own_cache(checkpoint.load_config(config.model.path), geometry, config.model.path, "model.path")
+    model = checkpoints.open_checkpoint(config.model.path, "model.path")
+    geometry = model.geometry
+    checkpoints.check_own_cache(model, "model.path")
     _check_length(length, config.model.path, geometry)
     if config.model.teacher:
-        teacher = loading.geometry_of(config.model.teacher, key="model.teacher")
-        _check_length(length, config.model.teacher, teacher)
-        loading.check_same_words(teacher, geometry, "model.teacher", config.model.teacher)
+        teacher = checkpoints.open_checkpoint(config.model.teacher, "model.teacher")
+        _check_length(length, config.model.teacher, teacher.geometry)
+        checkpoints.check_same_words(teacher, model, "model.teacher")
     problem = search_problem(config, geometry)
     check_searcher(config, problem)
     check_scheduler(config)
@@ -100,7 +101,7 @@ def check_search(config: SearchConfig) -> Prepared:
         room_for(config, local_nodes())
     storage = storage_path(config.storage)
     check_writable(storage)
-    texts = SearchTexts.check(config, storage / "cache" / "tokens")
+    texts = SearchTexts.check(config, model, storage / "cache" / "tokens")
     return Prepared(geometry, problem, texts, tuple(texts.there()), storage / "cache")
 
 
@@ -117,7 +118,7 @@ def search_inputs(config: SearchConfig, problem: SearchProblem) -> SearchInputs:
     return SearchInputs(
         config=config,
         model=checkpoint.load_config(config.model.path),
-        written=DTYPES[loading.written_dtype(config.model.path, config.model.dtype)],
+        written=DTYPES[checkpoints.written_dtype(config.model.path, config.model.dtype)],
         candidates=tuple(PlannedConversion(c.recipe, c.kv_ratio, c.used_ratio) for c in problem.named),
     )
 

@@ -19,7 +19,7 @@ from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.targets import EngineSupport, target
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator.conversion import loading
+from orchestrator import checkpoints
 from orchestrator.serving import speed
 from orchestrator.serving.engines import engine as engine_named
 
@@ -56,8 +56,8 @@ def measure_decode_times(
     """
     one = engine_named(target(target_name).engines[0])
     interpreter = one.find(python)
-    model = loading.load_working(path, dtype)
-    geometry = loading.geometry_of(path)
+    original = checkpoints.open_checkpoint(path, "model.path")
+    model, geometry = checkpoints.load_working(original, dtype), original.geometry
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
         models = {}
         for heads in divisors(geometry.num_kv_heads):

@@ -11,29 +11,27 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.base.messages import one_of
+from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
 from attention.io.dtype_names import full_name
 from attention.io.export import export
 from attention.io.precision import DTYPES, round_weights
-from attention.io.sources import check_source
 from attention.io.stock_form import format_of
 from attention.io.targets import Target, best_target, target
-from attention.modeling.model_classes import plan_of_config
+from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import loading
 from orchestrator.serving.check import MEMORY, CheckError, check_export
 from orchestrator.serving.engines import engine as engine_named
-from trainers.text.tokenizers import read_tokenizer
 
 AUTO = "auto"
 
 
 def export_checkpoint(
-    source: str | Path,
+    source: checkpoints.Source,
     target_name: str,
     out: str | Path,
     *,
-    dtype: str = loading.AUTO,
+    dtype: str = checkpoints.AUTO,
     allow_larger_cache: bool = False,
     overwrite: bool = False,
     check: bool = False,
@@ -49,23 +47,22 @@ def export_checkpoint(
     tokens is told. Raises ConfigError or ValueError as in `export`, EngineError before any work if the engine is not
     installed, CheckError if it shows something else.
     """
-    check_source(source, "checkpoint")
-    loading.geometry_of(str(source), key="checkpoint")
+    opened = checkpoints.open_checkpoint(source, "checkpoint")
     others: dict[str, str] = {}
     if target_name != AUTO:
         _check_dtype(target(target_name, more=[AUTO]), dtype)
     else:
-        config = checkpoint.load_config(source)
-        target_name, others = best_target(config, plan_of_config(config), loading.written_dtype(source, dtype))
+        written = checkpoints.written_dtype(opened, dtype)
+        target_name, others = best_target(opened.config, opened.plan, written)
     chosen = target(target_name)
-    written = dtype if dtype in chosen.dtypes else loading.written_dtype(source, dtype)
+    written = dtype if dtype in chosen.dtypes else checkpoints.written_dtype(opened, dtype)
     if not check and (engine or python):
         raise ConfigError(
             "engine, engine_python: are of a check; add --check (in Python: check=True), or leave them out"
         )
-    asked = _check(chosen, source, written, engine, python, memory) if check else None
+    asked = _check(chosen, opened, written, engine, python, memory) if check else None
     allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
-    made = export(source, chosen.name, out, source, dtype=written, check=asked, **allowed)
+    made = export(opened, chosen.name, out, opened.path, dtype=written, check=asked, **allowed)
     return asdict(made) | _format(out, chosen, made.cache_dtype) | {"other_targets": others}
 
 
@@ -91,7 +88,7 @@ def _format(out: str | Path, chosen: Target, dtype: str) -> dict[str, Any]:
 
 
 def _check(
-    chosen: Target, source: str | Path, dtype: str, engine: str | None, python: str | None, memory: int
+    chosen: Target, source: Checkpoint, dtype: str, engine: str | None, python: str | None, memory: int
 ) -> Callable[[Path, PreTrainedModel], Mapping[str, Any]]:
     """What `attention.io.export.export` calls on the finished folder. Raises EngineError if the engine is not there."""
     one = engine_named(engine or chosen.engines[0])
@@ -100,13 +97,12 @@ def _check(
     interpreter = one.find(python)
 
     def check(folder: Path, back: PreTrainedModel) -> Mapping[str, Any]:
-        config = checkpoint.load_config(source)
         model = back
         if dtype in DTYPES:  # weights of fewer bits are compared as they were written
-            model = checkpoint.load(source, torch.float32)
+            model = checkpoint.load(source.path, torch.float32, config=source.config)
             round_weights(model, DTYPES[dtype])
-        tokenizer = read_tokenizer(source) if any(Path(source).glob("tokenizer*")) else None
-        held = chosen.held(config, plan_of_config(config))
+        tokenizer = source.tokenizer if any(Path(source.path).glob("tokenizer*")) else None
+        held = chosen.held(source.config, source.plan)
         found = check_export(
             one, interpreter, folder, model, tokenizer, held, dtype, memory=memory, own_code=any(folder.glob("*.py"))
         )

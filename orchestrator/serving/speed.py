@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from gguf import GGUFReader
 
-from attention.io import checkpoint
+from attention.checkpoint import Checkpoint
 from attention.io.export import REPORT_FILE, LargerCacheError
 from attention.io.targets import EngineSupport, TargetError, targets
 from attention.modeling.model_classes import plan_of_config
 from attention.plan import BYTES
+from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import loading
 from orchestrator.evaluation.long_context import context_lengths
 from orchestrator.serving.check import MEMORY
 from orchestrator.serving.engine import Engine, SpeedAnswer, SpeedQuestion
@@ -53,7 +53,7 @@ def engine_speed(
     lengths: str = "max",
     tokens: int = 32,
     memory: int = MEMORY,
-    dtype: str = loading.AUTO,
+    dtype: str = checkpoints.AUTO,
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def engine_speed(
     named = {"checkpoint": path} | ({} if original is None else {"original": original})
     for key, name in named.items():  # both, before the first is exported
         if not (Path(name) / REPORT_FILE).is_file():
-            context_lengths(lengths, loading.geometry_of(str(name), key=key).max_positions)
+            context_lengths(lengths, checkpoints.open_checkpoint(name, key).geometry.max_positions)
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
         models = {
             key: exported(key, name, one, Path(folder) / key, dtype, trust_remote_code) for key, name in named.items()
@@ -107,10 +107,10 @@ def exported(
     given = (Path(name) / REPORT_FILE).is_file()
     folder = Path(name) if given else out
     if not given:
-        config = checkpoint.load_config(name)
-        target = target_name or _target(key, one, config, loading.written_dtype(name, dtype))
+        source = Checkpoint.open(name)
+        target = target_name or _target(key, one, source.config, checkpoints.written_dtype(source, dtype))
         try:
-            export_checkpoint(name, target, out, dtype=dtype)
+            export_checkpoint(source, target, out, dtype=dtype)
         except LargerCacheError as error:
             raise ConfigError(f"{key}: {error} of the verb export, and give its folder here") from None
     record = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))

@@ -26,13 +26,13 @@ def write_mlmodel(folder: str | Path, base_model: str) -> bool:
     from mlflow.models import Model, ModelSignature
     from mlflow.types.schema import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
-    from attention.io.checkpoint import load_config
+    from attention.checkpoint import Checkpoint
     from attention.modeling.model_classes import PREFIX
 
     folder = Path(folder)
     if not (folder / TOKENIZER).is_file():
         return False
-    config, text = load_config(folder), Schema([ColSpec("string")])
+    config, text = Checkpoint.open(folder).config, Schema([ColSpec("string")])
     own = config.model_type.startswith(PREFIX)
     params = ParamSchema([ParamSpec("max_new_tokens", DataType.long, NEW_TOKENS)])
     model = Model(signature=ModelSignature(text, text, params))

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.checkpoint import Checkpoint
 from attention.io import checkpoint, piecewise
 from attention.io.precision import DTYPES
 from attention.io.safetensors_files import open_safetensors, stored_tensors
 from attention.io.sources import check_source
-from attention.modeling.model_classes import plan_of_config
+from orchestrator import checkpoints
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import ConfigError, FineTuneSection, check_training, parse_section
-from orchestrator.conversion import loading
 from orchestrator.training.task import (
     MEASURED,
     Progress,
@@ -60,12 +60,12 @@ class FineTuning(TrainingTask):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return plan_of_config(checkpoint.load_config(self.model)).kv_bytes_per_token(DTYPES[self.dtype])
+        return Checkpoint.open(self.model).plan.kv_bytes_per_token(DTYPES[self.dtype])
 
     def make(self, eval_file: Path) -> dict[str, Any]:
         """The loss before; the files of a hub model come here too, before any worker asks for them."""
-        folder = str(loading.local_folder(self.model))
-        teacher = None if self.original is None else str(loading.local_folder(self.original))
+        folder = str(Checkpoint.open(self.model).folder)
+        teacher = None if self.original is None else str(Checkpoint.open(self.original).folder)
         options = {"num_cpus": self.settings.cpus_per_worker, "num_gpus": self.settings.gpus_per_worker}
         before = on_cluster(options, "loss of the model as it is", _measure, folder, str(eval_file), self.settings)
         return {"folder": folder, "teacher": teacher} | before
@@ -89,7 +89,7 @@ def _measure(folder: str, eval_file: str, settings: TrainSettings) -> dict[str, 
     model = checkpoint.load(folder, DTYPES[settings.dtype])
     model.to(settings.shape.device)  # pyright: ignore[reportArgumentType]
     measured = evaluate(model, read_sequences(eval_file)[:])
-    return {"loss_before": measured.loss, "parameters": loading.parameters(model)}
+    return {"loss_before": measured.loss, "parameters": checkpoints.parameters(model)}
 
 
 def _tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -129,27 +129,27 @@ def check(
         check_source(original, "original")
     settings = _settings(train_record({}, overrides, learning_rate, seed, device), tuning, original is not None)
     check_training(settings)
-    geometry = loading.geometry_of(str(model), sequence_length, key="model")
-    tokenizer = loading.load_tokenizer(model)
+    opened = checkpoints.open_checkpoint(model, sequence_length=sequence_length)
+    geometry, tokenizer = opened.geometry, checkpoints.load_tokenizer(opened)
     texts = Texts(train_data, eval_data, text_field, seed)
-    plan = plan_of_config(checkpoint.load_config(model))
-    if plan.head_shares and tuning == "kv":
+    if opened.plan.head_shares and tuning == "kv":
         raise ConfigError("tuning: layers of this model share heads, and so their weights; use --tuning full")
     if original is not None:
-        other = loading.geometry_of(str(original), sequence_length, key="original")
+        teacher = checkpoints.open_checkpoint(original, "original", sequence_length=sequence_length)
+        other = teacher.geometry
         if other.vocab_size != geometry.vocab_size:
             raise ConfigError(
                 f"original: its vocabulary has {other.vocab_size} tokens, that of {str(model)!r} has "
                 f"{geometry.vocab_size}; give the model that this one was converted from"
             )
-        loading.check_same_tokens(tokenizer, original, "original", "model")
+        checkpoints.check_same_tokens(tokenizer, teacher, "original", "model")
     if sequence_length is None:
         measured = {"eval_tokens": eval_tokens, "calibrate": False}
         sequence_length = texts.load(tokenizer, geometry.max_positions, **measured).held_out.shape[1]
     task = FineTuning(
         model=absolute(model),
         original=None if original is None else absolute(original),
-        dtype=loading.written_dtype(model, dtype),
+        dtype=checkpoints.written_dtype(opened, dtype),
         settings=settings,
         steps=steps,
         eval_every=spans(steps, eval_every),

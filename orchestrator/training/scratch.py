@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attention.base.messages import near
+from attention.checkpoint import Checkpoint
 from attention.conversion.convert import build
 from attention.io import checkpoint
 from attention.io.sources import check_source
 from attention.modeling.composition import reset
-from attention.modeling.model_classes import headfold_config, plan_of_config
+from attention.modeling.model_classes import headfold_config
 from attention.plan import AttentionPlan, Composition
+from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError, ScratchRecipe, TrainSection, check_training, parse_section
-from orchestrator.conversion import loading
 from orchestrator.training.task import (
     MEASURED,
     Progress,
@@ -70,7 +71,7 @@ class Scratch(TrainingTask):
     def make(self, eval_file: Path) -> dict[str, Any]:
         model = untrained(self.architecture, self.plan, self.settings.seed)
         checkpoint.save(model, self.folder / "untrained", self.architecture)
-        return {"parameters": loading.parameters(model)}
+        return {"parameters": checkpoints.parameters(model)}
 
     def job(self, **common: Any) -> TrainJob:
         return TrainJob(model_dir=str(self.folder / "untrained"), out_dir=str(self.out), **common)
@@ -101,13 +102,12 @@ def check(
     check_source(architecture, "architecture")
     section = _section(train_record({"recipe": recipe}, overrides, learning_rate, seed, device))
     check_training(section.train)
-    loading.geometry_of(str(architecture), sequence_length, key="architecture", weights=False)
-    loading.load_tokenizer(architecture)
+    opened = checkpoints.open_checkpoint(architecture, "architecture", sequence_length=sequence_length, weights=False)
+    checkpoints.load_tokenizer(opened)
     eval_every = spans(steps, eval_every)
-    config = checkpoint.load_config(architecture)
     composed = composition_of(section.composition) if section.recipe == "dcformer" else None
-    plan = replace(plan_of_config(config), composition=composed)
-    headfold_config(config, plan)  # whether the plan fits
+    plan = replace(opened.plan, composition=composed)
+    headfold_config(opened.config, plan)  # whether the plan fits
     wanted = min(steps * section.train.batch_size * sequence_length, TRAIN_TOKENS)
     texts = Texts(train_data, eval_data, text_field, seed)
     task = Scratch(
@@ -190,7 +190,7 @@ def _answers(task: Scratch) -> dict[str, Any]:
         return {}
     model = checkpoint.load(task.out)
     name = task.eval_data.removeprefix(synthetic_corpus.SYNTHETIC_PREFIX)
-    tokenizer = loading.load_tokenizer(task.architecture)
+    tokenizer = checkpoints.load_tokenizer(task.architecture)
     return {"answers": asdict(synthetic_corpus.score_held_out(model, tokenizer, name, first=beginning(tokenizer)))}
 
 
@@ -201,6 +201,6 @@ def untrained(architecture: str | Path, plan: AttentionPlan, seed: int) -> PreTr
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = build(checkpoint.load_config(architecture), plan)
+        model = build(Checkpoint.open(architecture).config, plan)
     reset(model, identity=False, generator=torch.Generator().manual_seed(seed))
     return model

@@ -18,14 +18,15 @@ from typing import Any, ClassVar
 from attention.base.progress import ProgressStage, stage
 from attention.base.text import compact
 from attention.base.timing import clock, duration
+from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
 from attention.io.replacing import check_folder
+from orchestrator import checkpoints
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import concurrency
 from orchestrator.cluster.session import connected, local_nodes, prepare_process, starts_ray
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import ConfigError, apply_train_options
-from orchestrator.conversion import loading
 from orchestrator.resources.size import Size
 from orchestrator.resources.time import training_rate
 from orchestrator.storage import records
@@ -122,7 +123,7 @@ class TrainingTask:
     def check_texts(self) -> None:
         """Raises DataError where there is too little text. What takes long to read is not read, and what an earlier
         start has tokenised neither."""
-        tokenizer = loading.load_tokenizer(self.source)
+        tokenizer = checkpoints.load_tokenizer(self.source)
         for cut in self.cuts:
             cut.check()
             if cut.tokens <= SMALL_TEXT and not is_complete(cut.folder(tokenizer, self.folder / "data")):
@@ -198,7 +199,7 @@ class TrainingTask:
         Nothing is written. Raises what `check_folders` does, and ConfigError where the machine is too small."""
         self.check_folders(overwrite)
         self.check_texts()
-        train, config = self.settings, checkpoint.load_config(self.source)
+        train, config = self.settings, Checkpoint.open(self.source).config
         if starts_ray():
             concurrency(local_nodes(), self.demand)
         size = Size.of(config)
@@ -218,7 +219,7 @@ class TrainingTask:
     def _prepared(self) -> TrainJob:
         """The job, with its model and its texts on disk; those of an earlier start are taken as they are."""
         self.remember()  # first, so that what a kill leaves is known as ours
-        tokenizer = loading.load_tokenizer(self.source)
+        tokenizer = checkpoints.load_tokenizer(self.source)
         train_file, eval_file = (
             token_set(cut, tokenizer, self.folder / "data", tokenise=tokeniser(self.source, cut.tokens))
             for cut in self.cuts
@@ -307,7 +308,7 @@ def train_record(
     ConfigError for one that is given both ways."""
     record = apply_train_options(record, overrides, learning_rate, seed)
     if isinstance(record["train"], dict):
-        gpus = float(loading.device_of(device).type == "cuda")
+        gpus = float(checkpoints.device_of(device).type == "cuda")
         record["train"] = {"gpus_per_worker": gpus} | record["train"]
     return record
 

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = ["attention", "search_spaces", "trainers", "orchestrator"]
+PACKAGES = ["headfold", "attention", "search_spaces", "trainers", "orchestrator"]
 
 # What is written into which new module of a copy of the project, and the contract that must name it.
 VIOLATIONS = {
+    "orchestrator imports headfold": ("orchestrator", "import headfold", "orchestrator._violation -> headfold"),
     "attention imports trainers": ("attention", "import trainers", "attention._violation -> trainers"),
     "search_spaces imports trainers": ("search_spaces", "import trainers", "search_spaces._violation -> trainers"),
     "trainers imports orchestrator": ("trainers", "import orchestrator", "trainers._violation -> orchestrator"),

@@ -17,7 +17,7 @@ from orchestrator import pipeline
 from orchestrator.cluster import ray_private
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import Nodes, concurrency
-from orchestrator.config.schema import load_config
+from orchestrator.config.schema import read_search_config
 from orchestrator.main import app
 from orchestrator.tracking.mlflow_server import Settings
 
@@ -63,7 +63,7 @@ def test_a_search_has_room_before_any_gpu_is_there(config: dict[str, Any], monke
     monkeypatch.setattr(ray_private, "autoscaling_config", lambda address: config)
     monkeypatch.setattr(ray_private.ray, "get_runtime_context", Context)
     nodes = [Nodes(1, {"CPU": 8.0}), *(Nodes(*kind) for kind in ray_private.node_types())]
-    assert concurrency(nodes, Demand.of(load_config(REPOSITORY / LLAMA))) == 2
+    assert concurrency(nodes, Demand.of(read_search_config(REPOSITORY / LLAMA))) == 2
 
 
 def test_only_the_head_of_a_cluster_that_scales_asks_kubernetes(
@@ -142,4 +142,4 @@ def test_the_entrypoint_starts_a_search(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(pipeline, "search", lambda config, resume: started.append(config) or Outcome())
     done = CliRunner().invoke(app, words)
     assert (program, done.exit_code) == ("headfold", 0), done.output
-    assert started == [load_config(REPOSITORY / LLAMA, ["storage=/mnt/headfold/runs"])]
+    assert started == [read_search_config(REPOSITORY / LLAMA, ["storage=/mnt/headfold/runs"])]

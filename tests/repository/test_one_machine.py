@@ -69,10 +69,10 @@ from dataclasses import asdict
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.room import capacity, concurrency, present
 from orchestrator.cluster.session import connected
-from orchestrator.config.schema import load_config
+from orchestrator.config.schema import read_search_config
 
 with connected() as nodes:
-    room = concurrency(nodes, Demand.of(load_config("configs/llama2-7b.yaml")))
+    room = concurrency(nodes, Demand.of(read_search_config("configs/llama2-7b.yaml")))
     print(json.dumps({"room": room, "present": len(present()), "nodes": [asdict(some) for some in nodes]}))
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
+PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator")
 ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 """A module that defines one of these is a family, an export target or an engine; their functions are named alike."""
 SHARED_NAMES = {

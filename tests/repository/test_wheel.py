@@ -14,7 +14,7 @@ from command_line import run_here
 from orchestrator.storage.shipped import shipped
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = ("attention", "search_spaces", "trainers", "orchestrator")
+PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator")
 LITTLE = [
     "search.recipes=[gqa,align]", "search.num_samples=0", "search.kv_ratios=[0.5]", "rungs.steps=[0,2,4]",
     "promotion.steps=2", "data.train.tokens=20000", "data.calibration.tokens=2048", "data.eval.tokens=2048",

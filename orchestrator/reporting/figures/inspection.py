@@ -1,4 +1,4 @@
-"""Pictures of a checkpoint's heads, from the record of `orchestrator.conversion.inspection.inspect_checkpoint`."""
+"""Pictures of a checkpoint's heads, from the record of `orchestrator.conversion.inspection.measure_heads`."""
 
 from __future__ import annotations
 

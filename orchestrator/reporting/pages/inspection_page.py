@@ -49,7 +49,7 @@ MOST_TOLD = 16  # places of a picture that its description tells
 
 
 def build_page(record: Mapping[str, Any]) -> str:
-    """The HTML of a record of `inspect_checkpoint`."""
+    """The HTML of a record of `measure_heads`."""
     name = Path(record["model"]).name or record["model"]
     plans = {
         f"{percent(b['kv_ratio'])} of the checkpoint's KV,": AttentionPlan.from_dict(b["plan"])

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from attention.base.text import number
+from attention.checkpoint import Checkpoint
 from attention.conversion.relaxation_knobs import UNFINISHED
-from attention.families import geometry_of
-from attention.io import checkpoint
 from attention.plan import BYTES
 from attention.ratios import percent
 from orchestrator.reporting.card import EXPORT, engine_checks
@@ -79,7 +78,7 @@ def _sequences(model: Mapping[str, Any], original: Mapping[str, Any]) -> list[St
     folder = Path(model["path"] or "")
     if not model["kv_bytes_per_token"] or not (folder / "config.json").is_file():
         return []
-    context = min(CONTEXT, geometry_of(checkpoint.load_config(folder)).max_positions)
+    context = min(CONTEXT, Checkpoint.open(folder).geometry.max_positions)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     mine = sequences_that_fit(GPU, weights, model["kv_bytes_per_token"], context)
     remark = "beside the weights"

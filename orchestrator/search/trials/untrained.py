@@ -16,12 +16,13 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
+from orchestrator import checkpoints
+from orchestrator.checkpoints import base_of
 from orchestrator.cluster.relay import relayed
 from orchestrator.cluster.session import prepare_process
-from orchestrator.conversion import dha_distances, loading
+from orchestrator.conversion import dha_distances
 from orchestrator.conversion.in_memory import plan_and_convert
 from orchestrator.conversion.steps import planning_context, relaxation_start
-from orchestrator.reporting.base_model import base_of
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.storage.json_files import write_json
@@ -46,7 +47,7 @@ class SharedParts(NamedTuple):
 @lru_cache(maxsize=1)
 def shared_parts(context: TrialContext) -> SharedParts:
     """What trials need of the original model: read once a process, later trials reuse it."""
-    model = loading.load_working(context.model, context.dtype, context.device)
+    model = checkpoints.load_working(context.model, context.dtype, context.device)
     tokens, held_out = (read_sequences(file)[:] for file in (context.calibration_file, context.eval_file))
     return SharedParts(Original(model), context.calibration(tokens), tokens, held_out, CachedTeacher(model))
 
@@ -57,12 +58,12 @@ def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -
     phases = Phases()
     converted, own_cache, facts = _converted(candidate, context, folder, phases)
     # Casting makes copies of the weights; the original model is let go of by now, so that only one model is in memory.
-    cast_weights(converted, loading.dtype_of(context.dtype))
+    cast_weights(converted, checkpoints.dtype_of(context.dtype))
     if not candidate.probe:
         with phases("save"):
             record = {"recipe": candidate.recipe.to_dict(), "seed": candidate.seed, **_note(context, own_cache)}
             checkpoint.save(converted, folder / "converted", context.model, record=record)
-    measured = loading.cache_facts(converted, own_cache)
+    measured = checkpoints.cache_facts(converted, own_cache)
     facts |= {"actual_kv_ratio": measured["kv_ratio"], "phases": dict(phases), "seconds": sum(phases.values())}
     return measured | facts
 
@@ -90,7 +91,7 @@ def _converted(
     with phases("similarity"):
         sampled = all(layer.inputs.numel() for layer in shared.calibration.layers)
         similarity = sharing_similarity(shared_pairs(context), plan, planning.geometry.kv_map) if sampled else None
-    if loading.parameters(shared.original.model) > KEEP_BELOW:
+    if checkpoints.parameters(shared.original.model) > KEEP_BELOW:
         shared_parts.cache_clear()
     facts = context.decode_facts(shared.original.model.config, plan) | losses
     facts |= {"plan_digest": plan.digest, "similarity": similarity, "conversion_cost": cost, "seed": candidate.seed}
@@ -107,7 +108,7 @@ def _losses(
     converted: PreTrainedModel, candidate: Candidate, context: TrialContext, shared: SharedParts
 ) -> dict[str, Any]:
     """What the converted model loses untrained, with its weights rounded to those that are written."""
-    round_weights(converted, loading.dtype_of(context.dtype))
+    round_weights(converted, checkpoints.dtype_of(context.dtype))
     rows = context.settings(candidate.recipe, candidate.learning_rate).device_batch_size
     scored = evaluate(converted, shared.held_out, teacher=shared.teacher, batch_size=rows)
     losses = {"loss": scored.loss, "loss_increase": scored.loss - context.original_loss, "kl": scored.kl}

@@ -304,14 +304,14 @@ def test_quantised_weights_are_refused(saved: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_numbers_that_are_not_finite_are_named(dtype: torch.dtype, saved: Callable[..., Path]) -> None:
-    from orchestrator.conversion import loading
+    from orchestrator import checkpoints
 
     folder = saved("llama", dtype=dtype)
-    loading.load_model(folder)
+    checkpoints.load_model(folder)
     name = "model.layers.1.self_attn.k_proj.weight"
     edit(folder, lambda t: t | {name: t[name].index_fill(0, torch.tensor(3), torch.nan)})
     with pytest.raises(WeightsError, match=f"nan or infinite numbers in {name} "):
-        loading.load_model(folder)
+        checkpoints.load_model(folder)
     with pytest.raises(WeightsError, match="nan or infinite"):
         LazyWeights(folder, checkpoint.load_config(folder)).one(name, torch.float32)
 

@@ -70,7 +70,7 @@ def test_a_gguf_file_comes_back_exactly(
 
 
 def test_the_tokenizer_comes_along(written: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
-    from trainers.text.tokenizers import read_tokenizer
+    from attention.io.tokenizers import read_tokenizer
 
     _, file = written("llama", "bfloat16")
     text = "def f(x):\n    return x + 1\n"

@@ -15,7 +15,8 @@ from folder_trees import snapshot
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attention.io import checkpoint
-from orchestrator.conversion import loading, one_layer
+from orchestrator import checkpoints
+from orchestrator.conversion import one_layer
 from orchestrator.conversion.several_ratios import is_curve
 from orchestrator.training.scratch import train_from_scratch
 
@@ -67,7 +68,7 @@ def test_convert_and_export_refuse_before_any_weight_is_read(
     (place / "thesis" / "chapter.tex").write_text("mine")
     (place / "file").write_text("mine")
     (place / "link").symlink_to(place / "thesis")
-    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("read the weights"))
+    monkeypatch.setattr(checkpoints, "load_model", lambda *_: pytest.fail("read the weights"))
     monkeypatch.setattr(checkpoint, "load", lambda *_: pytest.fail("read the weights"))
     before = snapshot(place)
     outs = [
@@ -173,7 +174,7 @@ def test_convert_without_out_says_so_before_the_work(
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loading, "load_model", stop)
+    monkeypatch.setattr(checkpoints, "load_model", stop)
     assert converting("0.5") == 130
     told = capfd.readouterr().err
     assert "nothing of it will be saved" in told

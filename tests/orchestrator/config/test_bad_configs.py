@@ -16,8 +16,8 @@ from fuzzing import Bad, at, bad_configs, bad_plans
 
 import orchestrator.pipeline as search_module
 from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan, PlanError
-from orchestrator.config.schema import ConfigError, load_config, parse_config
-from orchestrator.conversion import loading
+from orchestrator import checkpoints
+from orchestrator.config.schema import ConfigError, parse_config, read_search_config
 from orchestrator.main import _mistake
 from orchestrator.search.texts import SearchTexts
 from orchestrator.tracking.runs import Tracker
@@ -98,8 +98,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_dir: Path) -> 
     monkeypatch.setattr(data, "resolve", functools.lru_cache(data.resolve))
     monkeypatch.setattr(SearchTexts, "there", lambda self: [])
     monkeypatch.setattr(SearchTexts, "make_small", lambda self: None)
-    monkeypatch.setattr(loading, "load_tokenizer", functools.lru_cache(loading.load_tokenizer))
-    monkeypatch.setattr(loading, "geometry_of", functools.lru_cache(loading.geometry_of))
+    monkeypatch.setattr(checkpoints, "open_checkpoint", functools.lru_cache(checkpoints.open_checkpoint))
     with pytest.raises(ClusterStarted):
         search_module.search(parse_config(sound(demo_dir, tmp_path / "runs")))
     return search_module.search
@@ -187,7 +186,7 @@ def test_broken_yaml_is_refused_with_the_file(tmp_path: Path) -> None:
         extra = "".join(rng.choice("{}[]:,&*!|>%@`'\"\t\n-#?=\x00\x85é0 ") for _ in range(rng.randrange(1, 4)))
         file.write_text(text[:start] + extra + text[start + rng.randrange(4) :], encoding="utf-8")
         try:
-            load_config(file)
+            read_search_config(file)
         except ConfigError as error:
             assert str(file) in str(error)
             assert len(str(error)) < LONGEST_MESSAGE
@@ -215,7 +214,7 @@ def test_yaml_that_no_configuration_can_be(tmp_path: Path, text: str, said: str)
     file = tmp_path / "mine.yaml"
     file.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=said) as caught:
-        load_config(file)
+        read_search_config(file)
     assert str(file) in str(caught.value)
 
 
@@ -239,7 +238,7 @@ def test_bad_overrides_are_refused_by_name() -> None:
         key = rng.choice(keys)
         override = key + rng.choice(("=", "=", "=", "", ":")) + rng.choice(values)
         try:
-            load_config(file, [override])
+            read_search_config(file, [override])
         except ConfigError as error:
             assert key.partition(".")[0] in str(error), f"{override[:60]}: {error}"
             assert len(str(error)) < LONGEST_MESSAGE
@@ -251,4 +250,4 @@ def test_the_demo_configuration_is_taken() -> None:
     """What the above must not become: a refusal of everything."""
     file = REPOSITORY / "configs" / "demo.yaml"
     record = yaml.safe_load(file.read_text())
-    assert parse_config(record) == load_config(file)
+    assert parse_config(record) == read_search_config(file)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.config.schema import ConfigError, load_config, parse_config
+from orchestrator.config.schema import ConfigError, parse_config, read_search_config
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GOOD: dict[str, Any] = {
@@ -114,19 +114,21 @@ def test_a_wrong_override_is_refused(tmp_path: Path, override: str, said: str) -
     file = tmp_path / "search.yaml"
     file.write_text(yaml.safe_dump(GOOD))
     with pytest.raises(ConfigError) as caught:
-        load_config(file, [override])
+        read_search_config(file, [override])
     assert said in str(caught.value)
 
 
 def test_overrides_reach_sections_that_the_file_leaves_out(tmp_path: Path) -> None:
     file = tmp_path / "search.yaml"
     file.write_text(yaml.safe_dump(GOOD))
-    config = load_config(file, ["search.kv_ratios=[0.125]", "train.learning_rate=1e-3", "promotion.enabled=false"])
+    config = read_search_config(
+        file, ["search.kv_ratios=[0.125]", "train.learning_rate=1e-3", "promotion.enabled=false"]
+    )
     assert config.search.kv_ratios == [0.125]
     assert config.train.learning_rate == 1e-3
     assert config.learning_rates == [1e-3]
     assert config.promotion.enabled is False
-    assert load_config(file).search.kv_ratios == [0.5, 0.25]
+    assert read_search_config(file).search.kv_ratios == [0.5, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -141,17 +143,17 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, s
     file = tmp_path / "search.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        load_config(file)
+        read_search_config(file)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no configuration file at .*nothing.yaml"):
-        load_config(tmp_path / "nothing.yaml")
+        read_search_config(tmp_path / "nothing.yaml")
 
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda f: f.name)
 def test_the_shipped_configurations_are_valid(file: Path) -> None:
-    assert load_config(file).rungs.steps[0] == 0
+    assert read_search_config(file).rungs.steps[0] == 0
 
 
 def test_the_baseline_always_runs() -> None:

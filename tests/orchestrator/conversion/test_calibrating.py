@@ -21,6 +21,7 @@ from attention.calibration.calibrate import calibrate
 from attention.calibration.moments import STATISTICS, LayerStatistics
 from attention.calibration.sizes import MIXED, layer_bytes
 from attention.calibration.store import META, Calibration
+from attention.checkpoint import Checkpoint
 from attention.families import geometry_of
 from attention.io import checkpoint
 from benchmarks.models import llama
@@ -207,7 +208,7 @@ def test_tasks_that_share_the_sequences_are_one_process(
 ) -> None:
     model = tiny_model("llama", num_hidden_layers=3)
     model.save_pretrained(tmp_path / "model")
-    task = Pass(str(tmp_path / "model"), "float32", "cpu", mixed)
+    task = Pass(Checkpoint.open(tmp_path / "model"), "float32", "cpu", mixed)
     shared = list(layers_by_workers(task, tokens[:11], 7, Workers(2, 1, 0)))  # 6 and 5 sequences, 6 and 1 sampled
     alone = calibrate(model, tokens[:11], sample_tokens=7 * 24, mixed=mixed)
     assert len(shared) == 3
@@ -222,7 +223,7 @@ def test_tasks_that_share_the_sequences_are_one_process(
 
 @pytest.mark.extended
 def test_a_conversion_from_files_is_the_one_in_memory(demo_dir: Path, tmp_path: Path) -> None:
-    from orchestrator.conversion.convert import convert_checkpoint
+    from verbs import convert_checkpoint
 
     small = {"calibration_tokens": 2048, "eval_tokens": 1024, "sequence_length": 64, "device": "cpu"}
     records = [

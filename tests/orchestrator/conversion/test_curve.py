@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from verbs import convert_curve
 
 from attention.calibration import calibrate as calibrating
 from attention.io import checkpoint
 from attention.modeling.model_classes import plan_of
+from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import in_memory, loading
+from orchestrator.conversion import in_memory
 from orchestrator.conversion.request import asked_ratios
-from orchestrator.conversion.several_ratios import convert_curve
 from search_spaces.planning.context import PlanningContext
 from search_spaces.recipes.catalogue import recipe
 from trainers.evaluation import evaluate
@@ -58,7 +59,7 @@ def test_one_calibration_and_one_measurement_for_all_ratios(
     for point in points:
         saved = checkpoint.load(tmp_path / "out" / f"kv-{point['kv_ratio_asked']:g}", torch.float32)
         assert plan_of(saved).kv_ratio == point["kv_ratio"]
-    tokenizer = loading.load_tokenizer(demo_dir)
+    tokenizer = checkpoints.load_tokenizer(demo_dir)
     texts = Texts(little_text).load(tokenizer, 512, eval_tokens=1024, sequence_length=128, calibrate=False)
     assert evaluate(saved, texts.held_out).loss == pytest.approx(losses[-1], abs=1e-4)
 

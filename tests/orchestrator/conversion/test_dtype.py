@@ -11,12 +11,11 @@ import torch
 from parameters import extended
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from verbs import convert_checkpoint, evaluate_checkpoint
 
 from attention.io import checkpoint
+from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError, parse_config
-from orchestrator.conversion import loading
-from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.evaluation.evaluate import evaluate_checkpoint
 
 Tiny = Callable[..., PreTrainedModel]
 QUICK = {"refinement.fit_steps": 8}
@@ -64,8 +63,8 @@ def test_what_is_told_of_a_conversion_is_true_of_its_file(
     told = convert_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", **settings)
     assert stored(tmp_path / "out") == {kind}
     assert told["format"] == "stock" and told["loads_in"] == ["transformers", "vLLM", "llama.cpp"]
-    assert checkpoint.load(tmp_path / "out").dtype == loading.dtype_of(told["dtype"])
-    width = loading.dtype_of(told["dtype"]).itemsize
+    assert checkpoint.load(tmp_path / "out").dtype == checkpoints.dtype_of(told["dtype"])
+    width = checkpoints.dtype_of(told["dtype"]).itemsize
     assert told["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * width
     assert told["cache_bytes_measured"] == told["kv_bytes_per_token"] * told["cache_tokens"]
 
@@ -82,10 +81,10 @@ def test_what_is_told_of_a_conversion_is_true_of_its_file(
 def test_the_dtype_asked_for(tiny_model: Tiny, tmp_path: Path) -> None:
     source = checkpoint.save(tiny_model("llama", dtype=torch.bfloat16), tmp_path / "model")
     for asked, found in (("auto", "bfloat16"), ("bf16", "bfloat16"), ("fp16", "float16"), ("float32", "float32")):
-        assert loading.written_dtype(source, asked) == found
-        assert loading.working_dtype(found) == "float32"
+        assert checkpoints.written_dtype(source, asked) == found
+        assert checkpoints.working_dtype(found) == "float32"
     with pytest.raises(ConfigError, match=r"dtype must be auto or one of .*'bf16'.*got 'int8'"):
-        loading.written_dtype(source, "int8")
+        checkpoints.written_dtype(source, "int8")
 
 
 def test_a_configuration_takes_both_names_and_keeps_one() -> None:

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig
+from verbs import announce, convert_checkpoint, estimate_conversion, needs_layerwise
 
 from attention.base.text import gib
 from attention.io import checkpoint
 from benchmarks.models import llama
 from benchmarks.needs.memory import measured
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimate import announce, estimate_conversion, needs_layerwise
 from orchestrator.resources import estimate
 from orchestrator.resources.estimate import ConversionEstimate, Estimate, Machine
 from orchestrator.resources.size import Conversion, Size
@@ -79,11 +78,12 @@ def test_only_the_config_is_read(demo_dir: Path, tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_is_streamed_by_itself(
     demo_dir: Path, tmp_path: Path, little_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
-    monkeypatch.setattr(estimate, "available_bytes", lambda device: 2**20)
-    assert needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
-    assert needs_layerwise(demo_dir, "headfold", 0.5, **SMALL)
-    assert not needs_layerwise(demo_dir, "directshare", 1.0, **SMALL)  # it cannot be, so it is tried in memory
+    assert not needs_layerwise(demo_dir, "gqa", 0.5, tmp_path / "out", **SMALL)
+    monkeypatch.setattr(estimate, "available_bytes", lambda device=None: 2**20)
+    assert needs_layerwise(demo_dir, "gqa", 0.5, tmp_path / "out", **SMALL)
+    assert needs_layerwise(demo_dir, "headfold", 0.5, tmp_path / "out", **SMALL)
+    # It cannot be, so it is tried in memory
+    assert not needs_layerwise(demo_dir, "directshare", 1.0, tmp_path / "out", **SMALL)
     texts = {"calibration_data": little_text, "eval_data": little_text}
     record = convert_checkpoint(demo_dir, "gqa", 0.5, tmp_path / "out", layerwise=None, **SMALL, **texts)
     assert record["layerwise"]
@@ -116,7 +116,7 @@ def test_where_memory_is_not_known_what_is_said_is_what_is_done(
     """As on systems without /proc: the conversion runs in memory, so that is what the estimate is of."""
     monkeypatch.setattr(estimate, "available_bytes", lambda device: 0)
     monkeypatch.setattr(estimate, "memory_now", lambda: GIGA)
-    assert not needs_layerwise(demo_dir, "gqa", 0.5, **SMALL)
+    assert not needs_layerwise(demo_dir, "gqa", 0.5, tmp_path / "out", **SMALL)
     point = estimate_conversion(demo_dir, "gqa", 0.5, **SMALL)
     announce(demo_dir, "gqa", [0.5], tmp_path / "out", layerwise=None, **SMALL)
     assert point.resident != point.layerwise

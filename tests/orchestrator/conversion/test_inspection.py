@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from made_up_inspection import made_up_inspection
+from verbs import convert_checkpoint, inspect_checkpoint
 
 from attention.conversion.refinement.local import FIT_STEPS
 from attention.plan import AttentionPlan
-from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.inspection import inspect_checkpoint
 from orchestrator.reporting.figures import drawing, inspection
 from orchestrator.reporting.inspection_tables import RECIPE_COLUMNS, lead, print_inspection, recipe_table
 from orchestrator.reporting.pages.inspection_page import build_page

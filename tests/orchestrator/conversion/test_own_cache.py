@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from verbs import convert_checkpoint, convert_curve, convert_layerwise, estimate_conversion, evaluate_checkpoint
 
 from attention.conversion.convert import convert
 from attention.families import geometry_of
@@ -22,15 +23,9 @@ from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from attention.plan_parts import dense
 from attention.ratios import own_heads, ratio_of_kv_heads
-from orchestrator import main
+from orchestrator import checkpoints, main
 from orchestrator.config.schema import ConfigError, parse_config
-from orchestrator.conversion import loading
-from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimate import estimate_conversion
-from orchestrator.conversion.layer_by_layer import convert_layerwise
 from orchestrator.conversion.request import asked_ratios
-from orchestrator.conversion.several_ratios import convert_curve
-from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.search.candidates import Candidate, named_candidates, ratios_of
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
@@ -67,7 +62,7 @@ def grouped(
 
 def held(folder: Path) -> int:
     """Bytes that a checkpoint's cache holds after 32 tokens, in float32."""
-    return measure_cache(loading.load_model(folder), 32)
+    return measure_cache(checkpoints.load_model(folder), 32)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
@@ -204,7 +199,9 @@ def test_a_whole_cache_is_no_mistake_where_something_else_changes(grouped: Path,
 def test_a_checkpoint_that_was_converted_already_is_refused(grouped: Path, tmp_path: Path) -> None:
     """Its config still has the original's KV heads: a half of those could be more than it has now."""
     plan = AttentionPlan((LayerPlan((0,) * 8, (0, 0, 0, 0, 1, 1, 1, 1)),) * 2, 8)
-    checkpoint.save(convert(loading.load_model(grouped), plan), tmp_path / "uneven", loading.load_tokenizer(grouped))
+    checkpoint.save(
+        convert(checkpoints.load_model(grouped), plan), tmp_path / "uneven", checkpoints.load_tokenizer(grouped)
+    )
     with pytest.raises(ConfigError, match="converted already and keeps 6 of 16 key and value heads"):
         convert_checkpoint(tmp_path / "uneven", "gqa", 0.5, **SMALL)
 
@@ -217,7 +214,7 @@ def config_of(grouped: Path, **section: Any) -> Any:
 
 
 def test_a_search_takes_heads_or_shares(grouped: Path) -> None:
-    geometry = loading.geometry_of(str(grouped))
+    geometry = checkpoints.open_checkpoint(grouped).geometry
     arms = ["gqa", {"recipe": "asymgqa", "kv_heads": [3]}, {"recipe": "align", "kv_ratios": [0.25]}]
     config = config_of(grouped, kv_heads=[2, 1], recipes=arms)
     assert ratios_of(config.search, geometry) == [0.5, 0.25]
@@ -236,7 +233,7 @@ def test_a_search_takes_heads_or_shares(grouped: Path) -> None:
 
 
 def test_a_search_takes_ratios_as_ceilings(grouped: Path) -> None:
-    geometry = loading.geometry_of(str(grouped))
+    geometry = checkpoints.open_checkpoint(grouped).geometry
     given = {"kv_ratios": [0.7, "40%"], "recipes": ["gqa", "headfold_layers"]}
     found = {(c.recipe.name, c.kv_ratio): c for c in named_candidates(config_of(grouped, **given), geometry)}
     used = {key: candidate.used for key, candidate in found.items()}
@@ -257,7 +254,7 @@ def test_a_search_takes_ratios_as_ceilings(grouped: Path) -> None:
 
 
 def test_only_the_baseline_runs_with_the_whole_cache(grouped: Path) -> None:
-    geometry = loading.geometry_of(str(grouped))
+    geometry = checkpoints.open_checkpoint(grouped).geometry
     found = named_candidates(config_of(grouped, kv_ratios=[1.0, 0.5]), geometry)
     assert [c.kv_ratio for c in found] == [1.0, 0.5]
     with pytest.raises(ConfigError, match="recipe align cannot meet.*changes nothing.*it can meet 0.25, 0.5, 0.75 of"):
@@ -289,7 +286,7 @@ def test_a_recorded_ratio_is_that_of_the_bytes(data: st.DataObject, tiny_model: 
         for _ in range(2)
     ]
     converted = convert(model, AttentionPlan(tuple(layers), 8))
-    facts = loading.cache_facts(converted, own_heads(geometry))
+    facts = checkpoints.cache_facts(converted, own_heads(geometry))
     assert facts["kv_ratio"] == facts["cache_bytes_measured"] / measure_cache(model, facts["cache_tokens"])
     assert facts["kv_ratio"] == facts["kv_bytes_per_token"] / plan_of(model).kv_bytes_per_token(model.dtype)
 

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from verbs import convert_checkpoint, convert_layerwise
 
 from attention.io import checkpoint
 from attention.io.export import export
 from attention.modeling.model_classes import plan_of
-from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.layer_by_layer import convert_layerwise
 
 SMALL: dict[str, Any] = {"calibration_tokens": 512, "eval_tokens": 256, "sequence_length": 32, "device": "cpu"}
 QUICK = {"refinement.fit_steps": 2, "allocation.tokens": 64, "allocation.fit_steps": 0, "allocation.finalists": 1}

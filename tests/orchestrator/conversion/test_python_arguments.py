@@ -7,12 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verbs import convert_checkpoint, convert_curve, estimate_conversion, evaluate_checkpoint, inspect_checkpoint
 
-from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.estimate import estimate_conversion
-from orchestrator.conversion.inspection import inspect_checkpoint
-from orchestrator.conversion.several_ratios import convert_curve
-from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.serving.export import export_checkpoint
 from orchestrator.training.finetune import finetune_checkpoint
 from orchestrator.training.scratch import train_from_scratch

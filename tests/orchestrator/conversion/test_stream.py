@@ -14,6 +14,7 @@ from parameters import extended
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from verbs import convert_checkpoint, convert_layerwise
 
 from attention.base import progress
 from attention.families import families
@@ -22,8 +23,6 @@ from attention.io.layers.windows import LazyWeights, OutputHead, WeightsError, a
 from attention.io.safetensors_files import stored_tensors
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion import one_layer, plan_by_layer
-from orchestrator.conversion.convert import convert_checkpoint
-from orchestrator.conversion.layer_by_layer import convert_layerwise
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"calibration_tokens": 768, "eval_tokens": 384, "sequence_length": 48, "device": "cpu"}

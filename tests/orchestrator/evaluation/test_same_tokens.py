@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from verbs import rehearse_evaluation
 
+from attention.io.tokenizers import read_tokenizer
+from orchestrator.checkpoints import check_same_tokens
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.loading import check_same_tokens
-from orchestrator.evaluation.evaluate import rehearse_evaluation
 from orchestrator.training.finetune import check
-from trainers.text.tokenizers import read_tokenizer
 
 SIZES = {"eval_tokens": 256, "sequence_length": 64, "dtype": "auto"}
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from attention.families import geometry_of
 from orchestrator.config.parsing import ConfigError
-from orchestrator.config.schema import load_config
+from orchestrator.config.schema import read_search_config
 from orchestrator.search.candidates import named_candidates
 from search_spaces.recipes.recipe import Recipe
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def arms(*changes: str) -> dict[str, Recipe]:
-    config = load_config(ROOT / "configs" / "ablations.yaml", list(changes))
+    config = read_search_config(ROOT / "configs" / "ablations.yaml", list(changes))
     geometry = geometry_of(AutoConfig.from_pretrained(ROOT / "examples" / "stdlib-llama"))
     return {candidate.recipe.name: candidate.recipe for candidate in named_candidates(config, geometry)}
 

@@ -16,7 +16,7 @@ from ray.tune.search import Searcher
 from search_process import LITTLE, left_over, start_search
 
 from attention.plan import AttentionPlan
-from orchestrator.config.schema import load_config
+from orchestrator.config.schema import read_search_config
 from orchestrator.search.prepare import head_similarities, trial_context
 from orchestrator.search.searchers import make_searcher
 from orchestrator.search.validation import validate_search
@@ -55,7 +55,7 @@ def measured_probes(folder: Path) -> list[TrialRecord]:
 def decisions(storage: Path, trials: list[TrialRecord], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What a searcher that was never interrupted suggests, if its probes have the losses that `trials` have."""
     monkeypatch.chdir(REPOSITORY)
-    config = load_config("configs/demo.yaml", [*SMALL, f"storage={storage}"])
+    config = read_search_config("configs/demo.yaml", [*SMALL, f"storage={storage}"])
     prepared, folder = validate_search(config), SearchFolder(storage / "walk")
     context = trial_context(config, prepared, folder, read_json(folder.original))
     searcher = make_searcher("asymgqa", replace(prepared.problem, similarities=partial(head_similarities, context)))

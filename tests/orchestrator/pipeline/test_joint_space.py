@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.config.schema import load_config
-from orchestrator.conversion import loading
+from orchestrator import checkpoints
+from orchestrator.config.schema import read_search_config
 from orchestrator.search.candidates import Candidate, candidate_space, named_candidates
 from orchestrator.search.searchers import SEARCHERS, SearchProblem
 from orchestrator.search.trials.context import relaxation_spec
@@ -25,8 +25,8 @@ AXES_LEFT_OUT = {"objective": {"model"}, "allocation": {"single"}, "refinement":
 
 @pytest.fixture(scope="module")
 def problem() -> SearchProblem:
-    config = load_config(ROOT / "configs" / "joint.yaml", ["search.num_samples=60"])
-    geometry = loading.geometry_of(str(ROOT / config.model.path))
+    config = read_search_config(ROOT / "configs" / "joint.yaml", ["search.num_samples=60"])
+    geometry = checkpoints.open_checkpoint(ROOT / config.model.path).geometry
     named = named_candidates(config, geometry)
     return SearchProblem(candidate_space(config, geometry), named, config.search.num_samples, config.search.seed)
 

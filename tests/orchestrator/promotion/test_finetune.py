@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from command_line import run_here
+from verbs import evaluate_checkpoint
 
 from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
-from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.tracking.runs import default_uri, open_client
 from orchestrator.training.finetune import check, finetune_checkpoint
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
+from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError, PromotionSection, SearchConfig, TextSection, parse_config
-from orchestrator.conversion import loading
 from orchestrator.evaluation.task_files import SHIPPED
 from orchestrator.promotion import promote
 from orchestrator.promotion.measuring import judge
@@ -200,6 +200,6 @@ def test_what_the_model_or_the_text_does_not_reach_is_refused(
     config = parsed(tasks, demo_dir, **more)
     config = config.model_copy(update={"data": config.data.model_copy(update={"eval": TextSection(tokens=2048)})})
     with pytest.raises(ConfigError, match=said):
-        check_extras(config, loading.geometry_of(str(demo_dir)))
+        check_extras(config, checkpoints.open_checkpoint(demo_dir).geometry)
     with pytest.raises(ConfigError, match=r"max_recall_drop 0.1 needs context_lengths"):
         parse_config(parsed(tasks, demo_dir).model_dump() | {"promotion": {"max_recall_drop": 0.1}})

@@ -15,15 +15,15 @@ import pytest
 import torch
 from sizes import extra_parameters
 from transformers import LlamaConfig
+from verbs import evaluate_checkpoint
 
 from attention.io import checkpoint
 from attention.io.replacing import OutputError
 from attention.modeling.composition import compositions
 from attention.modeling.model_classes import plan_of, plan_of_config
 from attention.plan import Composition, PlanError
+from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import loading
-from orchestrator.evaluation.evaluate import evaluate_checkpoint
 from orchestrator.storage.json_files import read_json
 from orchestrator.training.scratch import check, train_from_scratch, untrained
 from trainers.text.corpora import DataError
@@ -74,7 +74,7 @@ def test_untrained_weights_follow_from_the_seed_alone(like: Path) -> None:
     assert {n for n in weights if n not in base} == {n for n in weights if ".composition." in n}
     assert all(torch.equal(t, weights[name]) for name, t in base.items())
     assert [layer.key_heads for layer in plan_of(first).layers] == [2, 2]
-    added = loading.parameters(first) - loading.parameters(untrained(like, plain, 0))
+    added = checkpoints.parameters(first) - checkpoints.parameters(untrained(like, plain, 0))
     assert added == extra_parameters(Composition(), 2, 4, 32)
 
 
@@ -188,7 +188,7 @@ def test_a_training_is_measured_saved_and_not_done_twice(whole: dict[str, Any], 
     assert "left" in told[2]
     model = checkpoint.load(out)
     assert plan_of(model).composition == Composition(rank=1)
-    assert loading.parameters(model) == record["parameters"]
+    assert checkpoints.parameters(model) == record["parameters"]
     measured = evaluate_checkpoint(out, eval_tokens=1024, sequence_length=32, speed_tokens=4)
     assert measured["loss"] == pytest.approx(record["loss"], abs=1e-5)
     written = (out / "model.safetensors").stat().st_mtime_ns

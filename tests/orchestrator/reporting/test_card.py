@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator.reporting.base_model import base_of
+from orchestrator.checkpoints import base_of
 from orchestrator.reporting.card import CARD, FACTS, PICTURE, CardFacts, card_of, write_card
 from orchestrator.storage.json_files import write_json
 

@@ -12,7 +12,7 @@ from journals import write_journal
 from transformers import AutoConfig
 
 from attention.families import geometry_of
-from orchestrator.config.schema import load_config, parse_config
+from orchestrator.config.schema import parse_config, read_search_config
 from orchestrator.reporting.figures import course
 from orchestrator.reporting.figures.course import proxy_agreement, seconds_by_phase, spans
 from orchestrator.reporting.pages.report_page import write_report
@@ -93,7 +93,7 @@ def test_the_command_makes_the_same_candidate_again(name: str, folder: SearchFol
     assert command is not None
     program, verb, file, *overrides = shlex.split(command)
     assert (program, verb) == ("headfold", "search")
-    config = load_config(file, overrides)
+    config = read_search_config(file, overrides)
     geometry = geometry_of(AutoConfig.from_pretrained(demo_dir))
     (again,) = named_candidates(config, geometry)
     assert again.key == Candidate(chosen, budget, 1e-3, 7).key

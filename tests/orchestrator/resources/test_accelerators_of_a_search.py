@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.config.schema import ConfigError, SearchConfig, load_config
-from orchestrator.conversion import loading
+from orchestrator import checkpoints
+from orchestrator.config.schema import ConfigError, SearchConfig, read_search_config
 from orchestrator.main import app
 from orchestrator.resources.processes import Need
 from orchestrator.search import validation
@@ -37,11 +37,11 @@ def model(tmp_path: Path) -> Path:
 
 
 def config_of(model: Path, *changes: str) -> SearchConfig:
-    return load_config(CONFIG, [f"model.path={model}", f"storage={model.parent}/runs", *changes])
+    return read_search_config(CONFIG, [f"model.path={model}", f"storage={model.parent}/runs", *changes])
 
 
 def check(config: SearchConfig) -> None:
-    geometry = loading.geometry_of(config.model.path, weights=False)
+    geometry = checkpoints.open_checkpoint(config.model.path, weights=False).geometry
     check_accelerators(config, search_problem(config, geometry))
 
 
@@ -107,12 +107,12 @@ def test_nothing_is_refused_of_a_type_that_is_not_known(model: Path) -> None:
 
 def test_a_search_does_not_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a text is looked at. The weights, which are not there, are not the point."""
-    read = loading.geometry_of
+    read = checkpoints.open_checkpoint
 
     def without_weights(path: str, *given: Any, **more: Any) -> Any:
         return read(path, *given, **more | {"weights": False})
 
-    monkeypatch.setattr(loading, "geometry_of", without_weights)
+    monkeypatch.setattr(checkpoints, "open_checkpoint", without_weights)
     monkeypatch.setattr(validation.SearchTexts, "check", lambda *given: pytest.fail("texts were looked at"))
     with pytest.raises(ConfigError, match="A10G has 24 GB"):
         validate_search(config_of(model, "resources.accelerator_type=A10G"))

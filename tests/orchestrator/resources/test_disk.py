@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from attention.io import checkpoint
+from orchestrator import checkpoints
 from orchestrator.cluster.room import Nodes
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
-from orchestrator.conversion import loading
 from orchestrator.pipeline import search
 from orchestrator.promotion.promote import promote_search
 from orchestrator.resources.disk import Storage, checkpoint_bytes
@@ -61,7 +61,7 @@ def config_of(demo_dir: Path, storage: Path, **sections: Any) -> SearchConfig:
 
 
 def storage_of(config: SearchConfig) -> Storage:
-    geometry = loading.geometry_of(config.model.path, config.data.sequence_length, weights=False)
+    geometry = checkpoints.open_checkpoint(config.model.path, weights=False).geometry
     problem = search_problem(config, geometry)
     trials = make_searcher(config.search.searcher, problem).total
     return Storage.of(search_inputs(config, problem), trials, trainings=2)

@@ -12,7 +12,7 @@ import pytest
 from ray import tune
 from ray.tune.search import Searcher
 
-from orchestrator.config.schema import load_config
+from orchestrator.config.schema import read_search_config
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch
 from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.tune_run import stops_in_training
@@ -93,9 +93,9 @@ def make_busy() -> Any:
 
 def test_a_search_that_stops_in_training_gives_each_trial_a_process() -> None:
     demo = "configs/demo.yaml"
-    assert stops_in_training(load_config(demo))
-    assert not stops_in_training(load_config(demo, ["rungs.stop=false"]))
-    assert not stops_in_training(load_config(demo, ["rungs.steps=[0,8]"])), "stopped before the workers start"
+    assert stops_in_training(read_search_config(demo))
+    assert not stops_in_training(read_search_config(demo, ["rungs.stop=false"]))
+    assert not stops_in_training(read_search_config(demo, ["rungs.steps=[0,8]"])), "stopped before the workers start"
 
 
 @pytest.mark.extended
@@ -103,7 +103,7 @@ def test_a_search_that_stops_in_training_gives_each_trial_a_process() -> None:
 @pytest.mark.timeout(180)
 def test_the_trial_after_one_stopped_in_training_has_its_turn(tmp_path: Path, ray_cluster: None) -> None:
     losses = [[5.0, 4.0, 3.0], [5.0, 9.0, 9.0], [5.0, 3.0, 2.0]]
-    reuse_actors = not stops_in_training(load_config("configs/demo.yaml"))
+    reuse_actors = not stops_in_training(read_search_config("configs/demo.yaml"))
     found = tune.Tuner(
         tune.with_resources(make_busy(), {"CPU": 0.5}),
         tune_config=tune_config([{"losses": own} for own in losses], "asha", 1, tmp_path, reuse_actors),

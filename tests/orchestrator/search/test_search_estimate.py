@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from attention.io import checkpoint
 from orchestrator.cli import estimates
-from orchestrator.config.schema import SearchConfig, load_config
+from orchestrator.config.schema import SearchConfig, read_search_config
 from orchestrator.main import app
 from orchestrator.resources import search_estimate, time
 from orchestrator.resources.search_estimate import SearchEstimate
@@ -25,7 +25,7 @@ CONFIGS = REPOSITORY / "configs"
 
 def config_of(name: str, *changes: str) -> SearchConfig:
     model = f"model.path={REPOSITORY / 'examples' / 'stdlib-llama'}"
-    return load_config(CONFIGS / f"{name}.yaml", [model, "resources.tokens_per_second=1000", *changes])
+    return read_search_config(CONFIGS / f"{name}.yaml", [model, "resources.tokens_per_second=1000", *changes])
 
 
 def of(config: SearchConfig, tmp_path: Path, **more: Any) -> SearchEstimate:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchestrator.conversion import loading
+from orchestrator import checkpoints
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.prepare import curve_tasks, measure_layer, measure_on_workers
 from orchestrator.search.trials.context import TrialContext
@@ -58,7 +58,7 @@ def test_tasks_leave_what_one_process_leaves(
     ray_cluster: None, demo_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = load_sequences(
-        "stdlib", loading.load_tokenizer(demo_dir), split="calibration", tokens=512, sequence_length=64
+        "stdlib", checkpoints.load_tokenizer(demo_dir), split="calibration", tokens=512, sequence_length=64
     )
     file = tmp_path / "tokens"
     write_sequences(tokens, file)

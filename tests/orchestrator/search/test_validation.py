@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.searches import _split
-from orchestrator.config.schema import ConfigError, load_config, parse_config
+from orchestrator.config.schema import ConfigError, parse_config, read_search_config
 from orchestrator.search.validation import check_epochs, validate_search
 from orchestrator.storage.paths import SearchFolder, storage_path
 from trainers.text.token_sets import is_complete
@@ -155,7 +155,7 @@ def test_a_text_is_trained_on_once_unless_more_is_asked_for(demo_dir: Path, tmp_
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_no_configuration_of_ours_sees_a_text_twice_unasked(config: Path) -> None:
-    check_epochs(load_config(config))
+    check_epochs(read_search_config(config))
 
 
 # ---- folders ----------------------------------------------------------------------------------------------------

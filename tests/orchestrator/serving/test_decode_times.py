@@ -13,8 +13,8 @@ from search_process import LITTLE, start_search
 
 from attention.io import checkpoint
 from attention.io.targets import EngineSupport, target
+from orchestrator import checkpoints
 from orchestrator.config.schema import DECODE, ConfigError, parse_config
-from orchestrator.conversion import loading
 from orchestrator.search.validation import validate_search
 from orchestrator.serving import decode_times, speed
 from orchestrator.serving.decode_times import DecodeTimes, divisors, equal_plan, measure_decode_times
@@ -38,7 +38,7 @@ def test_the_engine_is_timed_at_every_divisor(demo_dir: Path, monkeypatch: pytes
     times = measure_decode_times(str(demo_dir), "gguf", 64, "float32")
     assert (times.engine, times.context_length, times.heads) == ("llama.cpp", 64, (1, 2, 4, 8))
     assert all(0 < seconds < 10 for seconds in times.seconds)
-    geometry, config = loading.geometry_of(str(demo_dir)), checkpoint.load_config(demo_dir)
+    geometry, config = checkpoints.open_checkpoint(demo_dir).geometry, checkpoint.load_config(demo_dir)
     for heads, seconds in zip(times.heads, times.seconds, strict=True):
         assert times.of(target("gguf").held(config, equal_plan(geometry, heads))) == pytest.approx(seconds)
 

@@ -158,7 +158,7 @@ KILLABLE = """
 import sys, time
 from trainers.text.data import TextCut, token_set
 from trainers.text.tokenising import tokenise
-from trainers.text.tokenizers import read_tokenizer
+from attention.io.tokenizers import read_tokenizer
 
 def slowly(blocks, tokenizer):
     for block in blocks:

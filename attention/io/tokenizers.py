@@ -16,8 +16,8 @@ class TokenizerError(ValueError):
     """A tokenizer that is not there or cannot be read. The message says which files to copy."""
 
 
-def read_tokenizer(source: str | Path) -> Any:
-    """Return the tokenizer of a folder or hub name.
+def read_tokenizer(source: str | Path, config: Any = None) -> Any:
+    """Return the tokenizer of a folder or hub name; `config`: of the model, where it was read.
 
     For many families transformers makes an empty tokenizer of a folder without its files, which
     turns every text into nothing: that is refused too.
@@ -28,7 +28,7 @@ def read_tokenizer(source: str | Path) -> Any:
     folder = Path(source)
     try:
         cached = not folder.is_dir() and only_cached(source)
-        tokenizer = _read(str(source), cached)
+        tokenizer = _read(str(source), cached, config)
     except (
         Exception
     ) as error:  # its files may hold anything, and their readers may stumble over it in any way
@@ -52,7 +52,7 @@ def read_tokenizer(source: str | Path) -> Any:
     return tokenizer
 
 
-def _read(source: str, cached: bool) -> Any:
+def _read(source: str, cached: bool, config: Any) -> Any:
     """Read a tokenizer by the config in the folder, or by one made of a config that is refused."""
     from transformers import AutoTokenizer
 
@@ -60,7 +60,7 @@ def _read(source: str, cached: bool) -> Any:
         return AutoTokenizer.from_pretrained(source, local_files_only=cached)
     except Exception:
         try:
-            config = load_config(source)
+            config = load_config(source) if config is None else config
         except CheckpointError:
             config = None
         if config is None:

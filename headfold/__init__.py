@@ -1,0 +1,30 @@
+"""A smaller KV cache for a pretrained transformer, from Python.
+
+    import headfold
+
+    result = headfold.convert("meta-llama/Llama-3.2-1B", kv_ratio=0.5, data=texts, output_dir="half")
+    print(result)
+
+The functions run the tasks of the command line. Importing the package registers the classes of Headfold's own format
+with transformers, so that `AutoModelForCausalLM.from_pretrained` opens its checkpoints too.
+"""
+
+from attention.checkpoint import Checkpoint
+from attention.modeling.model_classes import register
+from headfold.functions import convert, evaluate, export, inspect, load
+from headfold.results import Conversion, Evaluation, Export, Inspection
+
+__all__ = [
+    "Checkpoint",
+    "Conversion",
+    "Evaluation",
+    "Export",
+    "Inspection",
+    "convert",
+    "evaluate",
+    "export",
+    "inspect",
+    "load",
+]
+
+register()

@@ -1,0 +1,268 @@
+"""`headfold.convert`, `evaluate`, `inspect`, `export`, `load`: the tasks of the command line for models and texts in
+memory as well."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypedDict
+
+import torch
+from transformers import PreTrainedModel
+from typing_extensions import Unpack
+
+from attention.checkpoint import Checkpoint
+from attention.io import checkpoint as files
+from headfold.results import Conversion, Evaluation, Export, Inspection, export_to, result_folder
+from orchestrator.config.options import ConvertOptions, EvaluateOptions, InspectOptions
+from orchestrator.config.schema import ConfigError
+from orchestrator.tasks.convert import Convert
+from orchestrator.tasks.evaluate import Evaluate
+from orchestrator.tasks.inspect import Inspect
+from search_spaces.recipes.recipe import Recipe
+from trainers.text.data import DataError
+
+Model = str | Path | Checkpoint | PreTrainedModel
+"""A folder, a hub name, an open checkpoint, or a model of transformers."""
+Data = Any
+"""Text: a source as `--data` takes it, a list of strings, or a `datasets.Dataset` with a column of text."""
+
+
+class EvalArguments(TypedDict, total=False):
+    """Options that all functions take; what they mean and their defaults: `orchestrator.config.options`."""
+
+    text_field: str
+    eval_tokens: int | None
+    sequence_length: int | None
+    seed: int
+    dtype: str
+    device: str
+    dequantize: bool
+
+
+class ConversionArguments(EvalArguments, total=False):
+    """Those of `convert` and `inspect`."""
+
+    kv_heads: str | int | Sequence[int] | None
+    kv_bytes: str | float | Sequence[float] | None
+    strict: bool
+    overrides: Sequence[str] | Mapping[str, Any] | None
+    calibration_tokens: int | None
+    cache_dir: str | Path | None
+
+
+class ConvertArguments(ConversionArguments, total=False):
+    """Those of `convert` alone."""
+
+    recipe: str | Recipe
+    engine: str | None
+    layerwise: bool | None
+    overwrite: bool
+
+
+class InspectArguments(ConversionArguments, total=False):
+    """Those of `inspect` alone."""
+
+    recipe: str
+    compare: str | Sequence[str] | None
+    counts: str | None
+    agreement: bool
+
+
+class EvaluateArguments(EvalArguments, total=False):
+    """Those of `evaluate` alone."""
+
+    baseline: str | Path | Checkpoint | None
+    tasks: str | Sequence[str] | None
+    prompts: str | Sequence[str] | None
+    context_lengths: str | None
+    speed_tokens: int
+
+
+def convert(
+    model: Model,
+    kv_ratio: str | float | None = None,
+    data: Data = None,
+    output_dir: str | Path | None = None,
+    *,
+    eval_data: Data = None,
+    tokenizer: Any = None,
+    **options: Unpack[ConvertArguments],
+) -> Conversion:
+    """Convert a model to a smaller KV cache, without training.
+
+    Args:
+        model: A folder, a hub name, an open checkpoint, or a model of transformers.
+        kv_ratio: Share of the model's own KV cache to keep at most (default: a half, where neither `kv_heads` nor
+            `kv_bytes` is given).
+        data: Text to calibrate on, and to measure on a part of it that is held out.
+        output_dir: Folder for the converted checkpoint; without one it lasts as long as the result.
+        eval_data: Another text to measure on.
+        tokenizer: Of a model of transformers; by default that of the checkpoint which it was loaded from.
+        **options: As those of `headfold convert`.
+
+    Returns:
+        Losses and sizes before and after, and the checkpoint, which can be loaded, saved and exported.
+
+    Raises:
+        ConfigError: For what is wrong with model or options, before weights are read. Likewise DataError of texts,
+            RecipeError of recipes, OutputError of the folder.
+    """
+    if kv_ratio is None and options.get("kv_heads") is None and options.get("kv_bytes") is None:
+        kv_ratio = 0.5
+    folder, temporary = result_folder(output_dir, "converted")
+    with _named(model, tokenizer) as source, _texts(data, options) as text, _texts(eval_data, options) as other:
+        given = ConvertOptions(
+            model=source, kv_ratio=kv_ratio, out=folder, calibration_data=text, eval_data=other, **options
+        )
+        task = Convert(given)
+        if len(task.request.kv_ratios) > 1:
+            raise ConfigError("kv_ratio: one checkpoint is made at a time; give one ratio, and call again for others")
+        record = dict(task.run())
+    if isinstance(model, PreTrainedModel):
+        record["model"] = _name_of(model)
+    return Conversion(record, folder, temporary)
+
+
+def evaluate(
+    model: Model,
+    original: Model | None = None,
+    data: Data = None,
+    *,
+    eval_data: Data = None,
+    tokenizer: Any = None,
+    **options: Unpack[EvaluateArguments],
+) -> Evaluation:
+    """Measure a model, beside its original if that is given.
+
+    Args:
+        model: What is measured.
+        original: What it was converted from.
+        data: Text whose held-out part is measured on, as `convert` does.
+        eval_data: Text that is measured on as a whole.
+        tokenizer: Of models of transformers.
+        **options: As those of `headfold evaluate`.
+
+    Returns:
+        Held-out loss, perplexity and KL, KV bytes planned and measured, tokens a second.
+    """
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(_named(model, tokenizer))
+        other = None if original is None else stack.enter_context(_named(original, tokenizer))
+        text, whole = (stack.enter_context(_texts(each, options)) for each in (data, eval_data))
+        task = Evaluate(EvaluateOptions(checkpoint=source, original=other, data=text, eval_data=whole, **options))
+        return Evaluation(task.run())
+
+
+def inspect(
+    model: Model,
+    kv_ratio: str | float | Sequence[float] | None = None,
+    data: Data = None,
+    *,
+    eval_data: Data = None,
+    tokenizer: Any = None,
+    **options: Unpack[InspectArguments],
+) -> Inspection:
+    """Show which heads of a model matter, which are alike, and what recipes cost at each ratio.
+
+    Args:
+        model: What is looked at.
+        kv_ratio: Shares of its own KV cache (default: 0.5 and 0.25).
+        data: Text to calibrate on, and to measure on a part of it that is held out.
+        eval_data: Another text to measure on.
+        tokenizer: Of a model of transformers.
+        **options: As those of `headfold inspect`.
+    """
+    with _named(model, tokenizer) as source, _texts(data, options) as text, _texts(eval_data, options) as other:
+        given = InspectOptions(checkpoint=source, kv_ratio=kv_ratio, calibration_data=text, eval_data=other, **options)
+        return Inspection(Inspect(given).run())
+
+
+def export(
+    model: Model,
+    target: str = "auto",
+    output_dir: str | Path | None = None,
+    *,
+    tokenizer: Any = None,
+    dtype: str = "auto",
+    allow_larger_cache: bool = False,
+    overwrite: bool = False,
+) -> Export:
+    """Write a model in a format that engines load.
+
+    Args:
+        model: What is exported.
+        target: gqa, vllm, gguf, transformers or phi; auto: the best for the model's plan.
+        output_dir: Folder for the export; without one it lasts as long as the result.
+        tokenizer: Of a model of transformers.
+        dtype: What is written; auto: what the model is stored in.
+        allow_larger_cache: Whether the format may take more KV cache than the model's plan.
+        overwrite: Whether a folder that Headfold wrote is replaced.
+
+    Raises:
+        TargetError: If the target cannot hold the plan. Likewise LargerCacheError, ConfigError, OutputError.
+    """
+    with _named(model, tokenizer) as source:
+        return export_to(
+            source, target, output_dir, dtype=dtype, allow_larger_cache=allow_larger_cache, overwrite=overwrite
+        )
+
+
+def load(model: str | Path | Checkpoint, dtype: torch.dtype | str | None = None, device: str = "cpu") -> Any:
+    """Load a checkpoint, converted or not, in evaluation mode; `dtype` None is what it is stored in."""
+    return Checkpoint.open(model).load(dtype, device)
+
+
+@contextlib.contextmanager
+def _named(model: Model, tokenizer: Any) -> Iterator[str | Path | Checkpoint]:
+    """A model as tasks take it; one of transformers is written to a folder that goes again."""
+    if not isinstance(model, PreTrainedModel):
+        yield model
+        return
+    if tokenizer is None:
+        if not model.name_or_path:
+            raise ConfigError("tokenizer: this model was not loaded from a checkpoint; give its tokenizer")
+        tokenizer = Checkpoint.open(model.name_or_path).tokenizer
+    with TemporaryDirectory(prefix="headfold-") as folder:
+        yield files.save(model, Path(folder) / Path(_name_of(model)).name, tokenizer)
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    """What it was loaded from, or its type."""
+    return model.name_or_path or str(model.config.model_type)
+
+
+@contextlib.contextmanager
+def _texts(data: Data, options: Mapping[str, Any]) -> Iterator[str | None]:
+    """Texts as a source that tasks take; those in memory are written to a file that goes again."""
+    if data is None or isinstance(data, str):
+        yield data
+        return
+    if isinstance(data, Path):
+        yield str(data)
+        return
+    field = options.get("text_field", "text")
+    with TemporaryDirectory(prefix="headfold-") as folder:
+        file = Path(folder) / "texts.jsonl"
+        with file.open("w", encoding="utf-8") as stream:
+            stream.writelines(json.dumps({field: text}) + "\n" for text in _strings(data, field))
+        yield str(file)
+
+
+def _strings(data: Iterable[Any], field: str) -> Iterator[str]:
+    """The documents of a list of strings or of a dataset. Raises DataError for anything else."""
+    if field in (getattr(data, "column_names", None) or ()):
+        yield from data[field]  # type: ignore[index]
+        return
+    for number, text in enumerate(data):
+        if not isinstance(text, str):
+            columns = getattr(data, "column_names", None)
+            found = f"columns {columns}" if columns else f"{type(text).__name__} as item {number}"
+            raise DataError(
+                f"data: expected a source of text, a list of strings, or a dataset with a column {field!r}, got "
+                f"{found}; name its column as text_field"
+            )
+        yield text

@@ -1,0 +1,180 @@
+"""What the functions give back: records that print well, and what can be done next with them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from attention.checkpoint import Checkpoint
+from attention.io import checkpoint as files
+from orchestrator.reporting.evaluation_tables import increase_of, text_of
+from orchestrator.serving.export import export_checkpoint
+from orchestrator.storage.records import percent
+
+
+@dataclass(frozen=True, repr=False)
+class Result(Mapping[str, Any]):
+    """A record, the same as the JSON of the verb, key by key."""
+
+    record: Mapping[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.record[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.record)
+
+    def __len__(self) -> int:
+        return len(self.record)
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name:<10} {value}" for name, value in self.lines().items())
+
+    def lines(self) -> dict[str, str]:
+        """What is printed, by what it is about."""
+        return {key: str(value) for key, value in self.record.items()}
+
+
+@dataclass(frozen=True, repr=False)
+class Saved(Result):
+    """A record of a checkpoint that was written to `path`; `temporary` keeps the folder where it is only for now."""
+
+    path: Path
+    temporary: TemporaryDirectory[str] | None
+
+    def load(self, dtype: Any = None, device: str = "cpu") -> PreTrainedModel:
+        """Load the model in evaluation mode. `dtype` None is what it was written in."""
+        return Checkpoint.open(self.path).load(dtype, device)
+
+    def save(self, output_dir: str | Path, *, overwrite: bool = False) -> Path:
+        """Copy the checkpoint to a folder, whole or not at all. Raises OutputError for what may not be replaced."""
+
+        def write(fresh: Path) -> None:
+            shutil.copytree(self.path, fresh, dirs_exist_ok=True)
+
+        return files.write_atomically(output_dir, write, overwrite=overwrite)
+
+    def push_to_hub(self, repo_id: str) -> str:
+        """Write a model card and upload the checkpoint; a new repository is private. Returns its address.
+
+        Raises:
+            ConfigError: If `repo_id` is no name of a repository.
+            PushError: If the hub does not take it.
+        """
+        from orchestrator.reporting.card import CardFacts, write_card
+        from orchestrator.storage.hub import check_repository, upload
+
+        check_repository(repo_id)
+        with TemporaryDirectory(prefix="headfold-") as folder:
+            copy = self.save(Path(folder) / self.path.name)
+            write_card(copy, CardFacts.of(self.path), repo_id)
+            files.write_digests(copy)
+            return upload(copy, repo_id)
+
+
+@dataclass(frozen=True, repr=False)
+class Export(Saved):
+    """An export for an engine."""
+
+    def lines(self) -> dict[str, str]:
+        record = self.record
+        exact = "exact" if record["exact"] else f"logits differ by {record['max_logit_difference']:.2g} at most"
+        return {
+            "export": f"{record['target']}, {exact}: {self.path}",
+            "KV cache": f"{record['kv_bytes_per_token_after']:,} bytes per token",
+            "loaded by": ", ".join(record["loads_in"]),
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class Conversion(Saved):
+    """A converted checkpoint."""
+
+    def lines(self) -> dict[str, str]:
+        record = self.record
+        before, after = record["original_perplexity"], record["perplexity"]
+        loss = f"loss {increase_of(record)} nats per token"
+        share = percent(record["kv_ratio"])
+        sizes = f"{record['kv_bytes_per_token']:,} of {record['kv_bytes_per_token_original']:,} bytes per token"
+        return {
+            "converted": f"{record['model']} by {record['recipe']['name']}: {self.path}",
+            "perplexity": f"{before:.2f} before, {after:.2f} after ({loss}), on {text_of(record)}",
+            "KV cache": f"{sizes} ({share})",
+            "loaded by": ", ".join(record["loads_in"]),
+        }
+
+    def export(self, target: str = "auto", output_dir: str | Path | None = None, *, dtype: str = "auto") -> Export:
+        """Write it in a format that an engine loads; see `headfold.export`."""
+        return export_to(self.path, target, output_dir, dtype=dtype)
+
+
+@dataclass(frozen=True, repr=False)
+class Evaluation(Result):
+    """What a checkpoint is worth."""
+
+    def lines(self) -> dict[str, str]:
+        record = self.record
+        beside = ""
+        if record.get("original_perplexity") is not None:
+            before = f"{record['original_perplexity']:.2f} of the original"
+            beside = f", {before} (loss {increase_of(record)} nats per token)"
+        return {
+            "checkpoint": record["checkpoint"],
+            "perplexity": f"{record['perplexity']:.2f}{beside}, on {text_of(record)}",
+            "KV cache": f"{record['kv_bytes_per_token']:,} bytes per token, {percent(record['kv_ratio'])} of "
+            f"{record['kv_ratio_of']}",
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class Inspection(Result):
+    """Which heads matter, which are alike, and what recipes cost."""
+
+    def lines(self) -> dict[str, str]:
+        record = self.record
+        lines = {
+            "model": f"{record['model']}: {record['layers']} layers of {record['kv_heads']} KV heads",
+            "perplexity": f"{record['original_perplexity']:.2f}, on {text_of(record)}",
+        }
+        for entry in record["recipes"]:
+            label = f"{entry['recipe']} at {percent(entry['kv_ratio_asked'])}"
+            lines[label] = entry.get("why_not") or f"loss {increase_of(entry)} nats per token"
+        return lines
+
+    def save(self, page: str | Path) -> Path:
+        """Write the page that `headfold inspect` writes."""
+        from orchestrator.reporting.pages.inspection_page import build_page
+        from orchestrator.storage.outputs import write_page
+
+        return write_page(page, build_page(dict(self.record)))
+
+
+def export_to(
+    source: str | Path | Checkpoint,
+    target: str,
+    output_dir: str | Path | None,
+    *,
+    dtype: str = "auto",
+    allow_larger_cache: bool = False,
+    overwrite: bool = False,
+) -> Export:
+    """Export a checkpoint to a folder, or to one that lasts as long as what is returned."""
+    folder, temporary = result_folder(output_dir, "export")
+    record = export_checkpoint(
+        source, target, folder, dtype=dtype, allow_larger_cache=allow_larger_cache, overwrite=overwrite
+    )
+    return Export(record, folder, temporary)
+
+
+def result_folder(output_dir: str | Path | None, name: str) -> tuple[Path, TemporaryDirectory[str] | None]:
+    """Where a result is written: the folder that is named, else one that lasts as long as what comes with it."""
+    if output_dir is not None:
+        return Path(output_dir), None
+    temporary = TemporaryDirectory(prefix="headfold-")
+    return Path(temporary.name) / name, temporary

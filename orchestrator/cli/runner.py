@@ -1,0 +1,100 @@
+"""How a verb is run: options, check, estimate, work, result, in the same way for all."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+from typer.models import ParameterInfo
+
+from orchestrator.config.options import DryRun, JsonFile, Typed, option_types
+
+if TYPE_CHECKING:
+    from orchestrator.tasks.task import Task
+
+
+def command(name: str, options: type, run: Callable[..., None], **more: Any) -> Callable[..., None]:
+    """Return the function that Typer makes a verb of: it calls `run` with an object of `options`.
+
+    Args:
+        name: What the verb is called.
+        options: The class of its options, whose docstring is its help.
+        run: Takes the options, and what is in `more` by name.
+        more: Annotations of options that belong to the runner: `dry_run`, `json`.
+    """
+
+    def verb(**values: Any) -> None:
+        given = {key: values.pop(key) for key in more}
+        run(options(**values), **given)
+
+    defaults = {field.name: field.default for field in fields(options)}
+    parameters = [_parameter(key, kind, defaults[key]) for key, kind in option_types(options).items()]
+    for key, kind in more.items():
+        parameters.append(_parameter(key, kind, False if key == "dry_run" else None))
+    verb.__name__, verb.__doc__ = name, options.__doc__
+    verb.__signature__ = inspect.Signature([each for each in parameters if each])  # type: ignore[attr-defined]
+    return verb
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter | None:
+    """The parameter of an option as Typer reads it; None for one that is for Python alone."""
+    kind, *extras = get_args(annotation) if get_args(annotation) else (annotation,)
+    described = next((extra for extra in extras if isinstance(extra, ParameterInfo)), None)
+    if described is None:
+        return None
+    kind = next((extra.annotation for extra in extras if isinstance(extra, Typed)), kind)
+    given = inspect.Parameter.empty if default is MISSING else default
+    where = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, where, default=given, annotation=Annotated[kind, described])
+
+
+def task_command(name: str, options: type, task: str) -> Callable[..., None]:
+    """Return the function of a verb whose work is a task, `module:Class`, which is loaded when the verb is run."""
+
+    def run(given: Any, *, dry_run: bool = False, json: Path | None = None) -> None:
+        module, _, kind = task.partition(":")
+        made: type[Task[Any, Any]] = getattr(importlib.import_module(module), kind)
+        run_task(made(given, rehearsal=dry_run), json)
+
+    return command(name, options, run, dry_run=DryRun, json=JsonFile)
+
+
+def run_task(task: Task[Any, Any], json: Path | None) -> None:
+    """Check a task, then say what it would take, or carry it out and print its result."""
+    from orchestrator.storage.outputs import check_results
+
+    check_results(json, **task.outputs)
+    task.check()
+    if task.rehearsal:
+        for words in task.rehearse():
+            tell(words)
+        rehearsed({})
+        return
+    task.announce()
+    record = task.run()
+    task.show(record)
+    finish(record, json)
+
+
+def tell(words: Mapping[str, str]) -> None:
+    """Print what a verb would do or take, a line for each thing that it is about."""
+    for name, value in words.items():
+        print(f"{name}: {value}")
+
+
+def rehearsed(words: Mapping[str, str]) -> None:
+    """What a dry run says in the end."""
+    tell(words)
+    print("dry run: all checks passed, nothing was written")
+
+
+def finish(record: Mapping[str, Any], file: Path | None) -> None:
+    """Write a verb's result where `--json` asks for it."""
+    if file is not None:
+        from orchestrator.storage.outputs import write_result
+
+        write_result(file, record)

@@ -1,0 +1,357 @@
+"""What the verbs take: every option once, with its type, default, bounds and help text.
+
+A verb has a frozen class of options, whose docstring is the verb's help. The command line is made from it
+(`orchestrator.cli.runner`), and so is the reference of the commands. Options that several verbs have are inherited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+if TYPE_CHECKING:
+    from attention.checkpoint import Checkpoint
+    from search_spaces.recipes.recipe import Recipe
+else:  # the command line is made without them
+    Checkpoint = Recipe = Any
+
+
+@dataclass(frozen=True)
+class Typed:
+    """In the annotation of an option: its type on the command line, where Python takes others too."""
+
+    annotation: Any
+
+
+def option_types(options: type) -> dict[str, Any]:
+    """Return the annotations of a class of options by name, its own first, then those of its bases in turn.
+
+    An option without one of Typer's descriptions is for Python alone.
+    """
+    names = [name for each in options.__mro__ for name in vars(each).get("__annotations__", {})]
+    types = get_type_hints(options, include_extras=True)
+    return {name: types[name] for name in dict.fromkeys(names)}
+
+
+# ---- single options -------------------------------------------------------------------------------------------------
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file as one JSON object.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the folder of --out if Headfold wrote all of it, and nothing else.")
+]
+ConfigFile = Annotated[Path, typer.Argument(help="YAML file, e.g. configs/demo.yaml.")]
+ConfigOverrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. search.num_samples=4")
+]
+KVRatios = Annotated[
+    str | float | Sequence[float] | None,
+    Typed(str | None),
+    typer.Option(
+        help="Share of the checkpoint's own KV cache to keep at most, e.g. 0.5 or 50%; or several, e.g. 0.5,0.25."
+    ),
+]
+KVHeads = Annotated[
+    str | int | Sequence[int] | None,
+    Typed(str | None),
+    typer.Option(help="In its place: at most how many KV heads per layer, on average; e.g. 4,2."),
+]
+KVBytes = Annotated[
+    str | float | Sequence[float] | None,
+    Typed(str | None),
+    typer.Option(help="In its place: at most how many KV bytes per token, e.g. 24KiB or 24576; or a share, e.g. 0.5."),
+]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Refuse what cannot be met exactly, instead of the largest plan at or below it."),
+]
+Overrides = Annotated[
+    Sequence[str] | Mapping[str, Any] | None,
+    Typed(list[str] | None),
+    typer.Option("--set", metavar="KEY=VALUE", help="Other choices of the recipe, e.g. refinement=heal; repeatable."),
+]
+
+RecipeName = Annotated[
+    str | Recipe,
+    Typed(str),
+    typer.Option(help="Named recipe, see `headfold recipes`; auto: the best one for the model and --for."),
+]
+Engine = Annotated[
+    str | None,
+    typer.Option("--for", help="Engine that is to load the result: vllm, llama.cpp or transformers."),
+]
+
+CalibrationData = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        "--calibration-data",
+        help="Text to calibrate on, and to measure on a part of it that is held out: local text, jsonl or parquet "
+        "files, a hub name, stdlib, or builtin (the default: prose and code of this Python).",
+    ),
+]
+EvalData = Annotated[
+    str | None,
+    typer.Option(help="Another text to measure on, whole, less documents of --data; the same kinds of source."),
+]
+TextField = Annotated[
+    str, typer.Option(help="Field of a record that holds its text; conversations in messages are found without.")
+]
+CalibrationTokens = Annotated[
+    int | None, typer.Option(min=2, help="Tokens to calibrate on (default: 16384, or what the text has).")
+]
+EvalTokens = Annotated[
+    int | None, typer.Option(min=2, help="Tokens to measure the loss on (default: 16384, or what the text has).")
+]
+SequenceLength = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens per sequence (default: 2048, or what the model takes; less for little text)."),
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of plans and of which text is taken.")]
+Dtype = Annotated[
+    str, typer.Option(help="Of what is written: auto (the checkpoint's own), float32, bfloat16 (bf16) or float16.")
+]
+Dequantize = Annotated[
+    bool,
+    typer.Option(
+        "--dequantize",
+        help="Read quantised weights (FP8, compressed-tensors, MXFP4) as plain numbers; a GGUF file needs no option.",
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything and say what it will take; nothing is written or started.")
+]
+
+
+# ---- options of a verb ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetOptions:
+    """How much of the KV cache is kept: one of three, each a number, several, or text."""
+
+    kv_ratio: KVRatios = None
+    kv_heads: KVHeads = None
+    kv_bytes: KVBytes = None
+    strict: Strict = False
+
+    @property
+    def unit(self) -> str:
+        """The unit in which the budget is requested, and in which the answer is given (`attention.ratios.UNITS`)."""
+        return "heads" if self.kv_heads is not None else "bytes" if self.kv_bytes is not None else "share"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """What is changed of a recipe: `["axis=part", "axis.knob=value"]`, or the same as a mapping."""
+
+    overrides: Overrides = None
+
+    @property
+    def recipe_settings(self) -> dict[str, Any]:
+        """The changes as `search_spaces.recipes.recipes.recipe` takes them."""
+        if isinstance(self.overrides, Mapping):
+            return dict(self.overrides)
+        from orchestrator.config.parsing import read_override
+
+        return dict(read_override(override, "refinement=heal") for override in self.overrides or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSizeOptions:
+    """How much text is measured on."""
+
+    eval_tokens: EvalTokens = None
+    sequence_length: SequenceLength = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalTextOptions(EvalSizeOptions):
+    """What text is measured on."""
+
+    eval_data: EvalData = None
+    text_field: TextField = "text"
+    seed: Seed = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions(EvalSizeOptions):
+    """How much text is calibrated and measured on."""
+
+    calibration_tokens: CalibrationTokens = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(SizeOptions, EvalTextOptions):
+    """What text is calibrated and measured on."""
+
+    calibration_data: CalibrationData = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """How a checkpoint is opened, computed and written."""
+
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    dequantize: Dequantize = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionOptions(BudgetOptions, RecipeOptions, TextOptions, DeviceOptions):
+    """What all verbs that convert a checkpoint have in common. `cache_dir` keeps what was measured."""
+
+    cache_dir: str | Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(ConversionOptions):
+    """Convert one checkpoint, without training. Needs no cluster, and prints the loss before and after."""
+
+    model: Annotated[
+        str | Path | Checkpoint,
+        Typed(str),
+        typer.Option(help="Folder with safetensors, a GGUF file, or hub name."),
+    ]
+    recipe: RecipeName = "auto"
+    engine: Engine = None
+    out: Annotated[
+        str | Path | None,
+        Typed(Path | None),
+        typer.Option(help="Folder for the checkpoint (for several ratios: kv-RATIO in it, curve.json, curve.png)."),
+    ] = None
+    layerwise: Annotated[
+        bool | None,
+        typer.Option(
+            help="Hold one decoder layer at a time, from disk to disk, and go on where it was stopped (by default "
+            "where the model would not fit in memory: see the verb estimate)."
+        ),
+    ] = None
+    overwrite: Overwrite = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateOptions(BudgetOptions, RecipeOptions, SizeOptions, DeviceOptions):
+    """Say what a search or a conversion will take. Before it runs: tokens, hours, peak memory, disk."""
+
+    search: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="Of a search: its YAML file and changes to it."),
+    ] = None
+    config: Annotated[Path | None, typer.Option(help="The same YAML file.")] = None
+    model: Annotated[
+        str | None,
+        typer.Option(help="Of a conversion: folder with config.json, a GGUF file, or hub name; no weights are read."),
+    ] = None
+    recipe: RecipeName = "auto"
+    engine: Engine = None
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of the machine that it will run on, where that is not this one.")
+    ] = None
+    gpu_memory: Annotated[int | None, typer.Option(min=1, help="GiB of memory of each of them.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(ConversionOptions):
+    """Show which heads matter, and what recipes cost: one page. Also which are alike, and what each layer keeps."""
+
+    checkpoint: Annotated[
+        str | Path | Checkpoint,
+        Typed(str),
+        typer.Argument(help="Folder with safetensors, a GGUF file, or hub name."),
+    ]
+    recipe: Annotated[
+        str,
+        typer.Option(help="Recipe whose grouping and fusion the single places get."),
+    ] = "headfold"
+    compare: Annotated[
+        str | Sequence[str] | None,
+        Typed(str | None),
+        typer.Option(help="Recipes to convert by (default: gqa,headfold), or 'none'."),
+    ] = None
+    counts: Annotated[
+        str | None,
+        typer.Option(help="Head counts to measure: any, powers_of_two or divisors (default: the recipe's)."),
+    ] = None
+    agreement: Annotated[
+        bool,
+        typer.Option("--agreement", help="Also compare the layer-output score's ranks with the whole model's."),
+    ] = False
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("inspection.html")
+    cache_dir: Annotated[
+        str | Path | None,
+        Typed(Path | None),
+        typer.Option("--cache", help="Folder where measurements are kept (default: in the user's cache)."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(EvalTextOptions, DeviceOptions):
+    """Measure a checkpoint beside its original. Held-out loss, KL, KV bytes planned and allocated, speed; where asked,
+    tasks, generated text and long contexts."""
+
+    checkpoint: Annotated[
+        str | Path | Checkpoint,
+        Typed(str),
+        typer.Argument(help="Folder of a checkpoint, a GGUF file, or hub name."),
+    ]
+    original: Annotated[
+        str | Path | Checkpoint | None,
+        Typed(str | None),
+        typer.Option(help="The original checkpoint to compare with."),
+    ] = None
+    baseline: Annotated[
+        str | Path | Checkpoint | None,
+        Typed(str | None),
+        typer.Option(help="One more checkpoint to compare with, e.g. of recipe gqa."),
+    ] = None
+    tasks: Annotated[
+        str | Sequence[str] | None,
+        Typed(str | None),
+        typer.Option(
+            help="Tasks of lm-evaluation-harness: demo (comes along), folders of task files, or its own names; "
+            "with commas between them."
+        ),
+    ] = None
+    prompts: Annotated[
+        str | Sequence[str] | None,
+        Typed(str | None),
+        typer.Option(
+            help="Text to continue greedily, side by side: a file (one prompt a line, or .jsonl), or a prompt."
+        ),
+    ] = None
+    context_lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Loss by position and recall of a hidden line at these context lengths: max, or 256,512. With "
+            "--engine: those of the speed (by default max)."
+        ),
+    ] = None
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure speed and the sequences that fit in llama.cpp, vLLM or transformers, and nothing else; "
+            "checkpoints are exported for it, or are exports."
+        ),
+    ] = None
+    engine_python: Annotated[
+        str | None,
+        typer.Option(help="Of --engine: the Python of the environment that has the engine."),
+    ] = None
+    cache_memory: Annotated[
+        int,
+        typer.Option(min=1, help="Of --engine: GiB of cache in which sequences are to fit."),
+    ] = 1
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Of --engine: run the Python files in an export given."),
+    ] = False
+    speed_tokens: Annotated[int, typer.Option(min=0, help="Tokens to decode for the speed; 0 skips it.")] = 32
+    data: Annotated[
+        str | None,
+        typer.Option(help="Text whose held-out part is measured on, as convert does; the same kinds of source."),
+    ] = None

@@ -1,0 +1,79 @@
+"""What a conversion gives back, key by key: the JSON of `headfold convert`."""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired, TypedDict
+
+
+class ConversionPoint(TypedDict):
+    """A conversion at one KV ratio. Losses and KL are in nats per token, bytes are KV bytes per token."""
+
+    loss: float
+    """Held-out loss of the converted model."""
+    kl: float
+    """Held-out KL divergence from the original model."""
+    loss_increase: float
+    loss_increase_stderr: float | None
+    """Standard error of the increase over the held-out sequences; None for one sequence."""
+    perplexity: float
+    notes: NotRequired[list[str]]
+    kv_ratio: float
+    """What is used of the checkpoint's own KV cache."""
+    kv_ratio_asked: float
+    """What was requested."""
+    ceiling: str
+    """Why less than what was requested is used, in words; empty where it is the same."""
+    kv_bytes_per_token: int
+    cache_bytes_measured: int
+    """Bytes of a cache that was filled with `cache_tokens` tokens."""
+    cache_tokens: int
+    parameters: int
+    cost: dict[str, float]
+    """Optimizer steps, tokens, floating-point operations and seconds of the conversion."""
+    mixed_moments: NotRequired[str]
+    """How the mixed moments of the statistics were kept."""
+    layerwise: NotRequired[bool]
+    fits: NotRequired[list[dict[str, Any]]]
+    """The local fits of a conversion layer by layer."""
+    plan: dict[str, Any]
+    plan_digest: str
+    peak_memory: int
+    """The most bytes that the process had resident."""
+    format: NotRequired[str]
+    """Of what was saved: `stock` or `headfold`."""
+    loads_in: NotRequired[list[str]]
+    """Software that loads it."""
+    format_note: NotRequired[str]
+    padding: NotRequired[dict[str, Any]]
+    out: str | None
+    """Where it was saved."""
+    seconds: dict[str, float]
+    """Seconds by phase."""
+
+
+class ConversionFacts(TypedDict):
+    """What conversions of one run have in common."""
+
+    model: str
+    recipe: dict[str, Any]
+    original_loss: float
+    original_perplexity: float
+    calibration_data: str
+    eval_data: str
+    eval_documents_left_out: int
+    sequence_length: int
+    eval_tokens: int
+    calibration_tokens: int
+    seed: int
+    dtype: str
+    kv_bytes_per_token_original: int
+
+
+class ConversionRecord(ConversionFacts, ConversionPoint):
+    """A conversion at one KV ratio."""
+
+
+class CurveRecord(ConversionFacts):
+    """Conversions at several KV ratios, from one calibration; the points by falling ratio."""
+
+    points: list[ConversionPoint]

@@ -1,0 +1,309 @@
+"""`headfold evaluate`: what a checkpoint is worth, beside the original and a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NotRequired, TypedDict
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention.base.text import compact
+from attention.base.timing import Phases, clock
+from attention.checkpoint import Checkpoint
+from attention.io import checkpoint as checkpoint_files
+from attention.io.precision import cast_weights, round_weights
+from attention.modeling.model_classes import plan_of
+from orchestrator import checkpoints
+from orchestrator.config.options import EvaluateOptions
+from orchestrator.config.schema import ConfigError
+from orchestrator.evaluation.extras import Extras, PreparedExtras
+from orchestrator.evaluation.generations import read_prompts
+from orchestrator.evaluation.long_context import TEXTS
+from orchestrator.reporting.evaluation_tables import print_extras, print_worth
+from orchestrator.resources.size import Size
+from orchestrator.resources.time import matmul_rate
+from orchestrator.serving.speed import engine_speed
+from orchestrator.serving.tables import print_speed
+from orchestrator.tasks.task import Task, advise_text
+from trainers.evaluation import decode_speed, evaluate, perplexity
+from trainers.text.data import LoadedTexts, Texts
+
+CHECKPOINT, ORIGINAL, BASELINE = "checkpoint", "original", "baseline"
+
+
+class EvaluationRecord(TypedDict):
+    """The JSON of `headfold evaluate`. Losses and KL are in nats per token, bytes are KV bytes per token."""
+
+    checkpoint: str
+    original: str | None
+    loss: float
+    original_loss: float | None
+    loss_increase: float | None
+    loss_increase_stderr: NotRequired[float | None]
+    """Standard error of the increase over the held-out sequences."""
+    perplexity: float
+    original_perplexity: NotRequired[float]
+    baseline_loss_increase: NotRequired[float]
+    baseline_loss_increase_stderr: NotRequired[float | None]
+    eval_data: str
+    sequence_length: int
+    baseline: str | None
+    baseline_loss: float | None
+    kl: float | None
+    eval_tokens: int
+    notes: NotRequired[list[str]]
+    plan: dict[str, Any]
+    plan_digest: str
+    dtype: str
+    """What the cache is held in, and what decodes for the speed."""
+    seed: int
+    recipe: dict[str, Any] | None
+    kv_ratio_of: str
+    """Of whose cache `kv_ratio` is a share."""
+    kv_ratio: float
+    kv_bytes_per_token: int
+    cache_bytes_measured: int
+    cache_tokens: int
+    parameters: int
+    prefill_tokens_per_second: NotRequired[float]
+    decode_tokens_per_second: NotRequired[float]
+    seconds: dict[str, float]
+
+
+class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
+    """Held-out loss, increase and KL against the original, KV bytes planned and held, tokens a second.
+
+    With an engine: speed and the sequences that fit there, and nothing else (`orchestrator.serving.speed`).
+    """
+
+    def check(self) -> None:
+        if self.options.engine is not None:
+            _refuse_with_engine(self.options, self.rehearsal)
+            return
+        if self.options.engine_python is not None:
+            raise ConfigError("engine_python: is of a measurement in an engine; add --engine, or leave it out")
+        self.extras  # noqa: B018
+        self.models  # noqa: B018
+        self.positions  # noqa: B018
+        self.dtype  # noqa: B018
+        self.tokenizer  # noqa: B018
+
+    @cached_property
+    def models(self) -> dict[str, Checkpoint]:
+        """The checkpoints that are measured, by what they are."""
+        options = self.options
+        named = {CHECKPOINT: options.checkpoint, ORIGINAL: options.original, BASELINE: options.baseline}
+        given = {key: source for key, source in named.items() if source is not None}
+        for key, source in given.items():
+            checkpoints.check_named(source, key)
+        opening: dict[str, Any] = {"dequantize": options.dequantize, "weights": not self.rehearsal}
+        return {key: checkpoints.open_model(source, key, **opening) for key, source in given.items()}
+
+    @cached_property
+    def extras(self) -> Extras:
+        """What is measured beside loss and cache."""
+        tasks, prompts = self.options.tasks, self.options.prompts
+        if isinstance(tasks, str):
+            tasks = [name.strip() for name in tasks.split(",")]
+        return Extras(
+            tuple(tasks or ()),
+            read_prompts(prompts) if prompts is None or isinstance(prompts, str) else tuple(prompts),
+            self.options.context_lengths,
+        )
+
+    @cached_property
+    def positions(self) -> int:
+        """Positions that all models take."""
+        length, first = self.options.sequence_length, self.models[CHECKPOINT]
+        for key, model in self.models.items():
+            checkpoints.open_checkpoint(model, key, sequence_length=length)
+            checkpoints.check_same_words(model, first, key)
+        return min(model.geometry.max_positions for model in self.models.values())
+
+    @cached_property
+    def dtype(self) -> str:
+        return checkpoints.written_dtype(self.models[CHECKPOINT], self.options.dtype)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """That of the original, or else of the checkpoint: losses per token of other tokens cannot be compared, so all
+        models must be made for its tokens. A model without one of its own is taken to be."""
+        first = ORIGINAL if ORIGINAL in self.models else CHECKPOINT
+        tokenizer = checkpoints.load_tokenizer(self.models[first])
+        for key, model in self.models.items():
+            if key != first:
+                checkpoints.check_same_tokens(tokenizer, model, key, first)
+        return tokenizer
+
+    @cached_property
+    def texts(self) -> LoadedTexts:
+        """The held-out text."""
+        return self._cut(self.options.eval_tokens, self.options.sequence_length)
+
+    @property
+    def _sources(self) -> Texts:
+        options = self.options
+        return Texts(options.data, options.eval_data, options.text_field, options.seed)
+
+    def _cut(self, tokens: int | None, length: int | None) -> LoadedTexts:
+        cut: dict[str, Any] = {"eval_tokens": tokens, "sequence_length": length}
+        return self._sources.load(self.tokenizer, self.positions, calibrate=False, **cut)
+
+    @cached_property
+    def prepared(self) -> PreparedExtras:
+        """What is measured beside, with its data."""
+
+        def held_out(length: int) -> Tensor:
+            return self._cut(TEXTS * length, length).held_out
+
+        return self.extras.prepare(self.tokenizer, self.positions, held_out, self.options.seed)
+
+    def announce(self) -> None:
+        if self.options.engine is None:
+            advise_text(self.options.data, self.options.eval_data)
+
+    def rehearse(self) -> Iterable[Mapping[str, str]]:
+        self.announce()
+        sequences, source = self.texts.held_out, self._sources.eval_source
+        self.prepared  # noqa: B018
+        working = checkpoints.dtype_of(checkpoints.working_dtype(self.dtype, self.options.device))
+        sizes = [Size.of(model.config).total for model in self.models.values()]
+        weights, kind = working.itemsize * sum(sizes) / 2**30, str(working).removeprefix("torch.")
+        operations = 2.0 * sum(sizes) * sequences.numel()
+        names = [name for name in ("tasks", "prompts", "context_lengths") if getattr(self.extras, name)]
+        more = f", and {', '.join(names)}" if names else ""
+        return [
+            {
+                "measures": f"held-out loss of {len(sizes)} model(s) on {compact(sequences.numel())} tokens of "
+                f"{source} each, in sequences of {sequences.shape[1]}{more}",
+                "memory": f"{weights:.1f} GiB of weights in {kind}",
+                "work": f"{operations:.2g} operations for the losses; about "
+                f"{clock(operations / matmul_rate(working))} here on the CPU",
+            }
+        ]
+
+    def run(self) -> EvaluationRecord | dict[str, Any]:
+        """Measure.
+
+        Raises:
+            ConfigError: For what a user can mend. Likewise DataError of texts, EngineError of engines.
+        """
+        self.check()
+        if self.options.engine is not None:
+            return self._in_engine(self.options.engine)
+        return self._measure()
+
+    def _in_engine(self, engine: str) -> dict[str, Any]:
+        options = self.options
+        return engine_speed(
+            str(options.checkpoint),
+            None if options.original is None else str(options.original),
+            engine=engine,
+            python=options.engine_python,
+            lengths=options.context_lengths or "max",
+            tokens=options.speed_tokens,
+            memory=options.cache_memory * 2**30,
+            dtype=options.dtype,
+            seed=options.seed,
+            trust_remote_code=options.trust_remote_code,
+        )
+
+    def _measure(self) -> EvaluationRecord:
+        options, phases, models = self.options, Phases(), self.models
+        recipe = checkpoint_files.note_of(models[CHECKPOINT].path).get("recipe")
+        with phases("data"):
+            texts, prepared = self.texts, self.prepared
+            sequences = texts.held_out
+        with phases("load"):
+            model = self._load(CHECKPOINT)
+            teacher = self._load(ORIGINAL) if ORIGINAL in models else None
+        with phases("evaluate"):
+            round_weights(model, checkpoints.dtype_of(self.dtype))
+            scored = evaluate(model, sequences, teacher=teacher)
+            original_worth = evaluate(teacher, sequences) if teacher is not None else None
+            beside: dict[str, Any] = {"loss_increase": None, "perplexity": perplexity(scored.loss)}
+            if original_worth is not None:
+                beside = scored.compared(original_worth)
+        with phases("extras"):
+            measured = {CHECKPOINT: prepared.of(model)}
+            if teacher is not None:
+                measured[ORIGINAL] = prepared.of(teacher)
+        baseline_loss = None
+        if BASELINE in models:
+            with phases("baseline"):
+                other = self._load(BASELINE)
+                baseline_worth = evaluate(other, sequences)
+                baseline_loss = baseline_worth.loss
+                if original_worth is not None:
+                    increase = baseline_worth.compared(original_worth)
+                    beside |= {f"baseline_{name}": increase[name] for name in ("loss_increase", "loss_increase_stderr")}
+                measured[BASELINE] = prepared.of(other)
+                del other
+        heads, kind = _reference_cache(models[CHECKPOINT], model, teacher)
+        cast_weights(model, checkpoints.dtype_of(self.dtype))
+        record: Any = {
+            "checkpoint": models[CHECKPOINT].name,
+            "original": models[ORIGINAL].name if ORIGINAL in models else None,
+            "loss": scored.loss,
+            "original_loss": None if original_worth is None else original_worth.loss,
+            **beside,
+            **texts.facts,
+            "baseline": models[BASELINE].name if BASELINE in models else None,
+            "baseline_loss": baseline_loss,
+            "kl": scored.kl,
+            "eval_tokens": scored.tokens,
+            **scored.noted,
+            "plan": plan_of(model).to_dict(),
+            "plan_digest": plan_of(model).digest,
+            "dtype": self.dtype,
+            "seed": options.seed,
+            "recipe": recipe,
+            "kv_ratio_of": kind,
+            **checkpoints.cache_facts(model, heads),
+        }
+        if options.speed_tokens:
+            with phases("speed"):
+                length = sequences.shape[1]
+                prompt = sequences[:1, : max(1, length - options.speed_tokens)]
+                speed = decode_speed(model, prompt, min(options.speed_tokens, length - 1))
+            record |= {"prefill_tokens_per_second": speed.prefill, "decode_tokens_per_second": speed.decode}
+        return record | prepared.record(measured) | {"seconds": dict(phases)}
+
+    def _load(self, key: str) -> PreTrainedModel:
+        return checkpoints.load_working(self.models[key], self.dtype, self.options.device)
+
+    def show(self, record: EvaluationRecord | dict[str, Any]) -> None:
+        if self.options.engine is not None:
+            print_speed(record)
+            return
+        print_worth(record)
+        print_extras(record)
+
+
+def _refuse_with_engine(options: EvaluateOptions, rehearsal: bool) -> None:
+    """Raise ConfigError for what is not measured in an engine."""
+    others: Sequence[tuple[str, Any]] = [
+        ("--tasks", options.tasks),
+        ("--prompts", options.prompts),
+        ("--baseline", options.baseline),
+        ("--dry-run", rehearsal or None),
+        ("--dequantize", options.dequantize or None),
+    ]
+    if given := [name for name, value in others if value is not None]:
+        raise ConfigError(
+            f"engine: the speed in an engine is measured alone; leave out {', '.join(given)}, or run evaluate again "
+            "without --engine"
+        )
+
+
+def _reference_cache(
+    checkpoint: Checkpoint, model: PreTrainedModel, original: PreTrainedModel | None
+) -> tuple[int, str]:
+    """The KV heads that a KV ratio is a share of, and whose they are, in words."""
+    if original is not None:
+        return plan_of(original).kv_heads, "the original's cache"
+    if (recorded := checkpoint_files.original_heads(checkpoint.path)) is not None:
+        return recorded, "the cache of the model that it was converted from"
+    return plan_of(model).kv_heads, "its own cache, as no other is known (give an original to compare with)"

@@ -1,0 +1,87 @@
+"""`headfold inspect`: which heads of a checkpoint matter, which are alike, and what each budget would take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from orchestrator import checkpoints
+from orchestrator.config.options import InspectOptions
+from orchestrator.conversion.inspection import COMPARED, InspectionRecord, measure_heads, sensitivity_recipe, untrained
+from orchestrator.conversion.request import ConversionRequest, asked_ratios
+from orchestrator.reporting.inspection_tables import print_inspection
+from orchestrator.reporting.pages.inspection_page import build_page
+from orchestrator.storage.outputs import write_page
+from orchestrator.storage.paths import check_writable
+from orchestrator.tasks.task import Task, advise_text
+from search_spaces.recipes.recipe import Recipe
+
+RATIOS = (0.5, 0.25)
+
+
+class Inspect(Task[InspectOptions, InspectionRecord]):
+    """Measurements of a checkpoint, from one calibration. Nothing is trained or written but the caches."""
+
+    @property
+    def outputs(self) -> Mapping[str, str | Path | None]:
+        return {"page": self.options.out}
+
+    def check(self) -> None:
+        self.request  # noqa: B018
+
+    @cached_property
+    def request(self) -> ConversionRequest:
+        """What is measured, checked once."""
+        options = self.options
+        opened = checkpoints.open_model(options.checkpoint, "checkpoint", dequantize=options.dequantize)
+        ratios = asked_ratios(
+            opened,
+            options.kv_ratio,
+            options.kv_heads,
+            options.kv_bytes,
+            dtype=options.dtype,
+            default=RATIOS,
+            key="checkpoint",
+        )
+        recipe = sensitivity_recipe(options.recipe, options.counts, options.recipe_settings)
+        self.compared  # noqa: B018
+        cache = Path(options.cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headfold")
+        check_writable(cache, "cache")
+        return ConversionRequest.check(opened, recipe, ratios, replace(options, cache_dir=cache), key="checkpoint")
+
+    @cached_property
+    def compared(self) -> dict[str, Recipe]:
+        """The recipes to convert by, as far as they go without training."""
+        names = self.options.compare
+        if names is None:
+            names = COMPARED
+        elif isinstance(names, str):
+            names = [name.strip() for name in names.split(",") if name.strip() != "none"]
+        return {name: untrained(name) for name in names}
+
+    def announce(self) -> None:
+        advise_text(self.options.calibration_data, self.options.eval_data)
+
+    def rehearse(self) -> Iterable[Mapping[str, str]]:
+        self.announce()
+        texts = self.request.texts()
+        ratios = ", ".join(self.request.amount(ratio) for ratio in self.request.distinct().values())
+        return [
+            {
+                "measures": f"all head counts of each layer by recipe {self.request.recipe.name}, on "
+                f"{texts.calibration.numel():,} tokens",
+                "converts": f"by {', '.join(self.compared) or 'no recipe'} at {ratios}, measured on "
+                f"{texts.held_out.numel():,} tokens",
+            }
+        ]
+
+    def run(self) -> InspectionRecord:
+        """Measure."""
+        return measure_heads(self.request, self.compared, agreement=self.options.agreement)
+
+    def show(self, record: InspectionRecord) -> None:
+        print_inspection(record)
+        print(f"page: {write_page(self.options.out, build_page(record))}")

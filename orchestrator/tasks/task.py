@@ -1,0 +1,64 @@
+"""What all tasks have in common: options in, a record out."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+Options = TypeVar("Options")
+Record = TypeVar("Record", bound=Mapping[str, Any])
+
+
+class Task(ABC, Generic[Options, Record]):
+    """One run of a verb. The command line and the Python functions run the same tasks.
+
+    Attributes:
+        options: What was asked for.
+        rehearsal: Whether it is only checked and estimated, for which no weights are read.
+    """
+
+    def __init__(self, options: Options, *, rehearsal: bool = False) -> None:
+        self.options = options
+        self.rehearsal = rehearsal
+
+    @property
+    def outputs(self) -> Mapping[str, str | Path | None]:
+        """Where it writes, as `orchestrator.storage.outputs.check_results` takes it: a `folder` or a `page`."""
+        return {}
+
+    @abstractmethod
+    def check(self) -> None:
+        """Check all that can be checked before texts and weights are read; a second call does nothing.
+
+        Raises:
+            ValueError: For what a user can mend, with a message that says how.
+        """
+
+    def announce(self) -> None:
+        """Say what it will take, and refuse what does not fit this machine."""
+
+    def rehearse(self) -> Iterable[Mapping[str, str]]:
+        """Read the texts, and return in words what it would take, by what they are about. Nothing is written."""
+        return []
+
+    @abstractmethod
+    def run(self) -> Record:
+        """Carry it out."""
+
+    @abstractmethod
+    def show(self, record: Record) -> None:
+        """Print a record."""
+
+
+def advise_text(*sources: str | None) -> None:
+    """Say on stderr what text is taken where none was named."""
+    if not any(sources):
+        print(
+            "text: none was named, so the built-in one is taken (Python's help topics and standard library); give text "
+            "like that of your users with --data",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,102 @@
+"""`import headfold`: models and texts in memory, results that print well, checkpoints that load anywhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+import headfold
+from headfold import functions
+from orchestrator.config.options import ConvertOptions, EvaluateOptions, InspectOptions
+from orchestrator.config.schema import ConfigError
+from trainers.text.data import DataError
+
+SMALL: dict[str, Any] = {"calibration_tokens": 512, "eval_tokens": 512, "sequence_length": 64, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def half(demo_dir: Path, little_text: str) -> headfold.Conversion:
+    return headfold.convert(demo_dir, kv_ratio=0.5, data=little_text, recipe="gqa", **SMALL)
+
+
+def test_a_conversion_prints_what_it_gives(half: headfold.Conversion) -> None:
+    said = repr(half)
+    assert f"{half['original_perplexity']:.2f} before, {half['perplexity']:.2f} after" in said
+    assert " ± " in said, "the error of the increase"
+    assert f"{half['kv_bytes_per_token']:,} of {half['kv_bytes_per_token_original']:,} bytes per token (50%)" in said
+    assert "loaded by  transformers, vLLM, llama.cpp" in said
+
+
+def test_its_checkpoint_is_loaded_saved_and_exported(
+    half: headfold.Conversion, tmp_path: Path, demo_dir: Path, little_text: str
+) -> None:
+    kept = half.save(tmp_path / "half")
+    assert AutoModelForCausalLM.from_pretrained(kept).config.num_key_value_heads == 4
+    assert half.load().num_parameters() == headfold.load(kept).num_parameters() == half["parameters"]
+    exported = half.export("gqa", tmp_path / "exported")
+    assert exported.path == tmp_path / "exported" and exported["exact"]
+    assert "gqa, exact" in repr(exported)
+    eval_options = {"eval_tokens": 512, "sequence_length": 64, "device": "cpu", "speed_tokens": 0}
+    measured = headfold.evaluate(kept, demo_dir, little_text, **eval_options)
+    assert measured["loss"] == pytest.approx(half["loss"], abs=1e-3)
+    assert f"{measured['perplexity']:.2f}, {measured['original_perplexity']:.2f} of the original" in repr(measured)
+
+
+def test_models_and_texts_in_memory(demo_dir: Path, little_text: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_dir)
+    lines = Path(little_text).read_text(encoding="utf-8").splitlines()
+    documents = [json.loads(line)["text"] for line in lines]
+    dataset = Dataset.from_dict({"text": documents})
+    small: dict[str, Any] = {"recipe": "gqa", **SMALL}
+    by_object = headfold.convert(model, data=dataset, **small)
+    by_checkpoint = headfold.convert(headfold.Checkpoint.open(demo_dir), 0.5, documents, **small)
+    assert by_object["loss"] == by_checkpoint["loss"]
+    assert by_object["plan_digest"] == by_checkpoint["plan_digest"]
+    assert by_object["model"] == str(demo_dir)
+
+
+def test_mistakes(demo_dir: Path, tiny_model: Any) -> None:
+    wrong: Any = {"recipee": "gqa"}
+    with pytest.raises(TypeError, match="recipee"):
+        headfold.convert(demo_dir, **wrong)
+    with pytest.raises(ConfigError, match="one checkpoint is made at a time"):
+        headfold.convert(demo_dir, "0.5,0.25", recipe="gqa")
+    with pytest.raises(DataError, match="column 'text', got columns \\['content'\\]; name its column as text_field"):
+        headfold.convert(demo_dir, data=Dataset.from_dict({"content": ["a"]}))
+    with pytest.raises(DataError, match="got int as item 1"):
+        headfold.convert(demo_dir, data=["a", 1])
+    with pytest.raises(ConfigError, match="tokenizer: this model was not loaded from a checkpoint"):
+        headfold.convert(tiny_model("llama"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (functions.ConvertArguments, ConvertOptions),
+        (functions.InspectArguments, InspectOptions),
+        (functions.EvaluateArguments, EvaluateOptions),
+    ],
+)
+def test_arguments_are_options_of_the_verb(arguments: Any, options: Any) -> None:
+    assert arguments.__annotations__.keys() <= {field.name for field in fields(options)}
+
+
+def test_the_import_registers_the_format(demo_dir: Path, little_text: str, tmp_path: Path) -> None:
+    """A plan of Headfold's own, opened by transformers in a process that imports nothing else of the product."""
+    folder = tmp_path / "layers"
+    short = {"grouping.iterations": 2}
+    headfold.convert(demo_dir, 0.5, little_text, folder, recipe="asymgqa", overrides=short, **SMALL)
+    code = (
+        "import headfold; from transformers import AutoModelForCausalLM; "
+        f"print(AutoModelForCausalLM.from_pretrained({str(folder)!r}).config.model_type)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "headfold_llama", done.stderr[-2000:]
