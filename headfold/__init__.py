@@ -12,14 +12,14 @@ with transformers, so that `AutoModelForCausalLM.from_pretrained` opens its chec
 from attention.checkpoint import Checkpoint
 from attention.modeling.model_classes import register
 from headfold.functions import convert, evaluate, export, inspect, load
-from headfold.results import Conversion, Evaluation, Export, Inspection
+from headfold.results import ConversionResult, EvaluationResult, ExportResult, InspectionResult
 
 __all__ = [
     "Checkpoint",
-    "Conversion",
-    "Evaluation",
-    "Export",
-    "Inspection",
+    "ConversionResult",
+    "EvaluationResult",
+    "ExportResult",
+    "InspectionResult",
     "convert",
     "evaluate",
     "export",

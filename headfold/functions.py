@@ -16,7 +16,14 @@ from typing_extensions import Unpack
 
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint as files
-from headfold.results import Conversion, Evaluation, Export, Inspection, export_to, result_folder
+from headfold.results import (
+    ConversionResult,
+    EvaluationResult,
+    ExportResult,
+    InspectionResult,
+    export_folder,
+    export_to,
+)
 from orchestrator.config.options import ConvertOptions, EvaluateOptions, InspectOptions
 from orchestrator.config.schema import ConfigError
 from orchestrator.tasks.convert import Convert
@@ -25,7 +32,7 @@ from orchestrator.tasks.inspect import Inspect
 from search_spaces.recipes.recipe import Recipe
 from trainers.text.data import DataError
 
-Model = str | Path | Checkpoint | PreTrainedModel
+ModelSource = str | Path | Checkpoint | PreTrainedModel
 """A folder, a hub name, an open checkpoint, or a model of transformers."""
 Data = Any
 """Text: a source as `--data` takes it, a list of strings, or a `datasets.Dataset` with a column of text."""
@@ -83,7 +90,7 @@ class EvaluateArguments(EvalArguments, total=False):
 
 
 def convert(
-    model: Model,
+    model: ModelSource,
     kv_ratio: str | float | None = None,
     data: Data = None,
     output_dir: str | Path | None = None,
@@ -91,7 +98,7 @@ def convert(
     eval_data: Data = None,
     tokenizer: Any = None,
     **options: Unpack[ConvertArguments],
-) -> Conversion:
+) -> ConversionResult:
     """Convert a model to a smaller KV cache, without training.
 
     Args:
@@ -113,7 +120,7 @@ def convert(
     """
     if kv_ratio is None and options.get("kv_heads") is None and options.get("kv_bytes") is None:
         kv_ratio = 0.5
-    folder, temporary = result_folder(output_dir, "converted")
+    folder, temporary = export_folder(output_dir, "converted")
     with _named(model, tokenizer) as source, _texts(data, options) as text, _texts(eval_data, options) as other:
         given = ConvertOptions(
             model=source, kv_ratio=kv_ratio, out=folder, calibration_data=text, eval_data=other, **options
@@ -124,18 +131,18 @@ def convert(
         record = dict(task.run())
     if isinstance(model, PreTrainedModel):
         record["model"] = _name_of(model)
-    return Conversion(record, folder, temporary)
+    return ConversionResult(record, folder, temporary)
 
 
 def evaluate(
-    model: Model,
-    original: Model | None = None,
+    model: ModelSource,
+    original: ModelSource | None = None,
     data: Data = None,
     *,
     eval_data: Data = None,
     tokenizer: Any = None,
     **options: Unpack[EvaluateArguments],
-) -> Evaluation:
+) -> EvaluationResult:
     """Measure a model, beside its original if that is given.
 
     Args:
@@ -154,18 +161,18 @@ def evaluate(
         other = None if original is None else stack.enter_context(_named(original, tokenizer))
         text, whole = (stack.enter_context(_texts(each, options)) for each in (data, eval_data))
         task = Evaluate(EvaluateOptions(checkpoint=source, original=other, data=text, eval_data=whole, **options))
-        return Evaluation(task.run())
+        return EvaluationResult(task.run())
 
 
 def inspect(
-    model: Model,
+    model: ModelSource,
     kv_ratio: str | float | Sequence[float] | None = None,
     data: Data = None,
     *,
     eval_data: Data = None,
     tokenizer: Any = None,
     **options: Unpack[InspectArguments],
-) -> Inspection:
+) -> InspectionResult:
     """Show which heads of a model matter, which are alike, and what recipes cost at each ratio.
 
     Args:
@@ -178,11 +185,11 @@ def inspect(
     """
     with _named(model, tokenizer) as source, _texts(data, options) as text, _texts(eval_data, options) as other:
         given = InspectOptions(checkpoint=source, kv_ratio=kv_ratio, calibration_data=text, eval_data=other, **options)
-        return Inspection(Inspect(given).run())
+        return InspectionResult(Inspect(given).run())
 
 
 def export(
-    model: Model,
+    model: ModelSource,
     target: str = "auto",
     output_dir: str | Path | None = None,
     *,
@@ -190,7 +197,7 @@ def export(
     dtype: str = "auto",
     allow_larger_cache: bool = False,
     overwrite: bool = False,
-) -> Export:
+) -> ExportResult:
     """Write a model in a format that engines load.
 
     Args:
@@ -217,7 +224,7 @@ def load(model: str | Path | Checkpoint, dtype: torch.dtype | str | None = None,
 
 
 @contextlib.contextmanager
-def _named(model: Model, tokenizer: Any) -> Iterator[str | Path | Checkpoint]:
+def _named(model: ModelSource, tokenizer: Any) -> Iterator[str | Path | Checkpoint]:
     """A model as tasks take it; one of transformers is written to a folder that goes again."""
     if not isinstance(model, PreTrainedModel):
         yield model

@@ -19,7 +19,7 @@ from orchestrator.storage.records import percent
 
 
 @dataclass(frozen=True, repr=False)
-class Result(Mapping[str, Any]):
+class VerbResult(Mapping[str, Any]):
     """A record, the same as the JSON of the verb, key by key."""
 
     record: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Result(Mapping[str, Any]):
 
 
 @dataclass(frozen=True, repr=False)
-class Saved(Result):
+class Saved(VerbResult):
     """A record of a checkpoint that was written to `path`; `temporary` keeps the folder where it is only for now."""
 
     path: Path
@@ -79,7 +79,7 @@ class Saved(Result):
 
 
 @dataclass(frozen=True, repr=False)
-class Export(Saved):
+class ExportResult(Saved):
     """An export for an engine."""
 
     def lines(self) -> dict[str, str]:
@@ -93,7 +93,7 @@ class Export(Saved):
 
 
 @dataclass(frozen=True, repr=False)
-class Conversion(Saved):
+class ConversionResult(Saved):
     """A converted checkpoint."""
 
     def lines(self) -> dict[str, str]:
@@ -109,13 +109,15 @@ class Conversion(Saved):
             "loaded by": ", ".join(record["loads_in"]),
         }
 
-    def export(self, target: str = "auto", output_dir: str | Path | None = None, *, dtype: str = "auto") -> Export:
+    def export(
+        self, target: str = "auto", output_dir: str | Path | None = None, *, dtype: str = "auto"
+    ) -> ExportResult:
         """Write it in a format that an engine loads; see `headfold.export`."""
         return export_to(self.path, target, output_dir, dtype=dtype)
 
 
 @dataclass(frozen=True, repr=False)
-class Evaluation(Result):
+class EvaluationResult(VerbResult):
     """What a checkpoint is worth."""
 
     def lines(self) -> dict[str, str]:
@@ -133,7 +135,7 @@ class Evaluation(Result):
 
 
 @dataclass(frozen=True, repr=False)
-class Inspection(Result):
+class InspectionResult(VerbResult):
     """Which heads matter, which are alike, and what recipes cost."""
 
     def lines(self) -> dict[str, str]:
@@ -163,16 +165,16 @@ def export_to(
     dtype: str = "auto",
     allow_larger_cache: bool = False,
     overwrite: bool = False,
-) -> Export:
-    """Export a checkpoint to a folder, or to one that lasts as long as what is returned."""
-    folder, temporary = result_folder(output_dir, "export")
+) -> ExportResult:
+    """ExportResult a checkpoint to a folder, or to one that lasts as long as what is returned."""
+    folder, temporary = export_folder(output_dir, "export")
     record = export_checkpoint(
         source, target, folder, dtype=dtype, allow_larger_cache=allow_larger_cache, overwrite=overwrite
     )
-    return Export(record, folder, temporary)
+    return ExportResult(record, folder, temporary)
 
 
-def result_folder(output_dir: str | Path | None, name: str) -> tuple[Path, TemporaryDirectory[str] | None]:
+def export_folder(output_dir: str | Path | None, name: str) -> tuple[Path, TemporaryDirectory[str] | None]:
     """Where a result is written: the folder that is named, else one that lasts as long as what comes with it."""
     if output_dir is not None:
         return Path(output_dir), None

@@ -27,12 +27,12 @@ AUTO = "auto"  # the dtype of the checkpoint
 CACHE_TOKENS = 64
 BASE_FIELDS = ("base", "base_id", "license")
 
-Source = str | Path | Checkpoint
+CheckpointSource = str | Path | Checkpoint
 """A checkpoint, or the folder or hub name by which a user names it."""
 
 
 def open_checkpoint(
-    source: Source, key: str = "model", *, sequence_length: int | None = None, weights: bool = True
+    source: CheckpointSource, key: str = "model", *, sequence_length: int | None = None, weights: bool = True
 ) -> Checkpoint:
     """Open a checkpoint and check what its config and the headers of its weights say.
 
@@ -80,7 +80,7 @@ def resolve_model(
         raise ConfigError(f"{key}: {error}") from None
 
 
-def open_model(source: Source, key: str, *, dequantize: bool = False, weights: bool = True) -> Checkpoint:
+def open_model(source: CheckpointSource, key: str, *, dequantize: bool = False, weights: bool = True) -> Checkpoint:
     """Open a model that a user names, or what takes its place (`resolve_model`); weights are not looked at yet.
 
     Raises:
@@ -113,7 +113,7 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[full_name(name)]
 
 
-def written_dtype(source: Source, requested: str = AUTO) -> str:
+def written_dtype(source: CheckpointSource, requested: str = AUTO) -> str:
     """Name of the dtype that what is made of a checkpoint is written in, and that bytes are counted in.
 
     `auto` is the checkpoint's own. Raises ConfigError for an unknown one, or if nothing says which the checkpoint's is.
@@ -151,17 +151,17 @@ def device_of(name: str) -> torch.device:
 # ---- models and tokenizers ------------------------------------------------------------------------------------------
 
 
-def load_model(source: Source, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+def load_model(source: CheckpointSource, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """A checkpoint in evaluation mode, without gradients. Raises WeightsError for parameters that are not finite."""
     return Checkpoint.open(source).load(dtype_of(dtype), device_of(device))
 
 
-def load_working(source: Source, written: str, device: str = "cpu") -> PreTrainedModel:
+def load_working(source: CheckpointSource, written: str, device: str = "cpu") -> PreTrainedModel:
     """A checkpoint to work on where what comes of it is written in the dtype `written` (see `working_dtype`)."""
     return load_model(source, working_dtype(written, device), device)
 
 
-def load_tokenizer(source: Source) -> Any:
+def load_tokenizer(source: CheckpointSource) -> Any:
     """Raises ConfigError if the checkpoint has none."""
     try:
         return Checkpoint.open(source).tokenizer
@@ -220,7 +220,7 @@ def check_same_words(one: Checkpoint, model: Checkpoint, key: str) -> None:
         )
 
 
-def check_same_tokens(tokenizer: Any, source: Source, key: str, other: str) -> None:
+def check_same_tokens(tokenizer: Any, source: CheckpointSource, key: str, other: str) -> None:
     """Raises ConfigError if the checkpoint `source` has a tokenizer with another vocabulary: what is measured in the
     tokens of one says nothing about the other. `key`: of the checkpoint; `other`: whose `tokenizer` is, in a word."""
     checkpoint = Checkpoint.open(source)

@@ -58,12 +58,12 @@ def task_command(name: str, options: type, task: str) -> Callable[..., None]:
     def run(given: Any, *, dry_run: bool = False, json: Path | None = None) -> None:
         module, _, kind = task.partition(":")
         made: type[Task[Any, Any]] = getattr(importlib.import_module(module), kind)
-        run_task(made(given, rehearsal=dry_run), json)
+        run_verb(made(given, rehearsal=dry_run), json)
 
     return command(name, options, run, dry_run=DryRun, json=JsonFile)
 
 
-def run_task(task: Task[Any, Any], json: Path | None) -> None:
+def run_verb(task: Task[Any, Any], json: Path | None) -> None:
     """Check a task, then say what it would take, or carry it out and print its result."""
     from orchestrator.storage.outputs import check_results
 

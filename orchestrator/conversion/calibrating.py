@@ -77,7 +77,7 @@ class Pass:
 
 
 def checkpoint_calibration(
-    model: checkpoints.Source,
+    model: checkpoints.CheckpointSource,
     sequences: Tensor,
     cache_dir: str | Path,
     *,

@@ -73,7 +73,7 @@ def parse_share(text: str) -> float:
 
 
 def asked_ratios(
-    model: checkpoints.Source,
+    model: checkpoints.CheckpointSource,
     kv_ratio: str | float | Sequence[float] | None,
     kv_heads: str | int | Sequence[int] | None,
     kv_bytes: str | float | Sequence[float] | None = None,
@@ -124,7 +124,7 @@ def _as_text(key: str, value: Any) -> str:
     return ",".join(numbers)
 
 
-def _ratios_of_bytes(model: checkpoints.Source, text: str, dtype: str, key: str) -> list[float]:
+def _ratios_of_bytes(model: checkpoints.CheckpointSource, text: str, dtype: str, key: str) -> list[float]:
     """Shares that `--kv-bytes` requests: `0.5`, `50%`, or a size per token like `24KiB`."""
     source = checkpoints.open_checkpoint(model, key, weights=False)
     geometry, dtype = source.geometry, checkpoints.written_dtype(source, dtype)

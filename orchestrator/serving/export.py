@@ -27,7 +27,7 @@ AUTO = "auto"
 
 
 def export_checkpoint(
-    source: checkpoints.Source,
+    source: checkpoints.CheckpointSource,
     target_name: str,
     out: str | Path,
     *,

