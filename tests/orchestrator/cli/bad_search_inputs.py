@@ -38,7 +38,6 @@ SEARCHES = (
     Bad("a change that is none", f"{S} extra", ("key=value", "extra")),
     Bad("an option of search misspelt", f"{S} --resmue", ("--resmue", "did you mean --resume?")),
     Bad("a key misspelt", f"{S} search.num_samplez=4", ("search.num_samplez", "did you mean num_samples?")),
-    Bad("a key of an earlier version", f"{S} search.samples=4", ("search.samples", "write search.num_samples")),
     Bad("a section misspelt", f"{S} serach.num_samples=4", ("serach", "did you mean search?")),
     Bad("a value for a section", f"{S} model=3", ("model", "got 3", "section")),
     Bad("a name that leaves the storage", f"{S} name=../up", ("name", "../up", "letters")),
