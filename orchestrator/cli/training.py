@@ -58,7 +58,6 @@ def train(
     device: options.Device = "auto",
 ) -> None:
     """Train a model from random weights. With Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
-    from orchestrator.checkpoints import resolve_model
     from orchestrator.config.schema import TrainSection, check_train_options
     from orchestrator.storage.outputs import check_results
 
@@ -66,6 +65,7 @@ def train(
     check_train_options(TrainSection, {"recipe": recipe}, overrides or [], learning_rate, seed)
     check_results(json, folder=out)
     check_packages("train", *TRAINING_PACKAGES)
+    from orchestrator.checkpoints import resolve_model
     from orchestrator.training.scratch import check, train_from_scratch
 
     architecture = resolve_model(architecture, weights=False, key="architecture")
@@ -131,7 +131,6 @@ def finetune(
     dequantize: options.Dequantize = False,
 ) -> None:
     """Continue training a checkpoint on your text. With Ray Train and DeepSpeed; run again, it goes on."""
-    from orchestrator.checkpoints import resolve_model
     from orchestrator.config.schema import FineTuneSection, check_train_options
     from orchestrator.storage.outputs import check_results
 
@@ -139,6 +138,7 @@ def finetune(
     check_train_options(FineTuneSection, {}, overrides or [], learning_rate, seed)
     check_results(json, folder=out)
     check_packages("finetune", *TRAINING_PACKAGES)
+    from orchestrator.checkpoints import resolve_model
     from orchestrator.training.finetune import check, finetune_checkpoint
 
     opening: dict[str, Any] = {"dequantize": dequantize, "weights": not dry_run}
