@@ -153,7 +153,7 @@ class RecipeOptions:
 
     @property
     def recipe_settings(self) -> dict[str, Any]:
-        """The changes as `search_spaces.recipes.recipes.recipe` takes them."""
+        """The changes as `search_spaces.recipes.catalogue.recipe` takes them."""
         if isinstance(self.overrides, Mapping):
             return dict(self.overrides)
         from orchestrator.config.parsing import read_override

@@ -7,8 +7,8 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
-from attention.io import checkpoint
 from attention.io.precision import DTYPES
 from orchestrator import checkpoints
 from orchestrator.cluster.room import room_for
@@ -115,10 +115,11 @@ def search_problem(config: SearchConfig, geometry: HeadGeometry) -> SearchProble
 
 def search_inputs(config: SearchConfig, problem: SearchProblem) -> SearchInputs:
     """What the estimates of a search read. Raises ConfigError if nothing says which dtype the checkpoint has."""
+    model = Checkpoint.open(config.model.path, "model.path")
     return SearchInputs(
         config=config,
-        model=checkpoint.load_config(config.model.path),
-        written=DTYPES[checkpoints.written_dtype(config.model.path, config.model.dtype)],
+        model=model.config,
+        written=DTYPES[checkpoints.written_dtype(model, config.model.dtype)],
         candidates=tuple(PlannedConversion(c.recipe, c.kv_ratio, c.used_ratio) for c in problem.named),
     )
 

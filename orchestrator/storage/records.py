@@ -43,7 +43,8 @@ class TrialRecord:
     `conversion_cost`: what the conversion took before any training (`orchestrator.conversion.steps.cost`).
     `label` and `name`: what its recipe and itself are called where people read (`orchestrator.storage.trial_names`).
     `started`, `ended`: in seconds since 1970, where the journal tells.
-    `similarity`: of the heads that share, before and after alignment (`search_spaces.similarity.sharing_similarity`).
+    `similarity`: of the heads that share, before and after alignment
+    (`search_spaces.similarity.sharing.sharing_similarity`).
     """
 
     trial_id: str
