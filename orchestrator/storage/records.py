@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NotRequired, TypedDict, TypeGuard
 
 from attention.conversion.relaxation_knobs import UNFINISHED
 from attention.ratios import is_met, percent
@@ -15,6 +15,108 @@ from orchestrator.storage.json_files import read_json
 WAITING, RUNNING, DONE, STOPPED, FAILED, KILLED = "waiting", "running", "done", "stopped", "failed", "killed"
 COPY = "copy"  # of a trial that leads to the same model: not trained again
 ENDED = (DONE, STOPPED, COPY, FAILED, KILLED)
+
+
+class OriginalRecord(TypedDict):
+    """The original model of a search: `original.json`."""
+
+    model: str
+    """Absolute folder, or hub name."""
+    dtype: str
+    """Of what is written and counted."""
+    loss: float
+    """Held-out loss in nats per token."""
+    eval_tokens: int
+    family: str
+    kv_ratio: float
+    kv_bytes_per_token: int
+    cache_bytes_measured: int
+    """Bytes of a cache that was filled with `cache_tokens` tokens."""
+    cache_tokens: int
+    parameters: int
+    digests: dict[str, str]
+    """Of its `weights` and of its `calibration`."""
+    mixed_moments: str | None
+    """How the mixed moments of its statistics are kept."""
+    seconds: float
+    notes: NotRequired[list[str]]
+
+
+class RungReport(TypedDict):
+    """What a trial reports at a rung: rung 0 is the untrained conversion, the others are milestones.
+
+    The journal holds it whole; `TrialRecord.rungs` has the keys that differ between rungs (`RUNG_KEYS`) and the time.
+    """
+
+    step: int
+    """Training steps so far, those of a relaxation included."""
+    loss: float
+    """Held-out loss in nats per token; None in a record that was read, where it is not finite."""
+    rung: NotRequired[int]
+    """Index of the rung."""
+    loss_increase: NotRequired[float]
+    """Over the loss of the original model."""
+    kl: NotRequired[float | None]
+    """Held-out KL divergence from the original model; None where a training does not distil."""
+    tokens: NotRequired[int]
+    """Tokens trained on so far."""
+    seconds: NotRequired[float]
+    """Of the conversion at rung 0, of the training so far at a milestone."""
+    notes: NotRequired[list[str]]
+    timestamp: NotRequired[float]
+    """When the journal took the report, in seconds since 1970."""
+
+    # Of the converted model, the same at each rung
+    kv_ratio: NotRequired[float]
+    actual_kv_ratio: NotRequired[float]
+    kv_bytes_per_token: NotRequired[int]
+    cache_bytes_measured: NotRequired[int]
+    cache_tokens: NotRequired[int]
+    decode_seconds_per_token: NotRequired[float]
+    parameters: NotRequired[int]
+    plan_digest: NotRequired[str]
+    seed: NotRequired[int]
+    similarity: NotRequired[dict[str, Any] | None]
+    conversion_cost: NotRequired[dict[str, float]]
+    calibration_loss: NotRequired[float]
+
+    # Of rung 0 alone
+    phases: NotRequired[dict[str, float]]
+    """Seconds by phase."""
+    pooled: NotRequired[bool]
+    """Whether the model is one that the trial's relaxation does not start from."""
+    work_digest: NotRequired[str]
+    """Equal for trainings that would end with the same weights."""
+
+    # Of milestones alone
+    time: NotRequired[float]
+    train_loss: NotRequired[float]
+    """Mean since the milestone before."""
+    learning_rate: NotRequired[float]
+    gradient_norm: NotRequired[float | None]
+    tokens_per_second: NotRequired[float]
+    data_position: NotRequired[int]
+    first_step_at: NotRequired[float | None]
+    checkpoint_path: NotRequired[str]
+    out_dir: NotRequired[str]
+    """Folder of the finished weights, in the last report."""
+    weights_digest: NotRequired[str]
+    best_step: NotRequired[int]
+    best_loss: NotRequired[float]
+    best_kl: NotRequired[float | None]
+    best_dir: NotRequired[str]
+    relaxation_steps: NotRequired[int]
+    collapsed_loss: NotRequired[float]
+    """Held-out loss once the heads are fused, before any recovery."""
+    relaxation_history: NotRequired[list[dict[str, float]]]
+    relaxation_remaining: NotRequired[float | None]
+    """Share of its way that the relaxation had left when the heads were fused."""
+    relaxed_dir: NotRequired[str]
+
+    copy_of: NotRequired[str]
+    """Added by the scheduler: the first trial that leads to the same model."""
+
+
 RUNG_KEYS = (
     "step", "rung", "loss", "loss_increase", "kl", "tokens", "train_loss", "learning_rate", "gradient_norm",
     "tokens_per_second", "seconds",
