@@ -24,7 +24,7 @@ from orchestrator.cluster.ray_private import on_head
 from orchestrator.cluster.room import Nodes, room_for, total
 from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
-from orchestrator.promotion.promote import promote
+from orchestrator.promotion.promote import promote_trials
 from orchestrator.reporting import console
 from orchestrator.reporting.comparison import compare
 from orchestrator.reporting.figures.drawing import save_png
@@ -285,6 +285,6 @@ def _run(
         console.print_trials(outcome.trials, original)
         console.print_comparison(compare(outcome.trials, original))
         if not outcome.interrupted and outcome.front and config.promotion.enabled:
-            outcome.promotion = promote(session)
+            outcome.promotion = promote_trials(session)
     outcome.report = write_report(folder.root)["report"]
     return outcome

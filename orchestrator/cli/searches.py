@@ -95,11 +95,9 @@ def promote(
     check_results(json)
     SearchFolder.existing(search)  # before the imports below: a mistake is told in a second
     check_packages("promote", *SEARCH_PACKAGES)
-    from orchestrator.promotion.promote import promote_search
+    from orchestrator.promotion.promote import promote_search, rehearse_promotion
 
     if dry_run:
-        from orchestrator.promotion.rehearsal import rehearse_promotion
-
         runner.rehearsed(rehearse_promotion(search, trials=trial or [], top=top))
         return
     outcome = promote_search(search, trials=trial or [], top=top)

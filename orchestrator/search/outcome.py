@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class SearchOutcome:
     original: dict[str, Any]
     trials: list[TrialRecord]
     baseline: str
-    promotion: dict[str, Any] = field(default_factory=dict)
+    promotion: Mapping[str, Any] = field(default_factory=dict)
     interrupted: bool = False
     report: str | None = None
 
