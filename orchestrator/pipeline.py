@@ -19,9 +19,9 @@ import yaml
 
 from attention.io.files import write_whole
 from orchestrator.checkpoints import base_of
+from orchestrator.cluster.capacity import Nodes, room_for, total
 from orchestrator.cluster.pool_client import pool_of_search
-from orchestrator.cluster.ray_private import on_head
-from orchestrator.cluster.room import Nodes, room_for, total
+from orchestrator.cluster.ray_internals import on_head
 from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.promote import promote_trials

@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.cluster.room import capacity, settled
+from orchestrator.cluster.capacity import capacity, settled
 from orchestrator.cluster.worker_pool import CLOSE_SECONDS, Pool
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.paths import SearchFolder

@@ -9,7 +9,7 @@ from functools import partial
 import ray
 
 from attention.base.progress import show_progress
-from orchestrator.cluster.ray_private import store_line, stored_line
+from orchestrator.cluster.ray_internals import store_line, stored_line
 
 EVERY_SECONDS = 2.0
 

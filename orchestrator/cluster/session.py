@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from attention.base.progress import stage
+from orchestrator.cluster.capacity import Nodes, capacity
 from orchestrator.cluster.placement import OF_TYPE
-from orchestrator.cluster.room import Nodes, capacity
 from orchestrator.storage.paths import in_ray_job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def local_nodes() -> list[Nodes]:
     """What a Ray that is started on this machine alone will have."""
     import torch
 
-    from orchestrator.cluster.ray_private import accelerator_of_machine, cpus_of_machine
+    from orchestrator.cluster.ray_internals import accelerator_of_machine, cpus_of_machine
 
     kind = accelerator_of_machine()
     counted = {"CPU": cpus_of_machine(), "GPU": float(torch.cuda.device_count())}

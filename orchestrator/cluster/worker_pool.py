@@ -15,8 +15,8 @@ from typing import Any
 import ray
 from ray.train import PreemptionError
 
-from orchestrator.cluster.ray_private import cluster_status, pending
-from orchestrator.cluster.room import capacity, free_nodes, groups, settled
+from orchestrator.cluster.capacity import capacity, free_nodes, groups, settled
+from orchestrator.cluster.ray_internals import cluster_status, pending
 from orchestrator.cluster.session import last_error, ray_train_intervals
 from trainers.jobs.worker import TrainJob, serve_pool
 from trainers.settings import Shape

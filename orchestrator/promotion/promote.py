@@ -21,8 +21,8 @@ from attention.base.timing import duration
 from attention.checkpoint import Checkpoint
 from attention.ratios import percent
 from orchestrator.checkpoints import base_of
+from orchestrator.cluster.capacity import room_for
 from orchestrator.cluster.pool_client import pool_of_search
-from orchestrator.cluster.room import room_for
 from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.state import (

@@ -22,8 +22,8 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights
 from attention.ratios import own_heads
 from orchestrator import checkpoints
+from orchestrator.cluster.capacity import capacity, slots
 from orchestrator.cluster.placement import Demand, task_options, worker_options
-from orchestrator.cluster.room import capacity, slots
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import dha_distances

@@ -14,8 +14,8 @@ from ray import tune
 from ray.tune import Callback
 
 from attention.base.progress import stage
+from orchestrator.cluster.capacity import Room
 from orchestrator.cluster.placement import Demand, task_options
-from orchestrator.cluster.room import Room
 from orchestrator.cluster.session import last_error
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig

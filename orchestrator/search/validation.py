@@ -11,7 +11,7 @@ from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
 from attention.io.precision import DTYPES
 from orchestrator import checkpoints
-from orchestrator.cluster.room import room_for
+from orchestrator.cluster.capacity import room_for
 from orchestrator.cluster.session import local_nodes, starts_ray
 from orchestrator.config.schema import ConfigError, SearchConfig, check_training
 from orchestrator.resources.accelerators import memory_of

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
+from orchestrator.cluster.pending_resources import watched
 from orchestrator.cluster.placement import Demand
-from orchestrator.cluster.waiting import watched
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder

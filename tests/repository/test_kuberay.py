@@ -14,9 +14,9 @@ from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClien
 from typer.testing import CliRunner
 
 from orchestrator import pipeline
-from orchestrator.cluster import ray_private
+from orchestrator.cluster import ray_internals as ray_private
+from orchestrator.cluster.capacity import Nodes, concurrency
 from orchestrator.cluster.placement import Demand
-from orchestrator.cluster.room import Nodes, concurrency
 from orchestrator.config.schema import read_search_config
 from orchestrator.main import app
 from orchestrator.tracking.mlflow_server import Settings

@@ -67,7 +67,7 @@ SIZE = """
 import json
 from dataclasses import asdict
 from orchestrator.cluster.placement import Demand
-from orchestrator.cluster.room import capacity, concurrency, present
+from orchestrator.cluster.capacity import capacity, concurrency, present
 from orchestrator.cluster.session import connected
 from orchestrator.config.schema import read_search_config
 

@@ -22,11 +22,11 @@ from ray._private.state import actors  # Ray's public list asks the dashboard
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
+from orchestrator.cluster.capacity import capacity, concurrency, settled
+from orchestrator.cluster.pending_resources import waits_for
 from orchestrator.cluster.placement import Demand, bundle, run_task, task_options
 from orchestrator.cluster.pool_client import open_pool, train_on_pool
-from orchestrator.cluster.ray_private import on_head
-from orchestrator.cluster.room import capacity, concurrency, settled
-from orchestrator.cluster.waiting import waits_for
+from orchestrator.cluster.ray_internals import on_head
 from orchestrator.config.schema import ConfigError, SearchConfig
 from trainers.jobs.train_job import TrainJob
 

@@ -13,7 +13,7 @@ import yaml
 from journals import write_journal
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from orchestrator.cluster import waiting
+from orchestrator.cluster import pending_resources as waiting
 from orchestrator.config.schema import parse_config
 from orchestrator.reporting.status import line, read_status
 from orchestrator.search.waiting import waiting_told

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster import room
+from orchestrator.cluster import capacity as room
+from orchestrator.cluster.capacity import Nodes, Room, concurrency, room_for, settled
 from orchestrator.cluster.placement import Demand
-from orchestrator.cluster.room import Nodes, Room, concurrency, room_for, settled
 from orchestrator.config.schema import ConfigError, SearchConfig
 from trainers.settings import Shape
 

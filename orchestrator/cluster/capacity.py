@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import ray
 
 from orchestrator.cluster.placement import OF_TYPE, Demand, bundle, in_words
-from orchestrator.cluster.ray_private import ended_autoscaler, free_on_nodes, node_types
+from orchestrator.cluster.ray_internals import ended_autoscaler, free_on_nodes, node_types
 from orchestrator.config.schema import ConfigError, SearchConfig
 from trainers.settings import AUTO_STRATEGY, Shape, Strategy
 

@@ -11,9 +11,9 @@ import ray
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.exceptions import RayError
 
+from orchestrator.cluster.capacity import AUTOSCALER_ENDED, present, slots
 from orchestrator.cluster.placement import Demand, bundle, in_words
-from orchestrator.cluster.ray_private import autoscaling_config, cluster_status, ended_autoscaler, pending
-from orchestrator.cluster.room import AUTOSCALER_ENDED, present, slots
+from orchestrator.cluster.ray_internals import autoscaling_config, cluster_status, ended_autoscaler, pending
 
 LOOK_SECONDS = 5.0
 GRACE_SECONDS = 15.0
