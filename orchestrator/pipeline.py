@@ -19,7 +19,7 @@ import yaml
 
 from attention.io.files import write_whole
 from orchestrator.checkpoints import base_of
-from orchestrator.cluster.capacity import Nodes, room_for, total
+from orchestrator.cluster.capacity import Nodes, search_concurrency, total
 from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.ray_internals import on_head
 from orchestrator.cluster.session import connected
@@ -75,7 +75,7 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
         uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
         opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
         with connected() as nodes:
-            parallel = room_for(config, nodes)
+            parallel = search_concurrency(config, nodes)
             if folder is None:
                 check_disk(config, prepared, parallel)
             prepared.texts.make_all()

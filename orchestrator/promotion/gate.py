@@ -23,7 +23,7 @@ from attention.modeling.model_classes import PREFIX, plan_of
 from attention.plan import AttentionPlan
 from orchestrator import checkpoints
 from orchestrator.cluster.placement import task_options
-from orchestrator.cluster.tasks import on_cluster
+from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.evaluation.extras import NOTHING_MORE
 from orchestrator.evaluation.task_files import placed

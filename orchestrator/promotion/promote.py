@@ -21,7 +21,7 @@ from attention.base.timing import duration
 from attention.checkpoint import Checkpoint
 from attention.ratios import percent
 from orchestrator.checkpoints import base_of
-from orchestrator.cluster.capacity import room_for
+from orchestrator.cluster.capacity import search_concurrency
 from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
@@ -75,7 +75,7 @@ def promote_search(
         SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"),
         connected() as nodes,
     ):
-        parallel = room_for(config, nodes)
+        parallel = search_concurrency(config, nodes)
         prepared.texts.make_all()
         original = read_json(folder.original)
         context = trial_context(config, prepared, folder, original)

@@ -16,7 +16,7 @@ from attention.base.progress import ProgressStage, stage
 from attention.io import checkpoint
 from orchestrator.checkpoints import base_of
 from orchestrator.cluster.placement import task_options
-from orchestrator.cluster.tasks import on_cluster
+from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.promotion.gate import check_candidate
 from orchestrator.promotion.measuring import artifacts_of, metrics_of
 from orchestrator.promotion.model_card import write_promoted_card

@@ -22,9 +22,9 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights
 from attention.ratios import own_heads
 from orchestrator import checkpoints
-from orchestrator.cluster.capacity import capacity, slots
+from orchestrator.cluster.capacity import cluster_nodes, slots
 from orchestrator.cluster.placement import Demand, task_options, worker_options
-from orchestrator.cluster.tasks import on_cluster
+from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import dha_distances
 from orchestrator.conversion.calibrating import Workers, checkpoint_calibration
@@ -188,7 +188,7 @@ CurveTask = tuple[Candidate, int]
 
 def slots_of(config: SearchConfig) -> int:
     """Tasks of one trial's CPUs and GPUs that the cluster has room for."""
-    return slots(capacity(), Demand.of(config).task | {"CPU": config.train.cpus_per_worker})
+    return slots(cluster_nodes(), Demand.of(config).task.bundle | {"CPU": config.train.cpus_per_worker})
 
 
 def calibration_workers(config: SearchConfig) -> Workers | None:

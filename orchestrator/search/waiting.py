@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
-from orchestrator.cluster.pending_resources import watched
+from orchestrator.cluster.pending_resources import watch_pending
 from orchestrator.cluster.placement import Demand
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.json_files import write_json
@@ -32,5 +32,5 @@ def waiting_told(config: SearchConfig, folder: SearchFolder, mlflow: MlflowSync,
     gauges.tell(gauges.WAITS, 0, search=folder.root.name)
     if waits_for(folder.waiting):  # of a driver that was killed
         tell(None)
-    with watched(Demand.of(config), tell):
+    with watch_pending(Demand.of(config), tell):
         yield

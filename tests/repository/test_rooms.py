@@ -15,13 +15,13 @@ ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 """A module that defines one of these is a family, an export target or an engine; their functions are named alike."""
 SHARED_NAMES = {
     "ABOUT", "AUTO", "Agreement", "BATCH", "BYTES", "COLUMNS", "DryRun", "ENGINES",
-    "EPSILON", "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LARGE", "LEAST", "LIBRARY", "LIMIT",
-    "LOOK_SECONDS", "MOST_TOLD", "NAME", "NEAR", "NEW_TOKENS", "NUMBERS", "ORDER", "PACKAGES", "PATIENCE",
-    "POLL_SECONDS", "PREFIX", "PROMOTION", "Part", "RECIPES", "REPOSITORY", "Run",
-    "SECONDS", "SHORT", "SHOWN", "SIDES", "SIMILARITY", "STAGES", "Section", "Seed", "T", "TEXTS", "Task", "TOKENS",
+    "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LARGE", "LEAST", "LIBRARY", "LIMIT",
+    "MOST_TOLD", "NAME", "NEAR", "NEW_TOKENS", "NUMBERS", "ORDER", "PACKAGES", "PATIENCE",
+    "POLL_SECONDS", "PROMOTION", "Part", "RECIPES", "Run",
+    "SECONDS", "SHORT", "SHOWN", "SIDES", "SIMILARITY", "STAGES", "Section", "Seed", "TEXTS", "Task", "TOKENS",
     "TRAIN_TOKENS", "check", "compare", "convert", "evaluate", "export",
-    "in_words", "load", "search", "spans", "spread", "tell",
-    "train", "untrained", "waits_for", "watch",
+    "load", "search", "spans", "spread", "tell",
+    "train", "untrained", "watch",
 }  # fmt: skip
 """Public names that more than one module still defines. The list only shrinks: a new thing gets a name of its own."""
 
