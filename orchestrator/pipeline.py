@@ -51,7 +51,7 @@ from orchestrator.tracking.metrics import best_point, point
 from orchestrator.tracking.runs import Tracker, default_uri
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
 
-PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")
+_PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")
 SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
 
 
@@ -143,7 +143,7 @@ def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
 def _fresh(config: SearchConfig, storage: Path) -> SearchFolder:
     folder = SearchFolder.fresh(storage, config.name)
     Journal(folder.journal).begin(len(config.rungs.steps))  # first: a search.yaml without it is of a former version
-    write_json(folder.versions, {name: _version(name) for name in PACKAGES})
+    write_json(folder.versions, {name: _version(name) for name in _PACKAGES})
     write_whole(folder.snapshot, yaml.safe_dump(_record(config), sort_keys=False))
     return folder
 

@@ -15,13 +15,13 @@ ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 """A module that defines one of these is a family, an export target or an engine; their functions are named alike."""
 SHARED_NAMES = {
     "ABOUT", "AUTO", "Agreement", "BATCH", "BYTES", "COLUMNS", "DIGITS", "DryRun", "ENGINES",
-    "EPSILON", "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LARGE", "LEAST", "LIBRARY", "LIMIT",
-    "LOOK_SECONDS", "MOST_TOLD", "NAME", "NEAR", "NEW_TOKENS", "NUMBERS", "ORDER", "PACKAGES", "PATIENCE",
-    "POLL_SECONDS", "PREFIX", "PROMOTION", "Part", "RECIPES", "REPOSITORY", "Run",
-    "SECONDS", "SHORT", "SHOWN", "SIDES", "SIMILARITY", "STAGES", "Section", "Seed", "T", "TEXTS", "Task", "TOKENS",
-    "TOLD", "TRAIN_TOKENS", "check", "compare", "convert", "evaluate", "export",
-    "in_words", "load", "promote", "register", "search", "spans", "spread", "tell",
-    "text_of", "train", "untrained", "waits_for", "watch",
+    "EPSILON", "Engine", "FORMAT", "LARGE", "LEAST", "LIBRARY", "LIMIT",
+    "LOOK_SECONDS", "MOST_TOLD", "NEAR", "NEW_TOKENS", "NUMBERS", "ORDER", "PACKAGES", "PATIENCE",
+    "POLL_SECONDS", "PREFIX", "Part", "RECIPES", "REPOSITORY", "Run",
+    "SECONDS", "SHORT", "SIDES", "SIMILARITY", "Section", "Seed", "T", "TEXTS", "Task", "TOKENS",
+    "TRAIN_TOKENS", "check", "compare", "convert", "evaluate", "export",
+    "load", "register", "spans", "tell",
+    "text_of", "train", "untrained", "waits_for",
 }  # fmt: skip
 """Public names that more than one module still defines. The list only shrinks: a new thing gets a name of its own."""
 
