@@ -28,8 +28,9 @@ from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
 from orchestrator.search.leftovers import best_of_recipe, finalists, select
 from orchestrator.search.prepare import trial_context
+from orchestrator.search.setup import open_models
 from orchestrator.search.trials.context import SearchSession
-from orchestrator.search.validation import open_models, validate_search
+from orchestrator.search.validation import validate_search
 from orchestrator.search.waiting import waiting_told
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import read_json

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from attention.base.text import compact
 from attention.base.timing import duration
-from attention.checkpoint import Checkpoint
 from orchestrator.promotion.promote import asked
 from orchestrator.promotion.state import PromotionState
-from orchestrator.resources.size import Size
 from orchestrator.resources.time import training_rate
-from orchestrator.search.validation import open_models, rehearse_search
+from orchestrator.search.setup import open_models
+from orchestrator.search.validation import rehearse_search
 
 
 def rehearse_promotion(search: str | Path, *, trials: Iterable[str] = (), top: int | None = None) -> dict[str, str]:
@@ -20,15 +19,15 @@ def rehearse_promotion(search: str | Path, *, trials: Iterable[str] = (), top: i
     Nothing is written. Raises as it does."""
     folder, config, chosen = asked(search, trials, top)
     config = open_models(config, weights=False)
-    rehearse_search(config)
+    prepared = rehearse_search(config)
     state = PromotionState.load(folder.promotion)
     ratios = {trial.kv_ratio for trial in chosen}
     trainings = sum(trial.trial_id not in state.candidates for trial in chosen)
     trainings += sum(f"{ratio:g}" not in state.baselines for ratio in ratios)
     train, length, steps = config.promotion_train, config.data.sequence_length, config.promotion.steps
     tokens = trainings * steps * train.batch_size * length
-    model = Checkpoint.open(config.model.path).config
-    rate, source = training_rate(model, train, length, Size.of(model), config.resources.tokens_per_second)
+    inputs = prepared.setup.inputs
+    rate, source = training_rate(inputs.model, train, length, inputs.size, config.resources.tokens_per_second)
     hours = f", about {duration(tokens / rate / train.num_workers)} one after the other" if rate else ""
     return {
         "promote": ", ".join(f"{t.trial_id} ({t.name})" for t in chosen),

@@ -64,13 +64,14 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
     def search_estimate(self) -> SearchEstimate:
         """What the search takes on this machine, or on one with GPUs of `gpu_memory`."""
         from orchestrator.search.estimate import estimate_search, local_parallel
-        from orchestrator.search.validation import open_models
+        from orchestrator.search.setup import SearchSetup, open_models
         from orchestrator.storage.paths import storage_path
 
         assert self.search_config is not None
         config, memory = open_models(self.search_config, weights=False), self.options.gpu_memory
         storage, parallel = storage_path(config.storage), local_parallel(config)
-        return estimate_search(config, storage, parallel=parallel, gpu_bytes=memory * 2**30 if memory else None)
+        setup = SearchSetup.open(config, weights=False, sequence_length=config.data.sequence_length)
+        return estimate_search(setup, storage, parallel=parallel, gpu_bytes=memory * 2**30 if memory else None)
 
     @cached_property
     def points(self) -> list[ConversionEstimate]:

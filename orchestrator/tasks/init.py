@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 
+from attention.checkpoint import Checkpoint
 from orchestrator import checkpoints
 from orchestrator.config.first import FirstConfig, Hardware
 from orchestrator.config.options import InitOptions
 from orchestrator.config.parsing import ConfigError, read_yaml
 from orchestrator.config.schema import parse_config
 from orchestrator.resources.size import Size
-from orchestrator.search.estimate import disk_shortage
-from orchestrator.search.validation import open_models
+from orchestrator.search.estimate import storage_of
+from orchestrator.search.setup import SearchSetup
 from orchestrator.storage.shipped import shipped
 
 
@@ -66,15 +67,17 @@ def _first_config(options: InitOptions) -> tuple[FirstConfig, str | None]:
         dequantize=options.dequantize,
         storage=options.storage,
     )
-    if (shortage := _shortage(first)) is None:
+    if _shortage(first, opened) is None:
         return first, None
     small = replace(first, small=True)
-    return small, _shortage(small) if shortage else None
+    return small, _shortage(small, opened)
 
 
-def _shortage(first: FirstConfig) -> str | None:
+def _shortage(first: FirstConfig, opened: Checkpoint) -> str | None:
+    """Say by how much a search of one trial at a time does not fit its storage; None where it does."""
     config = parse_config(read_yaml(first.text()), where="the new configuration")
-    return disk_shortage(open_models(config, weights=False))
+    model = config.model.with_folders(path=opened.path)
+    return storage_of(SearchSetup(config.model_copy(update={"model": model}), opened)).shortage(1)
 
 
 def _gpus_here() -> tuple[int, int]:

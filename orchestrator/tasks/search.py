@@ -50,18 +50,19 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
 
     def rehearse(self) -> Iterator[Mapping[str, str]]:
         from orchestrator.search.estimate import check_disk, estimate_search, local_parallel
-        from orchestrator.search.validation import check_epochs, open_models, rehearse_search
+        from orchestrator.search.setup import open_models
+        from orchestrator.search.validation import check_epochs, rehearse_search
         from orchestrator.storage.paths import SearchFolder, storage_path
 
         config = open_models(self.config, weights=False)
-        prepared = rehearse_search(config)
+        setup = rehearse_search(config).setup
         check_epochs(config)
         storage, parallel = storage_path(config.storage), local_parallel(config)
-        estimate = estimate_search(config, storage, parallel=parallel)
+        estimate = estimate_search(setup, storage, parallel=parallel)
         yield estimate.describe(config)
         warn(estimate.warnings)
         estimate.check()
-        check_disk(config, prepared, parallel)
+        check_disk(setup, parallel)
         folder = SearchFolder.free_place(storage, config.name)
         taken = f" ({config.name!r} is there already; --resume goes on with the newest search of that name)"
         yield {"folder": f"{folder}{taken if folder.name != config.name else ''}"}

@@ -19,7 +19,7 @@ from orchestrator.config.parsing import ConfigError, read_yaml
 from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.resources.disk import Storage
 from orchestrator.search.estimate import storage_of
-from orchestrator.search.validation import search_problem
+from orchestrator.search.setup import SearchSetup
 
 GIGA = 2**30
 LAPTOP, ONE_GPU, NODE = Hardware(0, 80 * GIGA, 8), Hardware(1, 24 * GIGA, 16), Hardware(8, 80 * GIGA, 64)
@@ -180,5 +180,4 @@ def test_a_large_model_on_one_gpu_takes_disk_that_there_is_or_says_so(
 
 
 def stored(config: SearchConfig) -> Storage:
-    problem = search_problem(config, geometry_of(checkpoint.load_config(config.model.path)))
-    return storage_of(config, problem)
+    return storage_of(SearchSetup.open(config, weights=False))

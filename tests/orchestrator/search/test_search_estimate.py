@@ -17,6 +17,7 @@ from orchestrator.resources import search_estimate, time
 from orchestrator.resources.search_estimate import SearchEstimate
 from orchestrator.resources.size import Size
 from orchestrator.search.estimate import estimate_search
+from orchestrator.search.setup import SearchSetup
 from orchestrator.tasks.estimate import OF_CONVERSION
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -29,7 +30,7 @@ def config_of(name: str, *changes: str) -> SearchConfig:
 
 
 def of(config: SearchConfig, tmp_path: Path, **more: Any) -> SearchEstimate:
-    return estimate_search(config, tmp_path, **more)
+    return estimate_search(SearchSetup.open(config, weights=False), tmp_path, **more)
 
 
 @pytest.fixture(autouse=True)
