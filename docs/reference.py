@@ -152,7 +152,7 @@ def commands_page() -> str:
     command = get_command(app)
     parts = [
         "# Command reference\n",
-        "<!-- written by docs/reference.py from orchestrator/cli/; do not edit -->\n",
+        "<!-- written by docs/reference.py from orchestrator/config/options.py; do not edit -->\n",
         "`headfold VERB`, or from a checkout `python orchestrator/main.py VERB`. Exit codes: 0 done, 1 the work "
         "failed, 2 a mistake in what was asked for, 130 interrupted. `headfold --install-completion` teaches a shell "
         "the verbs and options, `headfold --version` tells the version.\n",

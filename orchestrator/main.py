@@ -1,6 +1,6 @@
 """The command line: `python orchestrator/main.py VERB`, `python -m orchestrator.main VERB`, or `headfold VERB`.
 
-The verbs lie in `orchestrator.cli`. A mistake of the user ends with one message and exit code 2, a failure of the
+The verbs lie in `orchestrator.tasks`. A mistake of the user ends with one message and exit code 2, a failure of the
 work with 1, an interruption with 130.
 """
 
@@ -17,19 +17,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from attention.base.memory import collect_seldom
-from orchestrator.cli import (
-    checkpoints,
-    demo,
-    estimates,
-    recipes,
-    runner,
-    searches,
-    starting,
-    training,
-    usage,
-)
+from orchestrator.cli import checkpoints, runner, training, usage
 from orchestrator.cli.ending import ended_at_once
-from orchestrator.config.options import ConvertOptions, EstimateOptions, EvaluateOptions, InspectOptions, JsonFile
+from orchestrator.config import options
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -97,22 +87,24 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
+_TASKS = "orchestrator.tasks"
+
 for verb in (
-    demo.demo,
-    starting.init,
-    searches.search,
-    recipes.recipes,
-    runner.task_command("convert", ConvertOptions, "orchestrator.tasks.convert:Convert"),
-    runner.command("estimate", EstimateOptions, estimates.estimate, json=JsonFile),
+    runner.function_command("demo", options.DemoOptions, f"{_TASKS}.demo:demo"),
+    runner.function_command("init", options.InitOptions, f"{_TASKS}.init:init"),
+    runner.task_command("search", options.SearchOptions, f"{_TASKS}.search:Search"),
+    runner.task_command("recipes", options.RecipesOptions, f"{_TASKS}.recipes:Recipes", dry_run=False),
+    runner.task_command("convert", options.ConvertOptions, f"{_TASKS}.convert:Convert"),
+    runner.task_command("estimate", options.EstimateOptions, f"{_TASKS}.estimate:Estimation", dry_run=False),
     training.train,
     training.finetune,
-    runner.task_command("evaluate", EvaluateOptions, "orchestrator.tasks.evaluate:Evaluate"),
-    searches.watch,
-    searches.ui,
-    searches.promote,
+    runner.task_command("evaluate", options.EvaluateOptions, f"{_TASKS}.evaluate:Evaluate"),
+    runner.function_command("watch", options.WatchOptions, f"{_TASKS}.report:watch_search"),
+    runner.function_command("ui", options.UIOptions, f"{_TASKS}.report:serve_tracking"),
+    runner.task_command("promote", options.PromoteOptions, f"{_TASKS}.promote:Promote"),
     checkpoints.export,
-    runner.task_command("inspect", InspectOptions, "orchestrator.tasks.inspect:Inspect"),
-    searches.report,
+    runner.task_command("inspect", options.InspectOptions, f"{_TASKS}.inspect:Inspect"),
+    runner.task_command("report", options.ReportOptions, f"{_TASKS}.report:SearchReport", dry_run=False),
 ):
     app.command()(_interruptible(verb))
 

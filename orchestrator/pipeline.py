@@ -33,9 +33,10 @@ from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.search.estimate import announce, check_disk
 from orchestrator.search.outcome import SearchOutcome, print_outcome
 from orchestrator.search.prepare import measure_increases, prepare_original, run_search_phases, trial_context
+from orchestrator.search.setup import open_models
 from orchestrator.search.trials.context import SearchSession
 from orchestrator.search.tune_run import run_trials
-from orchestrator.search.validation import Prepared, check_epochs, open_models, validate_search
+from orchestrator.search.validation import Prepared, check_epochs, validate_search
 from orchestrator.search.waiting import waiting_told
 from orchestrator.storage import records
 from orchestrator.storage.journal import Journal, check_format, load_trials
@@ -51,7 +52,7 @@ from orchestrator.tracking.metrics import best_point, point
 from orchestrator.tracking.runs import Tracker, default_uri
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
 
-PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")
+_PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")
 SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
 
 
@@ -77,7 +78,7 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
         with connected() as nodes:
             parallel = search_concurrency(config, nodes)
             if folder is None:
-                check_disk(config, prepared, parallel)
+                check_disk(prepared.setup, parallel)
             prepared.texts.make_all()
             folder = folder or _fresh(config, storage)
             with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):
@@ -90,7 +91,7 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
                 shared = shared_of(config, folder, prepared.texts.folders, base_of(config.model.path)["base"])
                 mlflow = MlflowSync(connect, _run_of(config, folder, records.RUNNING), opened, shared)
                 _keep_id(folder, mlflow)
-                announce(config, folder, parallel)
+                announce(prepared.setup, folder, parallel)
                 outcome = _run_to_end(config, prepared, folder, mlflow, parallel)
     print_outcome(outcome)
     return outcome
@@ -143,7 +144,7 @@ def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
 def _fresh(config: SearchConfig, storage: Path) -> SearchFolder:
     folder = SearchFolder.fresh(storage, config.name)
     Journal(folder.journal).begin(len(config.rungs.steps))  # first: a search.yaml without it is of a former version
-    write_json(folder.versions, {name: _version(name) for name in PACKAGES})
+    write_json(folder.versions, {name: _version(name) for name in _PACKAGES})
     write_whole(folder.snapshot, yaml.safe_dump(_record(config), sort_keys=False))
     return folder
 

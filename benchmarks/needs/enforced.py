@@ -27,7 +27,7 @@ from orchestrator.resources.processes import Need, Needs
 from orchestrator.search import prepare
 from orchestrator.search.trials.context import training_job
 from orchestrator.search.trials.untrained import untrained_facts
-from orchestrator.search.validation import search_inputs, validate_search
+from orchestrator.search.validation import validate_search
 from orchestrator.storage.paths import SearchFolder
 from trainers.jobs.run import run_job
 from trainers.jobs.train_job import TrainJob
@@ -91,7 +91,7 @@ def run(model: Path, place: Path, *, large: bool = False) -> Iterator[Step]:
     """The steps of a search of a checkpoint, each as it is done. Raises RuntimeError if one breaks its limit."""
     config = config_of(model, place / "runs", large)
     prepared, folder = validate_search(config), SearchFolder.fresh(place / "runs", "limits")
-    needs = Needs(search_inputs(config, prepared.problem), "float32")
+    needs = Needs(prepared.setup.inputs, "float32")
     width, stored = needs.working.itemsize, sum(file.stat().st_size for file in model.glob("*.safetensors"))
     by_name = {need.process: need for need in needs.all()}
 

@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
+import typer
 from typer.models import ParameterInfo
 
 from orchestrator.config.options import DryRun, JsonFile, Typed, option_types
@@ -52,15 +53,32 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter | 
     return inspect.Parameter(name, where, default=given, annotation=Annotated[kind, described])
 
 
-def task_command(name: str, options: type, task: str) -> Callable[..., None]:
-    """Return the function of a verb whose work is a task, `module:Class`, which is loaded when the verb is run."""
+def task_command(name: str, options: type, task: str, *, dry_run: bool = True) -> Callable[..., None]:
+    """Return the function of a verb whose work is a task, which is loaded when the verb is run.
 
-    def run(given: Any, *, dry_run: bool = False, json: Path | None = None) -> None:
-        module, _, kind = task.partition(":")
-        made: type[Task[Any, Any]] = getattr(importlib.import_module(module), kind)
-        run_verb(made(given, rehearsal=dry_run), json)
+    Args:
+        name: What the verb is called.
+        options: The class of its options.
+        task: `module:Class`.
+        dry_run: Whether the verb has `--dry-run`.
+    """
 
-    return command(name, options, run, dry_run=DryRun, json=JsonFile)
+    def run(values: Any, *, dry_run: bool = False, json: Path | None = None) -> None:
+        kind: type[Task[Any, Any]] = _load(task)
+        run_verb(kind(values, rehearsal=dry_run), json)
+
+    more = {"dry_run": DryRun} if dry_run else {}
+    return command(name, options, run, **more, json=JsonFile)
+
+
+def function_command(name: str, options: type, function: str) -> Callable[..., None]:
+    """Return the function of a verb that is a plain function of its options: `module:function`, loaded when it runs."""
+    return command(name, options, lambda values: _load(function)(values))
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def run_verb(task: Task[Any, Any], json: Path | None) -> None:
@@ -72,12 +90,14 @@ def run_verb(task: Task[Any, Any], json: Path | None) -> None:
     if task.rehearsal:
         for words in task.rehearse():
             tell(words)
-        rehearsed({})
+        print("dry run: all checks passed, nothing was written")
         return
     task.announce()
     record = task.run()
     task.show(record)
     finish(record, json)
+    if code := task.exit_code(record):
+        raise typer.Exit(code)
 
 
 def tell(words: Mapping[str, str]) -> None:

@@ -18,19 +18,23 @@ from trainers.deepspeed_config import ADAM_BYTES
 COMES_ALONG = ("builtin", "stdlib")
 BILLION = 1_000_000_000
 EXACT = 16  # KV heads up to which the best grouping is found by trying all
-FULL = 0.7  # share of the GPUs' memory that these may take; the rest is for activations and logits
+_MEMORY_SHARE = 0.7  # share of the GPUs' memory that these may take; the rest is for activations and logits
 HALF = 2  # bytes of a frozen parameter in bfloat16
 TRAINED = 2 * HALF + ADAM_BYTES  # of a trained one, with its gradient
 SMOKE_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a search is to run: GPUs (0: it runs on CPUs), bytes of memory of each, CPUs."""
+class Hardware:
+    """The machine that a first configuration is for: GPUs (0: it runs on CPUs), bytes of memory of each, CPUs."""
 
     gpus: int
     gpu_bytes: int
     cpus: int
+
+    @property
+    def gpu_memory(self) -> int:
+        return self.gpus * self.gpu_bytes
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class FirstConfig:
     dtype: str
     parameters: int
     source: str
-    place: Place
+    hardware: Hardware
     schema: str
     dequantize: bool = False
     storage: str = "runs"
@@ -171,7 +175,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
 
     @property
     def workers(self) -> int:
-        return max(1, self.place.gpus)
+        return max(1, self.hardware.gpus)
 
     @property
     def kept(self) -> str:
@@ -198,34 +202,34 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
     @property
     def full(self) -> bool:
         """Whether all weights can be trained where it runs."""
-        return not self.place.gpus or TRAINED * self.parameters <= FULL * self.place.gpus * self.place.gpu_bytes
+        return not self.hardware.gpus or TRAINED * self.parameters <= _MEMORY_SHARE * self.hardware.gpu_memory
 
     def training(self) -> str:
         """The rest of the section `train`."""
-        place, large = self.place, self.parameters >= BILLION
-        lines = [f"dtype: {'bfloat16' if place.gpus else 'float32'}"]
+        hardware, large = self.hardware, self.parameters >= BILLION
+        lines = [f"dtype: {'bfloat16' if hardware.gpus else 'float32'}"]
         lines += ["micro_batch_size: 1", "activation_checkpointing: true"] * large
         if not self.full:
-            room = f"{place.gpus} x {place.gpu_bytes / 2**30:.0f} GiB"
+            room = f"{hardware.gpus} x {hardware.gpu_bytes / 2**30:.0f} GiB"
             lines.append(f"tuning: lora    # all weights and Adam's moments do not fit {room}")
         lines.append(self.distillation)
-        lines.append(f"zero_stage: {3 if place.gpus > 1 and large else 1}")
-        if place.gpus:
-            lines += [f"num_workers: {place.gpus}", "gpus_per_worker: 1"]
-        share = max(1.0, place.cpus // place.gpus - 1) if place.gpus else 0.95
+        lines.append(f"zero_stage: {3 if hardware.gpus > 1 and large else 1}")
+        if hardware.gpus:
+            lines += [f"num_workers: {hardware.gpus}", "gpus_per_worker: 1"]
+        share = max(1.0, hardware.cpus // hardware.gpus - 1) if hardware.gpus else 0.95
         return "".join(f"  {line}\n" for line in [*lines, f"cpus_per_worker: {share:g}"])
 
     @property
     def distillation(self) -> str:
         """Whether the original model teaches: wherever its weights fit beside those that are trained."""
-        room = FULL * self.place.gpus * self.place.gpu_bytes
+        room = _MEMORY_SHARE * self.hardware.gpu_memory
         beside = (TRAINED if self.full else HALF) + HALF
-        if self.place.gpus and beside * self.parameters > room:
+        if self.hardware.gpus and beside * self.parameters > room:
             return "distillation: none    # the original model does not fit beside the one that is trained"
         return "distillation: kl    # towards the original model's predictions, beside the language-modelling loss"
 
     def resources(self) -> str:
-        if not self.place.gpus:
+        if not self.hardware.gpus:
             return ""
         return "\nresources:\n  trial_gpus: 1    # planning and measuring; free again while the workers train\n"
 

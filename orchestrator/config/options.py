@@ -355,3 +355,109 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
         str | None,
         typer.Option(help="Text whose held-out part is measured on, as convert does; the same kinds of source."),
     ] = None
+
+
+SearchPath = Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Run a search: trials, front, promotion, report."""
+
+    config: ConfigFile
+    overrides: ConfigOverrides = None
+    resume: Annotated[
+        bool | str,
+        Typed(bool),
+        typer.Option(
+            "--resume",
+            help="Continue the newest search of this name; with a NAME after it the one in that folder, e.g. demo-2.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromoteOptions:
+    """Train chosen trials fully, pass the gate, register. Finished steps are not repeated."""
+
+    search: SearchPath
+    trial: Annotated[list[str] | None, typer.Option(help="Trial id to promote; may be given several times.")] = None
+    top: Annotated[int | None, typer.Option(min=1, help="Promote the K best at each KV ratio.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Write one page of a search: promoted models, front, trials. It needs no other file, and no network."""
+
+    search: Annotated[Path, typer.Argument(help="Folder of a search.")]
+    out: Annotated[Path | None, typer.Option(help="HTML file; report.html in the folder by default.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """Watch a search: trials, front so far, spent and left. Reads files only."""
+
+    search: SearchPath
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", help="Look once, write one JSON object to this file; - prints it alone."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UIOptions:
+    """Serve MLflow's page of a search at http://127.0.0.1:PORT until Ctrl-C, and print its address."""
+
+    search: SearchPath
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of this machine's loopback address.")] = 5000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """Search, promote and export on a small checkpoint. It comes along; the export is loaded in transformers and
+    llama.cpp."""
+
+    overrides: ConfigOverrides = None
+    storage: Annotated[Path, typer.Option(help="Folder for all that the demo writes.")] = Path("runs/demo")
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a demo that was stopped.")] = False
+    path: Annotated[bool, typer.Option("--path", help="Print the folder of that checkpoint, and end.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    """Write a first configuration for a checkpoint, and a smoke test of it. Both are commented; `headfold search FILE
+    --dry-run` checks one. What does not fit the free disk is made smaller, or said."""
+
+    model: Annotated[
+        str, typer.Argument(help="Folder with config.json, a GGUF file, or hub name; no weights are read.")
+    ]
+    out: Annotated[
+        Path | None, typer.Option(help="The YAML file (default: the model's name in this folder); - prints it.")
+    ] = None
+    data: Annotated[
+        str, typer.Option(help="Text to train and measure on: files, a folder, a hub name, stdlib or builtin.")
+    ] = "builtin"
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of the machine or node that it will run on (default: those here).")
+    ] = None
+    gpu_memory: Annotated[
+        int | None, typer.Option(min=1, help="GiB of memory of each (default: of those here; 80 where there is none).")
+    ] = None
+    dequantize: Dequantize = False
+    storage: Annotated[
+        str, typer.Option(help="Where searches are to write; what is written fits the free space there if it can.")
+    ] = "runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipesOptions:
+    """List the recipes: what each does, its paper, what it costs, and which engines load it."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Folder with config.json, a GGUF file, or hub name (default: a Llama)."),
+    ] = None
+    engine: Engine = None
+    dequantize: Dequantize = False

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from attention.base.messages import near, reason
 
-TOLD = 12  # mistakes of one file that are told
+_MOST_LINES = 12  # mistakes of one file that are told
 IN_WORDS = {
     "model_type": "expected a section, with keys and values of its own",
     "dict_type": "expected keys and values",
@@ -98,8 +98,8 @@ def parse_section(section: type[Parsed], record: Mapping[str, Any], where: str) 
         return section.model_validate(record)
     except ValidationError as error:
         lines = list(dict.fromkeys(_explain(item, section) for item in error.errors(include_url=False)))
-        if len(lines) > TOLD:
-            lines[TOLD:] = [f"and {len(lines) - TOLD} more"]
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more"]
         raise ConfigError(f"{where} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 

@@ -87,8 +87,8 @@ KVRatio = Annotated[
     BeforeValidator(_share, json_schema_input_type=float | str),
     AfterValidator(_ratio),
 ]
-KVRatios = Annotated[list[KVRatio], AfterValidator(distinct)]
-KVHeads = Annotated[list[PositiveInt], AfterValidator(distinct), AfterValidator(_not_both)]
+_KVRatios = Annotated[list[KVRatio], AfterValidator(distinct)]
+_KVHeads = Annotated[list[PositiveInt], AfterValidator(distinct), AfterValidator(_not_both)]
 Name = Annotated[str, AfterValidator(_slug)]
 
 
@@ -165,9 +165,9 @@ class ArmSection(Section):
     """A named recipe, e.g. gqa or headfold."""
     label: Name | None = None
     """The arm's name in reports; none: that of its recipe."""
-    kv_ratios: KVRatios = []
+    kv_ratios: _KVRatios = []
     """Its own KV ratios; none: those of the search."""
-    kv_heads: KVHeads = []
+    kv_heads: _KVHeads = []
     """The same in KV heads."""
     changes: dict[str, Any] = {}
     """Other parts on the axes of the recipe, e.g. `{alignment: procrustes}`."""
@@ -219,10 +219,10 @@ class SearchSection(Section):
     the probes of its walks, with the best plan of each ratio as one more candidate."""
     recipes: Arms = Field(default=[ArmSection(recipe="gqa"), ArmSection(recipe="headfold")], min_length=1)
     """The arms of the comparison: names of recipes, or arms with changes."""
-    kv_ratios: KVRatios = []
+    kv_ratios: _KVRatios = []
     """Shares of the checkpoint's own KV cache to keep at most, e.g. `[0.5, 0.25]` or `[50%, 25%]`: each recipe takes
     its largest plan at or below each. 1, the whole cache, is for recipes that change something else."""
-    kv_heads: Annotated[KVHeads, AfterValidator(_either)] = Field(default=[], validate_default=True)
+    kv_heads: Annotated[_KVHeads, AfterValidator(_either)] = Field(default=[], validate_default=True)
     """In place of `kv_ratios`: at most how many KV heads per layer, on average, e.g. `[4, 2]`."""
     strict: bool = False
     """Whether a ratio that a recipe cannot meet exactly is refused."""

@@ -18,7 +18,6 @@ from pathlib import Path
 from attention.base.messages import near
 from attention.base.text import compact
 from attention.base.timing import duration
-from attention.checkpoint import Checkpoint
 from attention.ratios import percent
 from orchestrator.checkpoints import base_of
 from orchestrator.cluster.capacity import search_concurrency
@@ -34,12 +33,12 @@ from orchestrator.promotion.state import (
 )
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
-from orchestrator.resources.size import Size
 from orchestrator.resources.time import training_rate
 from orchestrator.search.leftovers import best_of_recipe, finalists, select
 from orchestrator.search.prepare import trial_context
+from orchestrator.search.setup import open_models
 from orchestrator.search.trials.context import SearchSession
-from orchestrator.search.validation import open_models, rehearse_search, validate_search
+from orchestrator.search.validation import rehearse_search, validate_search
 from orchestrator.search.waiting import waiting_told
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import read_json
@@ -108,7 +107,7 @@ def rehearse_promotion(
     """
     folder, config, chosen = _request(search, trials, top)
     config = open_models(config, weights=False)
-    rehearse_search(config)
+    prepared = rehearse_search(config)
     state = PromotionState.load(folder.promotion)
     ratios = {trial.kv_ratio for trial in chosen}
     trainings = sum(trial.trial_id not in state.candidates for trial in chosen)
@@ -117,9 +116,9 @@ def rehearse_promotion(
     length = config.data.sequence_length
     steps = config.promotion.steps
     tokens = trainings * steps * settings.batch_size * length
-    model = Checkpoint.open(config.model.path).config
+    inputs = prepared.setup.inputs
     known_rate = config.resources.tokens_per_second
-    rate, source = training_rate(model, settings, length, Size.of(model), known_rate)
+    rate, source = training_rate(inputs.model, settings, length, inputs.size, known_rate)
     if rate:
         seconds = tokens / rate / settings.num_workers
         source = (

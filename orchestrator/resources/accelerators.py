@@ -42,7 +42,7 @@ def memory_of(accelerator_type: str) -> int | None:
     return None if known is None else known * GIGA
 
 
-def in_words(accelerator_type: str) -> str:
+def memory_in_words(accelerator_type: str) -> str:
     """The memory of a type, for people, and what to do if there is a larger one of the name."""
     memory = memory_of(accelerator_type)
     if memory is None:

@@ -167,7 +167,7 @@ class ConversionEstimate:
         memory = "GPU memory" if self.on_gpu else "memory of the machine"
         giga = 2.0**30
         kv_bytes = f"{self.kv_bytes_per_token:,} of {self.kv_bytes_per_token_original:,} KV bytes per token"
-        layerwise = f"{self.layerwise / giga:.1f} GiB of {memory}, most of it {STAGES[largest]}"
+        layerwise = f"{self.layerwise / giga:.1f} GiB of {memory}, most of it {_STAGES[largest]}"
         on_gpu = "; how long on the GPU is not known here" if self.elsewhere else ""
         return {
             "cache": f"{percent(self.kv_ratio)} of the checkpoint's{unmet(vars(self))}: {kv_bytes}",
@@ -182,7 +182,7 @@ class ConversionEstimate:
         }
 
 
-STAGES = {
+_STAGES = {
     "texts": "while texts are read",
     "sensitivity": "while it is measured how much each layer's output matters",
     "embedding": "while tokens are embedded",

@@ -23,7 +23,7 @@ from attention.io.precision import DTYPES
 from attention.modeling.predictions import most_logit_bytes, positions_at_once
 from orchestrator.cluster.placement import Demand
 from orchestrator.config.schema import SearchConfig
-from orchestrator.resources.accelerators import GIGABYTES, in_words, memory_of
+from orchestrator.resources.accelerators import GIGABYTES, memory_in_words, memory_of
 from orchestrator.resources.memory import converted_attention, in_memory_stages
 from orchestrator.resources.size import READING, Conversion, SearchInputs, Size
 from trainers.adapters import adaptable
@@ -118,7 +118,7 @@ class Needs:
         larger = [kind for kind in GIGABYTES if (memory_of(kind) or 0) >= need.total]
         larger_type = f"; or {key}={min(larger, key=lambda kind: GIGABYTES[kind])}" if larger else ""
         return (
-            f"{key}: {in_words(need.accelerator_type)}{share}, but the {need.process} takes {gib(need.total)}, "
+            f"{key}: {memory_in_words(need.accelerator_type)}{share}, but the {need.process} takes {gib(need.total)}, "
             f"{gib(need.parts[need.largest])} of it {need.largest}; what helps: {need.remedy}{larger_type}"
         )
 
@@ -248,7 +248,7 @@ class Needs:
         wants, or the optimiser's step, with gradients in its own dtype and what Adam makes of them."""
         width, on_gpu, zero = DTYPES[train.dtype].itemsize, train.gpus_per_worker > 0, _zero(train)
         trained = self._trained(train)
-        share = {name: train.num_workers if train.zero_stage >= stage else 1 for name, stage in STAGES.items()}
+        share = {name: train.num_workers if train.zero_stage >= stage else 1 for name, stage in _ZERO_STAGES.items()}
         master, state = _optimiser_bytes(train)
         held = {
             "libraries": 0 if on_gpu else PROCESS,
@@ -305,7 +305,7 @@ class Needs:
         return train.lora_rank * int(sides) * self.geometry.num_layers
 
 
-STAGES = {"optimiser": 1, "gradients": 2, "weights": 3}
+_ZERO_STAGES = {"optimiser": 1, "gradients": 2, "weights": 3}
 """The ZeRO stage from which on each is split over the workers."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from attention.base.text import compact, gib
 from attention.base.timing import duration
-from orchestrator.config.schema import SearchConfig
+from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.resources.disk import Storage
 from orchestrator.resources.memory import available_bytes
 from orchestrator.resources.processes import Need, Needs
@@ -155,6 +155,11 @@ class SearchEstimate(SearchTime, SearchWork):
             processes=tuple(processes),
             refusals=tuple(needs.refusals()),
         )
+
+    def check(self) -> None:
+        """Raise ConfigError for processes that do not fit the GPU that they ask for."""
+        if self.refusals:
+            raise ConfigError("\n".join(self.refusals))
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON has it."""

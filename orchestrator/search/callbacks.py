@@ -22,7 +22,7 @@ from orchestrator.tracking import gauges
 from orchestrator.tracking.described import trial_run
 from orchestrator.tracking.sync import MlflowSync
 
-SHOWN = 3  # trials whose planning the progress tells of
+_MOST_SHOWN = 3  # trials whose planning the progress tells of
 
 
 class SearchLog(Callback):
@@ -60,7 +60,7 @@ class SearchLog(Callback):
         trials = self.journal.history.records  # by a thread of its own, which gives no names
         running = [r for r in list(trials.values()) if r.status == results.RUNNING and not r.rungs]
         folder = self.journal.path.parent / "trials"
-        lines = [(r.name, published_progress(str(folder / r.trial_id))) for r in running[:SHOWN]]
+        lines = [(r.name, published_progress(str(folder / r.trial_id))) for r in running[:_MOST_SHOWN]]
         return "; ".join(f"{name}: {line}" for name, line in lines if line)
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:

@@ -142,13 +142,15 @@ def _allows(domain: Domain, value: Any) -> bool:
     return (domain.low is None or value >= domain.low) and (domain.high is None or value <= domain.high)
 
 
-def named_candidates(config: SearchConfig, geometry: HeadGeometry) -> tuple[Candidate, ...]:
+def named_candidates(
+    config: SearchConfig, geometry: HeadGeometry, engine: EngineForm | None = None
+) -> tuple[Candidate, ...]:
     """Every configured arm at its KV ratios with every learning rate and seed, the baseline first and at every ratio.
 
     Raises ConfigError for an unknown recipe, and for a ratio below all that a recipe can meet on this checkpoint, or
     with `search.strict` one that it cannot meet exactly.
     """
-    of_search, engine = ratios_of(config.search, geometry), engine_form(config, geometry)
+    of_search = ratios_of(config.search, geometry)
     arms = [(_recipe(config, arm), ratios_of(arm, geometry) or of_search) for arm in config.arms]
     for recipe, _ in arms:
         _check_held(recipe, engine)
@@ -210,10 +212,10 @@ def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
     return replace(recipe, name=arm.name)
 
 
-def engine_form(config: SearchConfig, geometry: HeadGeometry) -> EngineForm | None:
-    """What the engine of `search.target` holds; None for `any`."""
+def engine_form(config: SearchConfig, model: Checkpoint) -> EngineForm | None:
+    """Return what the engine of `search.target` loads of the model's family; None for `any`."""
     name = config.search.target
-    return None if name == "any" else EngineForm.of(name, Checkpoint.open(config.model.path).config, geometry)
+    return None if name == "any" else EngineForm.of(name, model.config, model.geometry)
 
 
 def _check_held(recipe: Recipe, engine: EngineForm | None) -> None:
@@ -247,12 +249,11 @@ def _cannot_meet(
     return None
 
 
-def candidate_space(config: SearchConfig, geometry: HeadGeometry) -> CandidateSpace:
+def candidate_space(config: SearchConfig, geometry: HeadGeometry, engine: EngineForm | None = None) -> CandidateSpace:
     """The space that free candidates are drawn from. Raises ConfigError for a field or choice that does not exist."""
     section, ratios = config.search, ratios_of(config.search, geometry)
     try:
         params = {name: value for name, value in section.params.items() if not name.startswith(OF_SEARCHER)}
-        engine = engine_form(config, geometry)
         choices, strict = section.search_space, section.strict
         joint = JointSpace(ratios, geometry, choices=choices, settings=params, engine=engine, strict=strict)
     except ValueError as error:

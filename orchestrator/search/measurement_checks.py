@@ -3,6 +3,7 @@ prompts and long contexts of the promotion."""
 
 from __future__ import annotations
 
+from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
 from attention.io.targets import target
 from orchestrator import checkpoints
@@ -16,7 +17,7 @@ from orchestrator.serving.engine import EngineError
 from orchestrator.serving.engines import engine
 
 
-def check_extras(config: SearchConfig, geometry: HeadGeometry) -> None:
+def check_extras(config: SearchConfig, model: Checkpoint) -> None:
     """Raises ConfigError for prompts and context lengths of the promotion that the model does not take, or for which
     there is too little held-out text."""
     section = config.promotion
@@ -24,9 +25,9 @@ def check_extras(config: SearchConfig, geometry: HeadGeometry) -> None:
         return
     try:
         if section.prompts:
-            encode_prompts(section.prompts, checkpoints.load_tokenizer(config.model.path), geometry.max_positions)
+            encode_prompts(section.prompts, checkpoints.load_tokenizer(model), model.geometry.max_positions)
         if section.context_lengths:
-            longest = context_lengths(",".join(map(str, section.context_lengths)), geometry.max_positions)[-1]
+            longest = context_lengths(",".join(map(str, section.context_lengths)), model.geometry.max_positions)[-1]
             needed, there = TEXTS * longest, config.data.eval.tokens
             if needed > there:
                 raise ConfigError(

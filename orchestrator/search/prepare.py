@@ -36,6 +36,7 @@ from orchestrator.search.validation import Prepared
 from orchestrator.serving.decode_times import DecodeTimes, measure_decode_times
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.paths import SearchFolder, in_ray_job
+from orchestrator.storage.records import OriginalRecord
 from search_spaces.planning.by_layer import measure_curves
 from search_spaces.planning.curves import DECIDES
 from search_spaces.recipes.catalogue import AXES
@@ -46,16 +47,25 @@ from trainers.evaluation import evaluate
 from trainers.text.data import read_sequences
 
 
-def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> dict[str, Any]:
+def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> OriginalRecord:
     """Score the original model (nats per token) and calibrate it, once a search; kept in `original.json`."""
     if folder.original.exists():
         return read_json(folder.original)
     path = locate_model(config.model.path, folder)
     device = config.train.device_with(config.resources.trial_gpus)
-    dtype = checkpoints.written_dtype(path, config.model.dtype)
-    rows, workers = config.train.device_batch_size, calibration_workers(config)
-    given = path, dtype, device, prepared.geometry, prepared.files, prepared.cache / "calibration", rows, workers
-    record = on_cluster(task_options(config), "original model", measure_original, *given)
+    record: OriginalRecord = on_cluster(
+        task_options(config),
+        "original model",
+        measure_original,
+        path,
+        prepared.setup.dtype,
+        device,
+        prepared.geometry,
+        prepared.files,
+        prepared.cache / "calibration",
+        config.train.device_batch_size,
+        calibration_workers(config),
+    )
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes per token"
     words = f"original model: held-out loss {record['loss']:.3f} nats per token, {size}"
@@ -72,18 +82,20 @@ def measure_original(
     cache: Path,
     rows: int,
     workers: Workers | None,
-) -> dict[str, Any]:
+) -> OriginalRecord:
     """What is known of the original model, `rows` sequences at a time; leaves its calibration in `cache`."""
     started = time.perf_counter()
-    model = checkpoints.load_working(path, dtype, device)
+    opened = Checkpoint.open(path)
+    model = checkpoints.load_working(opened, dtype, device)
     scored = evaluate(model, read_sequences(files["eval"])[:], batch_size=rows)
     cast_weights(model, checkpoints.dtype_of(dtype))  # bytes are those of what is written
     facts = checkpoints.cache_facts(model, own_heads(geometry)) | {"parameters": checkpoints.parameters(model)}
     del model  # the calibration reads a layer at a time
     tokens = read_sequences(files["calibration"])[:]
-    weights = checkpoint.weights_digest(Checkpoint.open(path).folder, cache)
-    own: dict[str, Any] = {"dtype": dtype, "device": device, "weights": weights, "workers": workers}
-    calibration = checkpoint_calibration(path, tokens, cache, **own)
+    weights = checkpoint.weights_digest(opened.folder, cache)
+    calibration = checkpoint_calibration(
+        opened, tokens, cache, dtype=dtype, device=device, weights=weights, workers=workers
+    )
     return {
         "model": path,
         "dtype": dtype,
@@ -98,14 +110,15 @@ def measure_original(
     }
 
 
-def decode_times(config: SearchConfig, original: dict[str, Any], folder: SearchFolder) -> DecodeTimes | None:
+def decode_times(
+    config: SearchConfig, original: OriginalRecord, dtype: str, folder: SearchFolder
+) -> DecodeTimes | None:
     """How long the engine takes to decode, by KV heads, measured once a search and kept in `decode_times.json`; None
     where the search does not ask."""
     length = config.search.decode_context_length
     if length is None:
         return None
     if not folder.decode_times.exists():
-        dtype = checkpoints.written_dtype(original["model"], config.model.dtype)
         asked = original["model"], config.search.target, length, dtype
         made = on_cluster(task_options(config), "decode time in the engine", measure_decode_times, *asked)
         write_json(folder.decode_times, asdict(made))
@@ -133,13 +146,13 @@ def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
 
 
 def trial_context(
-    config: SearchConfig, prepared: Prepared, folder: SearchFolder, original: dict[str, Any]
+    config: SearchConfig, prepared: Prepared, folder: SearchFolder, original: OriginalRecord
 ) -> TrialContext:
     """What all trials share."""
     return TrialContext(
         folder=str(folder.root),
         model=original["model"],
-        dtype=checkpoints.written_dtype(original["model"], config.model.dtype),
+        dtype=prepared.setup.dtype,
         **{f"{split}_file": str(file) for split, file in prepared.files.items()},
         calibration_cache=str(prepared.cache / "calibration"),
         weights=original.get("digests", {}).get("weights"),
@@ -153,7 +166,7 @@ def trial_context(
         placement_strategy=config.resources.placement_strategy,
         checkpoint_address=folder.train_address,
         task=task_options(config) if config.resources.trial_gpus else None,
-        decode_times=decode_times(config, original, folder),
+        decode_times=decode_times(config, original, prepared.setup.dtype, folder),
     )
 
 

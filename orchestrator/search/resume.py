@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 LOSSES = 3
 """How often in a row a trial may lose its machines without getting any further, before it counts as failed."""
-FULL = (
+_FULL_DISK = (
     r"No space left on device|File too large|Disk quota exceeded|PytorchStreamWriter failed|unexpected pos \d+ vs \d+"
 )
 """What a disk that is full comes to: in Python, in Rust, and twice in torch's own files."""
@@ -40,7 +40,7 @@ NOT_STARTED = r"worker group startup timed out|worker actors failed to initializ
 LOST = re.compile(
     r"\b(RayActorError|ActorDiedError|ActorUnavailableError|NodeDiedError|WorkerCrashedError|OwnerDiedError|"
     r"ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|RaySystemError|JournalError|CheckpointNotSentError)\b|"
-    + FULL
+    + _FULL_DISK
     + "|"
     + NOT_STARTED
 )
@@ -60,7 +60,7 @@ def error_of(trial: Any) -> str:
 
 def disk_failed(error: BaseException | str) -> bool:
     """Whether Tune, or a trial, has ended because a file could not be written."""
-    return re.search(FULL, str(error)) is not None
+    return re.search(_FULL_DISK, str(error)) is not None
 
 
 class SteadyTrial(Trial):

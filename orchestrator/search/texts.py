@@ -17,7 +17,7 @@ from trainers.text.corpora import DataError
 from trainers.text.data import SMALL_TEXT, SPLITS, Split, TextCut, token_set
 from trainers.text.token_sets import is_complete
 
-PROMOTION = "promotion"
+_PROMOTION = "promotion"
 """Beside the splits: the training text of a promotion that has its own."""
 
 
@@ -36,7 +36,7 @@ class SearchTexts:
         cuts, length, field = {}, config.data.sequence_length, config.data.text_field
         texts: dict[str, tuple[Split, str, int]] = {split: (split, *config.data.section(split)) for split in SPLITS}
         if (fresh := config.promotion.data) is not None:
-            texts[PROMOTION] = "train", fresh.source or config.data.source, fresh.tokens
+            texts[_PROMOTION] = "train", fresh.source or config.data.source, fresh.tokens
         for name, (split, source, tokens) in texts.items():
             with _named(name, source):
                 cuts[name] = TextCut(source, split, tokens, length, config.search.seed, field)
@@ -71,5 +71,5 @@ def _named(split: str, source: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        key = "promotion.data" if split == PROMOTION else f"data.{split}"
+        key = "promotion.data" if split == _PROMOTION else f"data.{split}"
         raise DataError(f"{key}: source {source!r}: {error}") from None

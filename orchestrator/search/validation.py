@@ -7,52 +7,50 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
-from attention.io.precision import DTYPES
 from orchestrator import checkpoints
 from orchestrator.cluster.capacity import search_concurrency
 from orchestrator.cluster.session import local_nodes, starts_ray
 from orchestrator.config.schema import ConfigError, SearchConfig, check_training
 from orchestrator.resources.accelerators import memory_of
 from orchestrator.resources.processes import Needs
-from orchestrator.resources.size import PlannedConversion, SearchInputs
-from orchestrator.search.candidates import candidate_space, named_candidates, searcher_settings
 from orchestrator.search.measurement_checks import check_decode_time, check_extras, check_tasks
 from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
+from orchestrator.search.setup import SearchSetup
 from orchestrator.search.texts import SearchTexts
 from orchestrator.storage.paths import check_writable, storage_path
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What validation found and made: geometry, candidates, texts. Those that are large are tokenised when there is a
-    cluster (`texts.make_all`); `reused`: splits whose token set an earlier search had made."""
+    """A search that has passed its checks.
 
-    geometry: HeadGeometry
-    problem: SearchProblem
+    Attributes:
+        setup: Its configuration with the checkpoint open.
+        texts: Its texts; large ones are tokenised once there is a cluster (`SearchTexts.make_all`).
+        reused: Splits whose token set an earlier search has made.
+        cache: The folder of what searches of one storage share.
+    """
+
+    setup: SearchSetup
     texts: SearchTexts
     reused: tuple[str, ...]
     cache: Path
 
     @property
+    def geometry(self) -> HeadGeometry:
+        return self.setup.geometry
+
+    @property
+    def problem(self) -> SearchProblem:
+        """What the searcher is handed."""
+        return self.setup.problem
+
+    @property
     def files(self) -> dict[str, Path]:
         """The folder of each split's token set."""
         return self.texts.folders
-
-
-def open_models(config: SearchConfig, *, weights: bool = True) -> SearchConfig:
-    """The configuration with the plain copies of its models where they are GGUF files or quantised: in the storage,
-    which every node sees. Without `weights` (for estimates) they hold configs and tokenizers alone, in the user's
-    cache. Raises ConfigError."""
-    section, folders = config.model, {}
-    cache = storage_path(config.storage) / "cache" if weights else None
-    for key in ("path", "teacher"):
-        if (source := getattr(section, key)) is not None:
-            opening = {"dequantize": section.dequantize, "weights": weights, "cache": cache}
-            folders[key] = checkpoints.resolve_model(source, key=f"model.{key}", **opening)
-    return config.model_copy(update={"model": section.with_folders(**folders)})
 
 
 def validate_search(config: SearchConfig) -> Prepared:
@@ -80,58 +78,40 @@ def check_search(config: SearchConfig) -> Prepared:
     once it is connected.
     """
     length = config.data.sequence_length
-    model = checkpoints.open_checkpoint(config.model.path, "model.path")
-    geometry = model.geometry
+    setup = SearchSetup.open(config)
+    model, geometry = setup.model, setup.geometry
     checkpoints.check_own_cache(model, "model.path")
     _check_length(length, config.model.path, geometry)
     if config.model.teacher:
         teacher = checkpoints.open_checkpoint(config.model.teacher, "model.teacher")
         _check_length(length, config.model.teacher, teacher.geometry)
         checkpoints.check_same_words(teacher, model, "model.teacher")
-    problem = search_problem(config, geometry)
-    check_searcher(config, problem)
+    check_searcher(config, setup.problem)
     check_scheduler(config)
     check_training(config.train)
     check_training(config.promotion_train)
     check_tasks(config)
-    check_extras(config, geometry)
+    check_extras(config, model)
     check_decode_time(config, geometry)
-    check_accelerators(config, problem)
+    check_accelerators(setup)
     if starts_ray():
         search_concurrency(config, local_nodes())
     storage = storage_path(config.storage)
     check_writable(storage)
     texts = SearchTexts.check(config, model, storage / "cache" / "tokens")
-    return Prepared(geometry, problem, texts, tuple(texts.there()), storage / "cache")
+    return Prepared(setup, texts, tuple(texts.there()), storage / "cache")
 
 
-def search_problem(config: SearchConfig, geometry: HeadGeometry) -> SearchProblem:
-    """What the searcher of a configuration is handed. Raises ConfigError for a candidate that cannot be."""
-    section, named = config.search, named_candidates(config, geometry)
-    space, params = candidate_space(config, geometry), searcher_settings(config)
-    seeds, objectives = tuple(config.seeds), config.objectives
-    return SearchProblem(space, named, section.num_samples, section.seed, params, seeds, objectives=objectives)
+def check_accelerators(setup: SearchSetup) -> None:
+    """Raise ConfigError for a process that cannot fit the GPU that it asks for by type.
 
-
-def search_inputs(config: SearchConfig, problem: SearchProblem) -> SearchInputs:
-    """What the estimates of a search read. Raises ConfigError if nothing says which dtype the checkpoint has."""
-    model = Checkpoint.open(config.model.path, "model.path")
-    return SearchInputs(
-        config=config,
-        model=model.config,
-        written=DTYPES[checkpoints.written_dtype(model, config.model.dtype)],
-        candidates=tuple(PlannedConversion(c.recipe, c.kv_ratio, c.used_ratio) for c in problem.named),
-    )
-
-
-def check_accelerators(config: SearchConfig, problem: SearchProblem) -> None:
-    """Raises ConfigError for a process that cannot fit the GPU that it asks for by type; nothing is looked at where
-    there is no type, or one whose memory is not known."""
-    section = config.resources
+    Nothing is checked where there is no type, or one whose memory is not known.
+    """
+    section = setup.config.resources
     if not any(kind and memory_of(kind) for kind in (section.accelerator_type, section.trial_accelerator_type)):
         return
     # The smallest statistics: what is kept of them is chosen later, by the room that there is
-    if refusals := Needs(search_inputs(config, problem), "pooled").refusals():
+    if refusals := Needs(setup.inputs, "pooled").refusals():
         raise ConfigError("\n".join(refusals))
 
 

@@ -52,6 +52,14 @@ class Task(ABC, Generic[OptionsT, RecordT]):
     def show(self, record: RecordT) -> None:
         """Print a record."""
 
+    def exit_code(self, record: RecordT) -> int:
+        """Return the exit code of the process, once the record is printed and written.
+
+        Raises:
+            ValueError: For a result that a user has to act on.
+        """
+        return 0
+
 
 def advise_text(*sources: str | None) -> None:
     """Say on stderr what text is taken where none was named."""

@@ -29,7 +29,7 @@ from search_spaces.planning.budgets import admissible_counts, nearest_budget
 from search_spaces.recipes.catalogue import Recipe, recipe
 
 SCORE = "calibration_loss"
-NAME = "asymgqa-search"
+_RECIPE = "asymgqa-search"
 CHOSEN = ("grouping", "similarity", "alignment", "fusion", "refinement", "recovery")
 """What `search.search_space` may set, one value each; the rest is as in the recipe asymgqa."""
 
@@ -145,7 +145,7 @@ def walk_recipe(problem: SearchProblem) -> Recipe:
     if engine and (reasons := engine.refusals(changed.to_dict(), equal_groups=changed.equal_groups)):
         raise ConfigError(f"search.target: the asymgqa searcher cannot be: {'; '.join(reasons)}; choose target any")
     settings = {name: value for name, value in joint.settings.items() if name in dict(changed.settings)}
-    return replace(changed.with_changes(settings=settings), name=NAME)
+    return replace(changed.with_changes(settings=settings), name=_RECIPE)
 
 
 def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float, list[Chain]]:
@@ -165,7 +165,7 @@ def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float
         admissible = admissible_counts(walk, geometry)
         counts[kv_ratio] = uniform(geometry.num_layers, geometry.num_kv_heads, budget, admissible=admissible)
     sites = {kv_ratio: list(searched_sites(counts[kv_ratio], geometry.num_kv_heads)) for kv_ratio in counts}
-    moves = spread(problem.samples, sites, chains, walk.knobs("grouping")["iterations"])
+    moves = _spread(problem.samples, sites, chains, walk.knobs("grouping")["iterations"])
     settings = {k: v for k, v in walk.knobs("grouping").items() if k not in ("iterations", "equal_sizes")}
     settings["symmetric"] = walk.grouping == "walk_symmetric"
     generators = np.random.default_rng(problem.seed).spawn(len(moves))
@@ -175,7 +175,7 @@ def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float
     return by_ratio
 
 
-def spread(
+def _spread(
     samples: int, sites: Mapping[float, list[SiteKey]], chains: int, iterations: int
 ) -> dict[tuple[float, int], dict[SiteKey, int]]:
     """Moves at each site of each chain (KV ratio, index), `samples` in all. Raises ConfigError if they do not fit."""

@@ -30,7 +30,7 @@ from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, 
 from search_spaces import pareto
 from search_spaces.space.joint_space import Domain
 
-NEAR = 10
+_TRIES_PER_CHANGE = 10
 """Variations of a proposal in one decision that may repeat an earlier candidate too, before two are changed."""
 RECENT, BEST = 150, 50
 """Results that a proposal rests on: those of the newest trials, and the best of the others by rank. With all of them
@@ -102,7 +102,7 @@ class FrontSearch(ListedSearcher):
         yield space.candidate(point)
         generator = np.random.default_rng([self._problem.seed, number])
         for attempt in itertools.count():
-            yield space.candidate(space.vary(point, 1 + attempt // NEAR, generator))
+            yield space.candidate(space.vary(point, 1 + attempt // _TRIES_PER_CHANGE, generator))
 
 
 def ask(trial: Any, domain: Domain) -> Any:

@@ -14,15 +14,15 @@ from command_line import run_here
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
-from orchestrator.config.first import FirstConfig, Place
+from orchestrator.config.first import FirstConfig, Hardware
 from orchestrator.config.parsing import ConfigError, read_yaml
 from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.resources.disk import Storage
 from orchestrator.search.estimate import storage_of
-from orchestrator.search.validation import search_problem
+from orchestrator.search.setup import SearchSetup
 
 GIGA = 2**30
-LAPTOP, ONE_GPU, NODE = Place(0, 80 * GIGA, 8), Place(1, 24 * GIGA, 16), Place(8, 80 * GIGA, 64)
+LAPTOP, ONE_GPU, NODE = Hardware(0, 80 * GIGA, 8), Hardware(1, 24 * GIGA, 16), Hardware(8, 80 * GIGA, 64)
 
 
 @pytest.fixture
@@ -79,11 +79,11 @@ def test_the_first_line_names_a_schema_that_is_there(place: Path, demo_dir: Path
 
 
 def first(
-    kv_heads: int, parameters: float, place: Place, demo: HeadGeometry, source: str = "texts", **kind: Any
+    kv_heads: int, parameters: float, hardware: Hardware, demo: HeadGeometry, source: str = "texts", **kind: Any
 ) -> SearchConfig:
     """The configuration of a model of 12 query heads, read back."""
     geometry = replace(demo, num_heads=12, num_kv_heads=kv_heads, max_positions=32_768)
-    made = FirstConfig("org/Some Model-7B", geometry, "bfloat16", int(parameters), source, place, "s.json", **kind)
+    made = FirstConfig("org/Some Model-7B", geometry, "bfloat16", int(parameters), source, hardware, "s.json", **kind)
     return parse_config(yaml.safe_load(made.text()))
 
 
@@ -103,7 +103,7 @@ def test_nothing_is_left_of_one_head(demo_geometry: HeadGeometry) -> None:
         first(1, 1e8, LAPTOP, demo_geometry)
 
 
-def test_training_follows_size_and_place(demo_geometry: HeadGeometry) -> None:
+def test_training_follows_size_and_hardware(demo_geometry: HeadGeometry) -> None:
     small = first(4, 1e8, LAPTOP, demo_geometry)
     assert (small.train.dtype, small.train.gpus_per_worker, small.resources.trial_gpus) == ("float32", 0, 0)
     assert (small.data.sequence_length, small.train.tuning, small.name) == (512, "full", "some-model-7b")
@@ -132,8 +132,8 @@ def arms(config: SearchConfig) -> list[str]:
 def test_rates_are_low_and_the_original_teaches_where_it_fits(
     kind: dict[str, Any], demo_geometry: HeadGeometry
 ) -> None:
-    for parameters, place in ((1e8, LAPTOP), (7e9, NODE), (7e9, Place(1, 80 * GIGA, 16))):
-        config = first(4, parameters, place, demo_geometry, **kind)
+    for parameters, hardware in ((1e8, LAPTOP), (7e9, NODE), (7e9, Hardware(1, 80 * GIGA, 16))):
+        config = first(4, parameters, hardware, demo_geometry, **kind)
         assert config.train.distillation == "kl" and max(config.search.learning_rates) <= 3e-5
     # 14 GB of frozen weights, and as many of the original, are more than may be taken of 24 GiB
     assert first(4, 7e9, ONE_GPU, demo_geometry, **kind).train.distillation == "none"
@@ -180,5 +180,4 @@ def test_a_large_model_on_one_gpu_takes_disk_that_there_is_or_says_so(
 
 
 def stored(config: SearchConfig) -> Storage:
-    problem = search_problem(config, geometry_of(checkpoint.load_config(config.model.path)))
-    return storage_of(config, problem)
+    return storage_of(SearchSetup.open(config, weights=False))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from attention.io import checkpoint
 from attention.io.export import export
 from orchestrator.config.schema import parse_config
-from orchestrator.search.validation import open_models
+from orchestrator.search.setup import open_models
 
 FEW = ("--calibration-tokens", 128, "--eval-tokens", 128, "--sequence-length", 32)
 

@@ -198,6 +198,6 @@ def test_what_the_model_or_the_text_does_not_reach_is_refused(
     config = parsed(tasks, demo_dir, **more)
     config = config.model_copy(update={"data": config.data.model_copy(update={"eval": TextSection(tokens=2048)})})
     with pytest.raises(ConfigError, match=said):
-        check_extras(config, checkpoints.open_checkpoint(demo_dir).geometry)
+        check_extras(config, checkpoints.open_checkpoint(demo_dir))
     with pytest.raises(ConfigError, match=r"max_recall_drop 0.1 needs context_lengths"):
         parse_config(parsed(tasks, demo_dir).model_dump() | {"promotion": {"max_recall_drop": 0.1}})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.util import accelerators as ray_names
 
-from orchestrator.resources.accelerators import GIGA, in_words, memory_of
+from orchestrator.resources.accelerators import GIGA, memory_in_words, memory_of
 
 
 @pytest.mark.parametrize(
@@ -14,13 +14,13 @@ from orchestrator.resources.accelerators import GIGA, in_words, memory_of
 )
 def test_a_name_says_its_memory(name: str, gigabytes: int) -> None:
     assert memory_of(name) == gigabytes * GIGA
-    assert f"{gigabytes} GB" in in_words(name)
+    assert f"{gigabytes} GB" in memory_in_words(name)
 
 
 def test_what_is_not_known_is_said() -> None:
     assert memory_of("TPU-V4") is None
-    assert "not known" in in_words("TPU-V4")
-    assert "accelerator_type:A100-80G" in in_words("A100")  # a larger card of the same name
+    assert "not known" in memory_in_words("TPU-V4")
+    assert "accelerator_type:A100-80G" in memory_in_words("A100")  # a larger card of the same name
 
 
 @pytest.mark.parametrize(

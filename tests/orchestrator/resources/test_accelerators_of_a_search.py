@@ -16,7 +16,8 @@ from orchestrator.main import app
 from orchestrator.resources.processes import Need
 from orchestrator.search import validation
 from orchestrator.search.estimate import estimate_search
-from orchestrator.search.validation import check_accelerators, search_problem, validate_search
+from orchestrator.search.setup import SearchSetup
+from orchestrator.search.validation import check_accelerators, validate_search
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "llama2-7b.yaml"
 LLAMA_2_7B: dict[str, Any] = {
@@ -41,12 +42,11 @@ def config_of(model: Path, *changes: str) -> SearchConfig:
 
 
 def check(config: SearchConfig) -> None:
-    geometry = checkpoints.open_checkpoint(config.model.path, weights=False).geometry
-    check_accelerators(config, search_problem(config, geometry))
+    check_accelerators(SearchSetup.open(config, weights=False))
 
 
 def processes(config: SearchConfig, tmp_path: Path) -> dict[str, Need]:
-    return {need.process: need for need in estimate_search(config, tmp_path).processes}
+    return {need.process: need for need in estimate_search(SearchSetup.open(config, weights=False), tmp_path).processes}
 
 
 def test_the_shipped_configuration_fits_its_gpus(model: Path, tmp_path: Path) -> None:

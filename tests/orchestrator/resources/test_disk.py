@@ -17,15 +17,13 @@ import pytest
 import torch
 
 from attention.io import checkpoint
-from orchestrator import checkpoints
 from orchestrator.cluster.capacity import Nodes
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.pipeline import search
 from orchestrator.promotion.promote import promote_search
 from orchestrator.resources.disk import Storage, checkpoint_bytes
 from orchestrator.resources.size import Size
-from orchestrator.search.searchers import make_searcher
-from orchestrator.search.validation import search_inputs, search_problem
+from orchestrator.search.setup import SearchSetup
 from orchestrator.storage.journal import load_trials
 from trainers.engine import TrainEngine
 from trainers.losses import objective
@@ -61,10 +59,8 @@ def config_of(demo_dir: Path, storage: Path, **sections: Any) -> SearchConfig:
 
 
 def storage_of(config: SearchConfig) -> Storage:
-    geometry = checkpoints.open_checkpoint(config.model.path, weights=False).geometry
-    problem = search_problem(config, geometry)
-    trials = make_searcher(config.search.searcher, problem).total
-    return Storage.of(search_inputs(config, problem), trials, trainings=2)
+    setup = SearchSetup.open(config, weights=False)
+    return Storage.of(setup.inputs, setup.work.trials, trainings=2)
 
 
 @contextmanager

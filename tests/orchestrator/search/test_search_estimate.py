@@ -11,13 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from attention.io import checkpoint
-from orchestrator.cli import estimates
 from orchestrator.config.schema import SearchConfig, read_search_config
 from orchestrator.main import app
 from orchestrator.resources import search_estimate, time
 from orchestrator.resources.search_estimate import SearchEstimate
 from orchestrator.resources.size import Size
 from orchestrator.search.estimate import estimate_search
+from orchestrator.search.setup import SearchSetup
+from orchestrator.tasks.estimate import OF_CONVERSION
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONFIGS = REPOSITORY / "configs"
@@ -29,7 +30,7 @@ def config_of(name: str, *changes: str) -> SearchConfig:
 
 
 def of(config: SearchConfig, tmp_path: Path, **more: Any) -> SearchEstimate:
-    return estimate_search(config, tmp_path, **more)
+    return estimate_search(SearchSetup.open(config, weights=False), tmp_path, **more)
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +140,7 @@ def test_the_verb_tells_either_way_and_refuses_half(tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
         assert "trials: 12" in done.output
         assert json.loads(record.read_text())["trials"] == 12
-    with pytest.raises(ValueError, match=estimates.OF_CONVERSION.split(":")[0]):
+    with pytest.raises(ValueError, match=OF_CONVERSION.split(":")[0]):
         CliRunner().invoke(app, ["estimate", "--model", "x"], catch_exceptions=False)
     with pytest.raises(ValueError, match="parts of both"):
         CliRunner().invoke(app, ["estimate", str(CONFIGS / "demo.yaml"), "--model", "x"], catch_exceptions=False)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.searches import _split
 from orchestrator.config.schema import ConfigError, parse_config, read_search_config
 from orchestrator.search.validation import check_epochs, validate_search
 from orchestrator.storage.paths import SearchFolder, storage_path
+from orchestrator.tasks.search import split_overrides
 from trainers.text.token_sets import is_complete
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -214,12 +214,12 @@ def test_any_search_of_a_storage_can_be_resumed_by_name_or_folder(
 def test_the_name_after_resume_is_told_from_overrides(
     words: list[str], resume: bool, expected: tuple[list[str], str | None]
 ) -> None:
-    assert _split(words, resume) == expected
+    assert split_overrides(words, resume) == expected
 
 
 def test_two_names_to_resume_are_refused() -> None:
     with pytest.raises(ConfigError, match="--resume: got the names a and b; give one"):
-        _split(["a", "x=1", "b"], True)
+        split_overrides(["a", "x=1", "b"], True)
 
 
 def test_a_folder_of_no_search_is_refused(tmp_path: Path) -> None:

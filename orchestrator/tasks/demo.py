@@ -1,4 +1,4 @@
-"""The verb `demo`: what Headfold does, shown on the checkpoint that comes along."""
+"""`headfold demo`: what Headfold does, shown on the checkpoint that comes along."""
 
 from __future__ import annotations
 
@@ -6,40 +6,35 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli import runner
 from orchestrator.cli.usage import SEARCH_PACKAGES, check_packages
-from orchestrator.config import options
+from orchestrator.config.options import DemoOptions
+from orchestrator.config.schema import read_search_config
+from orchestrator.storage.outputs import write_result
+from orchestrator.storage.shipped import shipped
 
-CONFIG, MODEL, READER = "configs/demo.yaml", "examples/stdlib-llama/config.json", "examples/load_exported.py"
+CONFIG = "configs/demo.yaml"
+MODEL = "examples/stdlib-llama/config.json"
+READER = "examples/load_exported.py"
 
 
-def demo(
-    overrides: options.ConfigOverrides = None,
-    storage: Annotated[Path, typer.Option(help="Folder for all that the demo writes.")] = Path("runs/demo"),
-    resume: Annotated[bool, typer.Option("--resume", help="Continue a demo that was stopped.")] = False,
-    path: Annotated[bool, typer.Option("--path", help="Print the folder of that checkpoint, and end.")] = False,
-) -> None:
-    """Search, promote and export on a small checkpoint. It comes along; the export is loaded in transformers and
-    llama.cpp."""
-    from orchestrator.config.schema import read_search_config
-    from orchestrator.storage.shipped import shipped
-
+def demo(options: DemoOptions) -> None:
+    """Search, promote and export, then load the export in software that knows nothing of Headfold."""
     config, model = shipped(CONFIG), shipped(MODEL).parent
-    if path:
+    if options.path:
         print(model)
         return
     check_packages("demo", *SEARCH_PACKAGES)
-    settings = read_search_config(config, [f"model.path={model}", f"storage={storage}", *(overrides or [])])
-    from orchestrator.pipeline import search as run_search
+    changes = [f"model.path={model}", f"storage={options.storage}", *(options.overrides or [])]
+    settings = read_search_config(config, changes)
+    from orchestrator.pipeline import search
     from orchestrator.reporting.promoted_models import promoted_models
 
     print(f"demo: searching {config}, results in {settings.storage}", flush=True)
-    outcome = run_search(settings, resume=resume)
-    runner.finish(outcome.to_dict(), Path(settings.storage) / "outcome.json")
+    outcome = search(settings, resume=options.resume)
+    write_result(Path(settings.storage) / "outcome.json", outcome.to_dict())
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
     exported = (outcome.promotion or {}).get("exported")
@@ -60,7 +55,7 @@ def _load_in_llama_cpp(promoted: Path, recipe: str, out: Path) -> None:
     engine = find_spec("xllamacpp") is not None
     loaded = "loaded there and compared" if engine else "not loaded there, for lack of it: pip install xllamacpp"
     print(f"demo: the best model of the smallest cache, by {recipe}, as one file for llama.cpp, {loaded}", flush=True)
-    record: dict[str, Any] = export_checkpoint(promoted, "gguf", out, check=engine, overwrite=True)
+    record = export_checkpoint(promoted, "gguf", out, check=engine, overwrite=True)
     print(record["format_note"])
     if record["check"]:
         print_check(record["check"])

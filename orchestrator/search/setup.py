@@ -1,0 +1,141 @@
+"""A search before it begins: its configuration with the checkpoint open, and what follows from the two."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+from attention.checkpoint import Checkpoint
+from attention.geometry import HeadGeometry
+from attention.io.precision import DTYPES
+from orchestrator import checkpoints
+from orchestrator.config.schema import SearchConfig
+from orchestrator.resources.search_estimate import SearchWork
+from orchestrator.resources.size import PlannedConversion, SearchInputs
+from orchestrator.search.candidates import candidate_space, engine_form, named_candidates, searcher_settings
+from orchestrator.search.searchers import SearchProblem, make_searcher
+from orchestrator.storage.paths import storage_path
+
+
+def open_models(config: SearchConfig, *, weights: bool = True) -> SearchConfig:
+    """Return the configuration with the plain copies of its models where they are GGUF files or quantised.
+
+    The copies lie in the storage, which every node sees.
+
+    Args:
+        config: The configuration as it was read.
+        weights: Whether the copies hold weights. Without (for estimates) they are configs and tokenizers in the
+            user's cache.
+
+    Raises:
+        ConfigError: For a source that cannot be read.
+    """
+    section = config.model
+    cache = storage_path(config.storage) / "cache" if weights else None
+    folders = {
+        key: checkpoints.resolve_model(
+            source, dequantize=section.dequantize, weights=weights, cache=cache, key=f"model.{key}"
+        )
+        for key in ("path", "teacher")
+        if (source := getattr(section, key)) is not None
+    }
+    return config.model_copy(update={"model": section.with_folders(**folders)})
+
+
+@dataclass(frozen=True, eq=False)
+class SearchSetup:
+    """A configuration and its checkpoint, which is opened once.
+
+    What follows from the two is worked out when it is first needed, and kept.
+
+    Attributes:
+        config: The configuration, its models as `open_models` leaves them.
+        model: The checkpoint that is converted.
+    """
+
+    config: SearchConfig
+    model: Checkpoint
+
+    @classmethod
+    def open(cls, config: SearchConfig, *, weights: bool = True, sequence_length: int | None = None) -> SearchSetup:
+        """Open the checkpoint of a configuration. Raises ConfigError as `checkpoints.open_checkpoint` does."""
+        model = checkpoints.open_checkpoint(
+            config.model.path, "model.path", weights=weights, sequence_length=sequence_length
+        )
+        return cls(config, model)
+
+    @property
+    def geometry(self) -> HeadGeometry:
+        return self.model.geometry
+
+    @cached_property
+    def problem(self) -> SearchProblem:
+        """What the searcher is handed.
+
+        Raises:
+            ConfigError: For a candidate that cannot be.
+        """
+        config, section = self.config, self.config.search
+        engine = engine_form(config, self.model)
+        return SearchProblem(
+            space=candidate_space(config, self.geometry, engine),
+            named=named_candidates(config, self.geometry, engine),
+            samples=section.num_samples,
+            seed=section.seed,
+            settings=searcher_settings(config),
+            seeds=tuple(config.seeds),
+            objectives=config.objectives,
+        )
+
+    @cached_property
+    def dtype(self) -> str:
+        """Name of the dtype that models are written in, and that bytes are counted in.
+
+        Raises:
+            ConfigError: If nothing says which the checkpoint has.
+        """
+        return checkpoints.written_dtype(self.model, self.config.model.dtype)
+
+    @cached_property
+    def inputs(self) -> SearchInputs:
+        """What estimates read. Raises ConfigError as `problem` and `dtype` do."""
+        candidates = self.problem.named
+        return SearchInputs(
+            config=self.config,
+            model=self.model.config,
+            written=DTYPES[self.dtype],
+            candidates=tuple(PlannedConversion(c.recipe, c.kv_ratio, c.used_ratio) for c in candidates),
+        )
+
+    @cached_property
+    def work(self) -> SearchWork:
+        """How much the search does: trials, trainings and tokens, counted."""
+        config, problem = self.config, self.problem
+        trials = make_searcher(config.search.searcher, problem).total
+        # A searcher with a number of its own measures its samples untrained, and trains what it has found.
+        probes = problem.samples if trials > problem.total else 0
+        baselines = sum(c.recipe.name == config.search.baseline for c in problem.named)
+        never_stopped = baselines if config.rungs.stop else trials - probes
+        step_tokens = config.train.batch_size * config.data.sequence_length
+        tokens = 0.0
+        measured = float(trials * config.data.eval.tokens)
+        for rung, (before, after) in enumerate(itertools.pairwise(config.rungs.steps), start=1):
+            stoppable = trials - probes - never_stopped
+            left = never_stopped + stoppable * config.rungs.reduction_factor**-rung
+            tokens += left * (after - before) * step_tokens
+            measured += left * config.data.eval.tokens
+        promotion, ratios = config.promotion, len(config.search.kv_ratios or config.search.kv_heads)
+        # Candidates, and the baseline at each KV ratio
+        trainings = ratios * (2 if promotion.select == "front" else promotion.top + 1)
+        trainings *= promotion.enabled and promotion.steps > 0
+        promoted = trainings * promotion.steps * step_tokens
+        measured += trainings * promotion.evaluations * config.data.eval.tokens
+        return SearchWork(
+            trials=trials,
+            probes=probes,
+            trainings=trainings,
+            tokens=round(tokens) + promoted,
+            tokens_most=(trials - probes) * config.rungs.steps[-1] * step_tokens + promoted,
+            tokens_measured=round(measured),
+        )

@@ -1,0 +1,108 @@
+"""`headfold estimate`: what a search or a conversion will take, from configs alone.
+
+What is wrong with the command or the configuration is reported before any library that takes long to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.cli import runner
+from orchestrator.cli.usage import BY_COMMA, NUMBERS
+from orchestrator.config.options import ConvertOptions, EstimateOptions
+from orchestrator.config.schema import ConfigError, SearchConfig, read_search_config
+from orchestrator.tasks.search import warn
+from orchestrator.tasks.task import Task
+
+if TYPE_CHECKING:
+    from orchestrator.resources.estimate import ConversionEstimate
+    from orchestrator.resources.search_estimate import SearchEstimate
+
+OF_SEARCH = "a search: headfold estimate CONFIG [KEY=VALUE]..."
+OF_CONVERSION = "a conversion: headfold estimate --model M --kv-ratio 0.5,0.25 (or --kv-heads, --kv-bytes)"
+
+
+class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
+    """The estimate of a search, or of conversions at one or several KV ratios."""
+
+    def check(self) -> None:
+        options = self.options
+        if self.search_config is None and (
+            options.model is None or not (options.kv_ratio or options.kv_heads or options.kv_bytes)
+        ):
+            raise ConfigError(f"estimate: expected {OF_SEARCH}, or {OF_CONVERSION}")
+
+    @cached_property
+    def search_config(self) -> SearchConfig | None:
+        """The configuration of the search; None for a conversion."""
+        options = self.options
+        config, changes = options.config, list(options.search or ())
+        if config is None and changes and "=" not in changes[0]:
+            config = Path(changes.pop(0))
+        if config is None:
+            return None
+        of_conversion = (options.model, options.engine, options.kv_ratio, options.kv_heads, options.kv_bytes)
+        if any(of_conversion) or options.recipe != "auto":
+            listed = f" ({config}); {BY_COMMA}" if NUMBERS.fullmatch(str(config)) else ""
+            raise ConfigError(
+                f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both{listed}"
+            )
+        return read_search_config(config, changes)
+
+    def run(self) -> Mapping[str, Any]:
+        """Estimate; no text and no weights are read."""
+        if self.search_config is not None:
+            return self.search_estimate.record()
+        records = [asdict(point) for point in self.points]
+        return records[0] if len(records) == 1 else {"points": records}
+
+    @cached_property
+    def search_estimate(self) -> SearchEstimate:
+        """What the search takes on this machine, or on one with GPUs of `gpu_memory`."""
+        from orchestrator.search.estimate import estimate_search, local_parallel
+        from orchestrator.search.setup import SearchSetup, open_models
+        from orchestrator.storage.paths import storage_path
+
+        assert self.search_config is not None
+        config, memory = open_models(self.search_config, weights=False), self.options.gpu_memory
+        storage, parallel = storage_path(config.storage), local_parallel(config)
+        setup = SearchSetup.open(config, weights=False, sequence_length=config.data.sequence_length)
+        return estimate_search(setup, storage, parallel=parallel, gpu_bytes=memory * 2**30 if memory else None)
+
+    @cached_property
+    def points(self) -> list[ConversionEstimate]:
+        """What each conversion takes, by falling KV ratio."""
+        from orchestrator.conversion.estimate import estimate_conversions
+        from orchestrator.resources.estimate import Machine
+        from orchestrator.tasks.convert import Convert
+
+        given = self.options
+        elsewhere = Machine.named(given.device, given.gpus, given.gpu_memory)
+        shared = [field.name for field in fields(ConvertOptions) if hasattr(given, field.name)]
+        options = ConvertOptions(**{name: getattr(given, name) for name in shared})
+        if elsewhere is not None:
+            options = replace(options, device="cpu")  # whose checks pass anywhere
+        return estimate_conversions(Convert(options, config_only=True).request, elsewhere=elsewhere)
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        if self.search_config is not None:
+            runner.tell(self.search_estimate.describe(self.search_config))
+            warn(self.search_estimate.warnings)
+            return
+        for number, point in enumerate(self.points):
+            print("\n" * bool(number), end="")
+            runner.tell(point.describe())
+
+    def exit_code(self, record: Mapping[str, Any]) -> int:
+        """Return 0.
+
+        Raises:
+            ConfigError: For processes that do not fit the GPU that they ask for.
+        """
+        if self.search_config is not None:
+            self.search_estimate.check()
+        return 0

@@ -1,0 +1,87 @@
+"""`headfold init`: a first configuration for a checkpoint of one's own, and a smoke test of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from attention.checkpoint import Checkpoint
+from orchestrator import checkpoints
+from orchestrator.config.first import FirstConfig, Hardware
+from orchestrator.config.options import InitOptions
+from orchestrator.config.parsing import ConfigError, read_yaml
+from orchestrator.config.schema import parse_config
+from orchestrator.resources.size import Size
+from orchestrator.search.estimate import storage_of
+from orchestrator.search.setup import SearchSetup
+from orchestrator.storage.shipped import shipped
+
+
+def init(options: InitOptions) -> None:
+    """Write the two files, or print the first.
+
+    Raises:
+        ConfigError: For a checkpoint that has nothing to convert, and for files that are there or cannot be written.
+    """
+    first, shortage = _first_config(options)
+    if str(options.out) == "-":
+        print(first.text(), end="")
+        return
+    file = options.out or Path(f"{first.name}.yaml")
+    brief = file.with_stem(f"{file.stem}-smoke")
+    for path in (file, brief):
+        if path.exists():
+            raise ConfigError(f"out: {str(path)!r} exists; name another file with --out, or remove it")
+    for path, content in ((file, first.text()), (brief, replace(first, smoke=True).text())):
+        try:
+            with path.open("x", encoding="utf-8") as stream:
+                stream.write(content)
+        except OSError as error:
+            raise ConfigError(f"out: cannot write to {str(path)!r} ({error.strerror}); name another file") from None
+    if shortage:
+        print(f"warning: {shortage}", file=sys.stderr)
+    print(f"wrote {file} and {brief}; next: headfold search {brief} --dry-run")
+
+
+def _first_config(options: InitOptions) -> tuple[FirstConfig, str | None]:
+    """Return the first configuration, the small one where the disk lacks room, and by how much it still does."""
+    opened = checkpoints.open_model(options.model, "model", dequantize=options.dequantize, weights=False)
+    checkpoints.check_own_cache(opened, "model")
+    gpus, memory = _gpus_here()
+    first = FirstConfig(
+        model=options.model,
+        geometry=opened.geometry,
+        dtype=checkpoints.written_dtype(opened),
+        parameters=Size.of(opened.config).total,
+        source=options.data,
+        hardware=Hardware(
+            gpus=gpus if options.gpus is None else options.gpus,
+            gpu_bytes=options.gpu_memory * 2**30 if options.gpu_memory else memory,
+            cpus=os.cpu_count() or 1,
+        ),
+        schema=str(shipped("docs/config.schema.json")),
+        dequantize=options.dequantize,
+        storage=options.storage,
+    )
+    if _shortage(first, opened) is None:
+        return first, None
+    small = replace(first, small=True)
+    return small, _shortage(small, opened)
+
+
+def _shortage(first: FirstConfig, opened: Checkpoint) -> str | None:
+    """Say by how much a search of one trial at a time does not fit its storage; None where it does."""
+    config = parse_config(read_yaml(first.text()), where="the new configuration")
+    model = config.model.with_folders(path=opened.path)
+    return storage_of(SearchSetup(config.model_copy(update={"model": model}), opened)).shortage(1)
+
+
+def _gpus_here() -> tuple[int, int]:
+    """GPUs of this machine, and bytes of memory of the smallest; 80 GiB where there is none to ask."""
+    count = torch.cuda.device_count()
+    sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(count)]
+    return count, min(sizes, default=80 * 2**30)

@@ -1,0 +1,99 @@
+"""`headfold search`: a search, new or resumed, from its configuration to its report.
+
+A wrong key of the configuration is reported before any library that takes long to import.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.cli.usage import SEARCH_PACKAGES, check_packages
+from orchestrator.config.options import SearchOptions
+from orchestrator.config.schema import ConfigError, SearchConfig, read_search_config
+from orchestrator.tasks.task import Task
+
+if TYPE_CHECKING:
+    from orchestrator.search.outcome import SearchOutcome
+
+
+class Search(Task[SearchOptions, Mapping[str, Any]]):
+    """One search.
+
+    Attributes:
+        outcome: What it came to, once it has run.
+    """
+
+    outcome: SearchOutcome
+
+    @cached_property
+    def config(self) -> SearchConfig:
+        """The configuration with the overrides of the command line, checked by itself."""
+        return read_search_config(self.options.config, self._words[0])
+
+    @cached_property
+    def _words(self) -> tuple[list[str], str | None]:
+        """The overrides, and the search that `--resume` names."""
+        words, resume = list(self.options.overrides or ()), self.options.resume
+        if isinstance(resume, str):
+            return words, resume
+        return split_overrides(words, resume)
+
+    def check(self) -> None:
+        self.config  # noqa: B018
+        check_packages("search", *SEARCH_PACKAGES)
+        if self.rehearsal and self.options.resume:
+            raise ConfigError("dry_run: a search that goes on was checked when it began; leave out --resume")
+
+    def rehearse(self) -> Iterator[Mapping[str, str]]:
+        from orchestrator.search.estimate import check_disk, estimate_search, local_parallel
+        from orchestrator.search.setup import open_models
+        from orchestrator.search.validation import check_epochs, rehearse_search
+        from orchestrator.storage.paths import SearchFolder, storage_path
+
+        config = open_models(self.config, weights=False)
+        setup = rehearse_search(config).setup
+        check_epochs(config)
+        storage, parallel = storage_path(config.storage), local_parallel(config)
+        estimate = estimate_search(setup, storage, parallel=parallel)
+        yield estimate.describe(config)
+        warn(estimate.warnings)
+        estimate.check()
+        check_disk(setup, parallel)
+        folder = SearchFolder.free_place(storage, config.name)
+        taken = f" ({config.name!r} is there already; --resume goes on with the newest search of that name)"
+        yield {"folder": f"{folder}{taken if folder.name != config.name else ''}"}
+
+    def run(self) -> Mapping[str, Any]:
+        """Run the search, which prints how far it is and what it came to."""
+        from orchestrator.pipeline import search
+
+        self.outcome = search(self.config, resume=self._words[1] or bool(self.options.resume))
+        return self.outcome.to_dict()
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        """Print nothing: the search has."""
+
+    def exit_code(self, record: Mapping[str, Any]) -> int:
+        return self.outcome.exit_code
+
+
+def split_overrides(words: list[str], resume: bool) -> tuple[list[str], str | None]:
+    """Return the overrides among some words, and the search that `--resume` names: the one word that is no override.
+
+    Raises:
+        ConfigError: If there are several such words.
+    """
+    names = [word for word in words if "=" not in word or (Path(word) / "search.yaml").is_file()] if resume else []
+    if len(names) > 1:
+        raise ConfigError(f"--resume: got the names {' and '.join(names)}; give one")
+    return [word for word in words if word not in names], next(iter(names), None)
+
+
+def warn(warnings: Iterable[str]) -> None:
+    """Print warnings on stderr."""
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
