@@ -146,8 +146,8 @@ def metrics_of(gate: GateRecord) -> dict[str, float]:
             metrics[f"recall_at_{length}"] = _mean_recall(depths)
         metrics["loss_last_positions"] = long_context["loss_by_position"]["checkpoint"][-1]["loss"]
     for name in ("engine_kv_bytes_per_token", "engine_capacity"):
-        if name in gate.checks:
-            metrics[name] = float(gate.checks[name])
+        if (value := gate.checks.get(name)) is not None:
+            metrics[name] = float(value)
     # MLflow takes no other characters in names
     return {re.sub(r"[^\w./-]", "_", key): value for key, value in metrics.items()}
 

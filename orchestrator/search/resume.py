@@ -190,7 +190,7 @@ class JournaledSearch(SearchGenerator):
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
         if trial_id in self._history.ends:
             return
-        told = trial_id in self._history.told
+        told = trial_id in self._history.completed
         end: dict[str, Any] = {"trial": trial_id, "error": None, "trace": None, "lost": False, "bare": result is None}
         if error:
             trial = self._scheduler.failed.pop(trial_id)

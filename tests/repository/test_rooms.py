@@ -16,7 +16,7 @@ ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 SHARED_NAMES = {
     "ABOUT", "AUTO", "Agreement", "BATCH", "BYTES", "COLUMNS", "DryRun", "ENGINES", "Engine", "FORMAT",
     "LARGE", "LEAST", "LIBRARY", "LIMIT", "MOST_TOLD", "NEAR", "NEW_TOKENS", "NUMBERS", "ORDER", "PACKAGES",
-    "PATIENCE", "POLL_SECONDS", "Part", "RECIPES", "Run", "SECONDS", "SHORT", "SIDES", "SIMILARITY",
+    "POLL_SECONDS", "Part", "RECIPES", "Run", "SECONDS", "SHORT", "SIDES", "SIMILARITY",
     "Section", "Seed", "TEXTS", "TOKENS", "TRAIN_TOKENS", "Task", "check", "compare", "convert", "evaluate",
     "export", "load", "spans", "tell", "train", "untrained",
 }  # fmt: skip

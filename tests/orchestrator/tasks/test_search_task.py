@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 from command_line import run_here
-from orchestrator.cluster.capacity import Nodes
 
 from attention.io import checkpoint
 from orchestrator import pipeline
+from orchestrator.cluster.capacity import Nodes
 from orchestrator.search import setup
 from orchestrator.search.prepare import trial_context
 from orchestrator.tracking.runs import Tracker
