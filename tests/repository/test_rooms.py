@@ -14,7 +14,7 @@ PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator"
 ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 """A module that defines one of these is a family, an export target or an engine; their functions are named alike."""
 SHARED_NAMES = {
-    "ABOUT", "AUTO", "Agreement", "BATCH", "BYTES", "COLUMNS", "DryRun", "ENGINES", "Engine", "FORMAT",
+    "ABOUT", "AUTO", "Agreement", "BATCH", "BYTES", "COLUMNS", "DryRun", "ENGINES", "Engine",
     "LARGE", "LEAST", "LIBRARY", "LIMIT", "MOST_TOLD", "NEAR", "NEW_TOKENS", "NUMBERS", "ORDER", "PACKAGES",
     "POLL_SECONDS", "Part", "RECIPES", "Run", "SECONDS", "SHORT", "SIDES", "SIMILARITY",
     "Section", "Seed", "TEXTS", "TOKENS", "TRAIN_TOKENS", "Task", "check", "compare", "convert", "evaluate",
