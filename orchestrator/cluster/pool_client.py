@@ -28,6 +28,7 @@ from orchestrator.cluster.capacity import cluster_nodes, resolve_strategy
 from orchestrator.cluster.worker_pool import CLOSE_SECONDS, LeaseEvent, Pool
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import RungReport
 from trainers.jobs.worker import TrainJob, job_metrics, run_training
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def dispatch_training(
     job: TrainJob,
     on_report: Callable[[Any], None] = lambda report: None,
     callbacks: Callable[[], list[Any]] = list,
-) -> dict[str, Any]:
+) -> RungReport:
     """Run a job on the pool, or on workers of its own.
 
     Its own are for a search without a pool, after the pool has died, and where workers come and go
@@ -132,10 +133,10 @@ def dispatch_training(
     if not job.shape.elastic:  # these lie where there is room for the next one
         strategy = resolve_strategy(job.shape, cluster_nodes()).strategy
         job = replace(job, placement_strategy=strategy)
-    return run_training(job, callbacks=callbacks())
+    return cast(RungReport, run_training(job, callbacks=callbacks()))
 
 
-def train_on_pool(pool: str, job: TrainJob, on_report: Callable[[Any], None]) -> dict[str, Any]:
+def train_on_pool(pool: str, job: TrainJob, on_report: Callable[[Any], None]) -> RungReport:
     """Do what `run_training` does on workers of the pool: the same job, reports and errors.
 
     Args:
@@ -161,7 +162,7 @@ def train_on_pool(pool: str, job: TrainJob, on_report: Callable[[Any], None]) ->
                 if event.error is not None:
                     raise GroupError(event.error)
                 if event.outcome is not None:
-                    return job_metrics(job, event.outcome)
+                    return cast(RungReport, job_metrics(job, dict(event.outcome)))
                 on_report(event.report)
                 ray.get(handle.proceed.remote(number))
     except (RayActorError, ValueError) as error:

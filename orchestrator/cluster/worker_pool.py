@@ -27,6 +27,7 @@ from orchestrator.cluster.capacity import (
 )
 from orchestrator.cluster.ray_internals import cluster_status, pending_bundles
 from orchestrator.cluster.session import last_error, ray_train_intervals
+from orchestrator.storage.records import RungReport
 from trainers.jobs.worker import TrainJob, serve_pool
 from trainers.settings import Shape
 
@@ -41,8 +42,8 @@ _NO_ROOM = "worker group startup timed out"  # what Ray Train says of nodes that
 class LeaseEvent:
     """What has happened to a job: one of a milestone's report, its outcome, or an error."""
 
-    report: Mapping[str, Any] | None = None
-    outcome: dict[str, Any] | None = None
+    report: RungReport | None = None
+    outcome: Mapping[str, Any] | None = None
     error: str | None = None
 
 
@@ -198,7 +199,7 @@ class Pool:
         if lease.reported_step < lease.job.milestones[-1]:
             self._end(lease.group, kill=True)
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self) -> Mapping[str, Any]:
         """Return groups, leases and waiting jobs, for tests and for people."""
         groups = {
             group.name: {
@@ -242,7 +243,7 @@ class Pool:
             await group.changed.wait()
         return None
 
-    async def report(self, name: str, metrics: dict[str, Any], last: bool) -> bool:
+    async def report(self, name: str, metrics: RungReport, last: bool) -> bool:
         """Pass rank 0's milestone to the holder, and wait for the answer unless it is the last.
 
         Returns:
@@ -261,7 +262,7 @@ class Pool:
         lease.events.put_nowait(LeaseEvent(report=metrics))
         return await lease.answer
 
-    async def finished(self, name: str, rank: int, outcome: dict[str, Any]) -> None:
+    async def finished(self, name: str, rank: int, outcome: Mapping[str, Any]) -> None:
         """Take the outcome of a job on one rank; rank 0's counts."""
         group = self.groups[name]
         group.outcomes[rank] = outcome

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from attention.io.targets import target
 from orchestrator.serving.check import CheckError
@@ -38,7 +37,7 @@ def export_for_engine(
         checks["engine"] = f"not checked: {missing}"
         print(f"promotion: {trial_name}: {name} not loaded in its engine: {missing}", flush=True)
         return str(out), checks, None
-    check: dict[str, Any] = record["check"]
+    check = record["check"]
     checks["engine"] = check["engine"]
     checks["engine_version"] = check["version"]
     checks["engine_kv_bytes_per_token"] = check["kv_bytes_per_token"]

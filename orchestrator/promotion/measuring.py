@@ -29,6 +29,9 @@ from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.promotion_record import FinalistScores
 from trainers.text.data import read_sequences
 
+_ModelScores = dict[str, Any]
+"""Of one model, by measurement (`orchestrator.evaluation.extras.PreparedExtras.of`)."""
+
 
 def extras_of(section: PromotionSection) -> Extras:
     """Return the measurements of finalists, as the verb `evaluate` names them."""
@@ -62,7 +65,7 @@ def score_finalist(
     request = repr((extras, task_specs(extras.tasks), seed))
     request_digest = hashlib.sha256(request.encode()).hexdigest()
 
-    def measure(path: str) -> dict[str, Any]:
+    def measure(path: str) -> _ModelScores:
         return prepared.of(checkpoints.load_working(path, context.dtype, context.device))
 
     scores = {"checkpoint": measure(model)}
@@ -82,8 +85,8 @@ def _recut(held_out: Tensor, length: int) -> Tensor:
 
 
 def _cached(
-    file: Path, path: str, request_digest: str, measure: Callable[[str], dict[str, Any]]
-) -> dict[str, Any]:
+    file: Path, path: str, request_digest: str, measure: Callable[[str], _ModelScores]
+) -> _ModelScores:
     """Return the scores of a model, from a file if they are of the same weights and request."""
     key = [checkpoint.weights_digest(Checkpoint.open(path).folder), request_digest]
     if file.is_file():

@@ -46,7 +46,7 @@ from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.mirror import mirrored
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.promotion_record import PromotionRecord
-from orchestrator.storage.records import TrialRecord, waits_for
+from orchestrator.storage.records import OriginalRecord, TrialRecord, waits_for
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.described import shared_of
 from orchestrator.tracking.runs import Tracker
@@ -76,7 +76,7 @@ def promote_search(
     ):
         parallel = search_concurrency(config, nodes)
         prepared.texts.make_all()
-        original = read_json(folder.original)
+        original: OriginalRecord = read_json(folder.original)
         context = trial_context(config, prepared, folder, original)
         tracking = config.tracking
         connect = partial(Tracker.open, tracking.uri, tracking.experiment, folder.storage)

@@ -11,7 +11,6 @@ the registered version.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 from attention.io.files import sha256
 from attention.ratios import percent
@@ -54,7 +53,7 @@ def lineage_of(
     `data.steps` and `data.position` are of the weights that are shipped, which may not be the last.
     """
     config, folder = session.config, session.folder
-    original = cast(OriginalRecord, read_json(folder.original))
+    original: OriginalRecord = read_json(folder.original)
     original_digests = original.get("digests", {})
     trained = entry.trained
     return {
@@ -92,7 +91,7 @@ def lineage_of(
     }
 
 
-def lineage_tags(record: LineageRecord) -> dict[str, Any]:
+def lineage_tags(record: LineageRecord) -> dict[str, str | float]:
     """Return the tags of a run or a version; what is not known is left out."""
     tags = {
         "base_model": record["model"]["path"],
@@ -132,7 +131,7 @@ def register_candidate(entry: PromotionEntry, session: SearchSession, tracker: T
     assert gate is not None and lineage is not None and trained is not None
     assert gate.model is not None and entry.run_id is not None
     stock = "stock transformers"
-    tags: dict[str, Any] = {
+    tags = {
         "recipe": entry.recipe,
         "kv_ratio": entry.kv_ratio,
         "kv_bytes_per_token": gate.kv_bytes_per_token,

@@ -376,7 +376,7 @@ class PromoteOutcome:
         states = [candidates[trial_id]["status"] for trial_id in self.chosen]
         return 0 if PROMOTED in states and not self.promotion["failed"] else 1
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Mapping[str, Any]:
         """Return the result as `--json` writes it."""
         promoted = promoted_models(self.promotion)
         return {"folder": str(self.folder), **self.promotion, "promoted": promoted}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 
@@ -129,7 +130,7 @@ class LineageRecord(TypedDict):
 
 
 class EntryRecord(TypedDict):
-    """One trial in a promotion; `orchestrator.promotion.state.PromotionEntry` says what it means."""
+    """One trial in a promotion (`orchestrator.promotion.state.PromotionEntry`)."""
 
     trial_id: str
     recipe: str
@@ -158,8 +159,8 @@ class EntryRecord(TypedDict):
     checks: GateChecks
     measured: FinalistScores
     reasons: list[str]
-    lineage: LineageRecord | dict[str, Any]
-    """Empty before the gate."""
+    lineage: Mapping[str, Any]
+    """A LineageRecord; empty before the gate."""
     version: str | None
     model_uri: str | None
     run_id: str | None
