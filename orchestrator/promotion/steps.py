@@ -221,7 +221,7 @@ class PromotionSteps:
         ]
         if entry.trained_at is not None:
             trial = self.trials[entry.trial_id]
-            metrics: dict[str, float | None] = {**entry.comparison, "best_loss": entry.loss}
+            metrics: dict[str, Any] = {**entry.comparison, "best_loss": entry.loss}
             if entry.gate is not None:
                 metrics |= metrics_of(entry.gate)
             if not reports:  # the trial had reached these steps before

@@ -40,7 +40,7 @@ import numpy as np
 from orchestrator.config.parsing import ConfigError
 from orchestrator.storage import records
 from orchestrator.storage.json_files import finite
-from orchestrator.storage.records import RungReport, TrialRecord
+from orchestrator.storage.records import TrialRecord
 from orchestrator.storage.trial_names import name_trials
 
 JOURNAL_FORMAT = 2
@@ -71,7 +71,8 @@ class JournalEvent(TypedDict):
     rungs: int
     trial: str
     config: dict[str, Any]
-    result: RungReport
+    result: Any
+    """A `RungReport`."""
     decision: str
     error: str | None
     trace: str | None

@@ -49,8 +49,7 @@ class OriginalRecord(TypedDict):
 class RungReport(TypedDict):
     """What a trial reports at a rung: 0 is the untrained conversion, the others are milestones.
 
-    The journal has it whole; `TrialRecord.rungs` has the keys that differ between rungs
-    (`RUNG_KEYS`) and the time.
+    The journal has it whole; `TrialRecord.rungs` has the keys that differ between rungs.
     """
 
     step: int
@@ -68,8 +67,6 @@ class RungReport(TypedDict):
     seconds: NotRequired[float]
     """Of the conversion at rung 0, of the training so far at a milestone."""
     notes: NotRequired[list[str]]
-    timestamp: NotRequired[float]
-    """When the journal took the report, in seconds since 1970."""
 
     # Of the converted model, the same at each rung
     kv_ratio: NotRequired[float]
@@ -122,6 +119,13 @@ class RungReport(TypedDict):
     """Added by the scheduler: the first trial that leads to the same model."""
 
 
+class RungRecord(RungReport):
+    """The keys of a report in `RUNG_KEYS`, and when the journal took it."""
+
+    timestamp: float
+    """In seconds since 1970."""
+
+
 RUNG_KEYS = (
     "step", "rung", "loss", "loss_increase", "kl", "tokens", "train_loss", "learning_rate",
     "gradient_norm", "tokens_per_second", "seconds", "checkpoint_path", "data_position",
@@ -141,7 +145,7 @@ class TrialRecord:
     """One candidate and its scores.
 
     Attributes:
-        rungs: The reports of the rungs reached, with the keys of `RUNG_KEYS`.
+        rungs: Of the rungs reached.
         kv_bytes_per_token: Of the plan in the model's dtype.
         cache_bytes_measured: Bytes of a cache that was filled with `cache_tokens` tokens.
         decode_seconds_per_token: Of its plan in the engine, where the search measures that.
@@ -167,7 +171,7 @@ class TrialRecord:
     learning_rate: float
     choices: dict[str, Any]
     status: str = WAITING
-    rungs: list[RungReport] = field(default_factory=list)
+    rungs: list[RungRecord] = field(default_factory=list)
     kv_bytes_per_token: int | None = None
     cache_bytes_measured: int | None = None
     cache_tokens: int | None = None
@@ -182,7 +186,7 @@ class TrialRecord:
     error: str | None = None
     error_log: str | None = None
     run_id: str | None = None
-    relaxation: list[dict[str, float]] = field(default_factory=list)
+    relaxation: list[dict[str, Any]] = field(default_factory=list)
     similarity: dict[str, Any] | None = None
     conversion_cost: dict[str, float] | None = None
     notes: list[str] = field(default_factory=list)
@@ -225,7 +229,7 @@ class TrialRecord:
         training starts from (`pooled`) counts only where nothing else was measured.
         """
         rungs = [rung for rung in self.rungs if not rung.get("pooled")] or self.rungs
-        measured = [rung for rung in rungs if _is_finite(rung.get("loss"))]
+        measured: list[Mapping[str, Any]] = [rung for rung in rungs if _is_finite(rung.get("loss"))]
         for rung in rungs:
             if _is_finite(loss := rung.get("collapsed_loss")):
                 measured.append({"step": int(rung.get("relaxation_steps", 0)), "loss": loss})
@@ -290,7 +294,7 @@ class TrialRecord:
         }
 
     @property
-    def untrained(self) -> RungReport | None:
+    def untrained(self) -> RungRecord | None:
         """The scores at step 0, before any training; None before they are there. See `relaxes`."""
         return next((rung for rung in self.rungs if rung["step"] == 0), None)
 

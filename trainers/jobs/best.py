@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def best_is_there(report: dict[str, Any], out_dir: str) -> bool:
     return path in (None, out_dir) or checkpoint.intact(path)
 
 
-def remove_other_bests(out_dir: str, reports: Iterable[dict[str, Any]]) -> None:
+def remove_other_bests(out_dir: str, reports: Iterable[Mapping[str, Any]]) -> None:
     """Remove what none of the reports names."""
     named = {report.get("best_dir") for report in reports}
     root = Path(f"{out_dir}.best")
