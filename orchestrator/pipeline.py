@@ -32,7 +32,12 @@ from orchestrator.reporting.figures.search import front_figure, rungs_figure
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.search.estimate import announce, check_disk
 from orchestrator.search.outcome import SearchOutcome, print_outcome
-from orchestrator.search.prepare import measure_increases, prepare_original, run_search_phases, trial_context
+from orchestrator.search.prepare import (
+    measure_increases,
+    prepare_original,
+    run_search_phases,
+    trial_context,
+)
 from orchestrator.search.setup import open_models
 from orchestrator.search.trials.context import SearchSession
 from orchestrator.search.tune_run import run_trials
@@ -52,20 +57,34 @@ from orchestrator.tracking.metrics import best_point, point
 from orchestrator.tracking.runs import Tracker, default_uri
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
 
-_PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "ray",
+    "deepspeed",
+    "optuna",
+    "mlflow",
+    "datasets",
+    "numpy",
+    "headfold",
+)
 SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
 
 
 def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome:
     """Run a search from its configuration to its report.
 
-    Everything that a user can get wrong is checked before the first process of a trial starts; raises ConfigError,
-    DataError or TrackingError. A trial that fails does not end the search. Interrupted by Ctrl-C, it keeps its state:
-    run it again with `resume`, which goes on with the newest search of the name, or with the one whose folder it names.
+    Everything that a user can get wrong is checked before the first process of a trial starts;
+    raises ConfigError, DataError or TrackingError. A trial that fails does not end the search.
+    Interrupted by Ctrl-C, it keeps its state: run it again with `resume`, which goes on with the
+    newest search of the name, or with the one whose folder it names.
     """
     storage = storage_path(config.storage)
     if in_ray_job() and not is_remote(config.storage) and str(storage) != config.storage:
-        print(f"storage {config.storage!r} is relative and this is a Ray job: results go to {storage}", flush=True)
+        print(
+            f"storage {config.storage!r} is relative and this is a Ray job: results go to {storage}",
+            flush=True,
+        )
         config = config.model_copy(update={"storage": str(storage)})
     config = open_models(config)
     with mirrored(config.storage, storage):
@@ -86,10 +105,17 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
                 _start(config, folder, uri, nodes, parallel)
                 if prepared.reused:
                     splits = ", ".join(prepared.reused)
-                    print(f"texts    {splits}: tokenised already, in {prepared.texts.cache}", flush=True)
+                    print(
+                        f"texts    {splits}: tokenised already, in {prepared.texts.cache}",
+                        flush=True,
+                    )
                 connect = partial(Tracker.open, uri, config.tracking.experiment, storage)
-                shared = shared_of(config, folder, prepared.texts.folders, base_of(config.model.path)["base"])
-                mlflow = MlflowSync(connect, _run_of(config, folder, records.RUNNING), opened, shared)
+                shared = shared_of(
+                    config, folder, prepared.texts.folders, base_of(config.model.path)["base"]
+                )
+                mlflow = MlflowSync(
+                    connect, _run_of(config, folder, records.RUNNING), opened, shared
+                )
                 _keep_id(folder, mlflow)
                 announce(prepared.setup, folder, parallel)
                 outcome = _run_to_end(config, prepared, folder, mlflow, parallel)
@@ -97,24 +123,27 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
     return outcome
 
 
-# ---- which search ----------------------------------------------------------------------------------------------------
+# ---- which search --------------------------------------------------------------------------------
 
 
 def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchFolder | None:
     """The search to go on with; None for a new one.
 
-    A job that is submitted again goes on with what it has begun: same name, same settings of the trials, not ended.
-    Raises ConfigError if another driver runs the search of that name, or if there is none to resume, or with other
-    settings.
+    A job that is submitted again goes on with what it has begun: same name, same settings of the
+    trials, not ended. Raises ConfigError if another driver runs the search of that name, or if
+    there is none to resume, or with other settings.
     """
     if not resume:
         return _begun(config, storage)
     named = isinstance(resume, str)
-    folder = SearchFolder.named(storage, resume) if named else SearchFolder.newest(storage, config.name)
+    folder = (
+        SearchFolder.named(storage, resume) if named else SearchFolder.newest(storage, config.name)
+    )
     check_format(folder.journal)
     if others := [f.root.name for f in SearchFolder.unended(storage, config.name) if f != folder]:
         print(
-            f"note: goes on with {folder.root.name}; not ended either: {', '.join(others)} (--resume NAME)", flush=True
+            f"note: goes on with {folder.root.name}; not ended either: {', '.join(others)} (--resume NAME)",
+            flush=True,
         )
     if changed := _changed(folder, config):
         raise ConfigError(
@@ -126,13 +155,18 @@ def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchF
 
 
 def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
-    """What a new job that is a Ray job goes on with; everybody else is told of searches that have not ended."""
+    """What a new job that is a Ray job goes on with; everybody else is told of searches that have
+    not ended.
+    """
     unended = SearchFolder.unended(storage, config.name)
     newest = SearchFolder.newest(storage, config.name) if unended else None
     if newest is not None and newest in unended:
         SearchLock(newest.lock).acquire(f"search {newest.root.name!r}").release()
         if in_ray_job() and newest.readable and not _changed(newest, config):
-            print(f"goes on with the search of this name that has not ended: {newest.root}", flush=True)
+            print(
+                f"goes on with the search of this name that has not ended: {newest.root}",
+                flush=True,
+            )
             warn_of_pickles(newest)
             return newest
     for folder in unended:
@@ -143,7 +177,9 @@ def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
 
 def _fresh(config: SearchConfig, storage: Path) -> SearchFolder:
     folder = SearchFolder.fresh(storage, config.name)
-    Journal(folder.journal).begin(len(config.rungs.steps))  # first: a search.yaml without it is of a former version
+    Journal(folder.journal).begin(
+        len(config.rungs.steps)
+    )  # first: a search.yaml without it is of a former version
     write_json(folder.versions, {name: _version(name) for name in _PACKAGES})
     write_whole(folder.snapshot, yaml.safe_dump(_record(config), sort_keys=False))
     return folder
@@ -158,9 +194,14 @@ def _record(config: SearchConfig) -> dict[str, Any]:
 
 
 def _changed(folder: SearchFolder, config: SearchConfig) -> list[str]:
-    """The sections that trials depend on and in which a search in `folder` differs from the configuration."""
+    """The sections that trials depend on and in which a search in `folder` differs from the
+    configuration.
+    """
     # Read as a configuration, so that a key which is newer than the snapshot has its default there
-    before, record = _record(parse_config(folder.stored(), where=str(folder.snapshot))), _record(config)
+    before, record = (
+        _record(parse_config(folder.stored(), where=str(folder.snapshot))),
+        _record(config),
+    )
     return [name for name in SECTIONS_OF_TRIALS if before[name] != record[name]]
 
 
@@ -170,10 +211,16 @@ def _version(package: str) -> str | None:
     return None
 
 
-# ---- its run in MLflow, and its state --------------------------------------------------------------------------------
+# ---- its run in MLflow, and its state ------------------------------------------------------------
 
 
-def _start(config: SearchConfig, folder: SearchFolder, uri: str | None, nodes: Sequence[Nodes], parallel: int) -> None:
+def _start(
+    config: SearchConfig,
+    folder: SearchFolder,
+    uri: str | None,
+    nodes: Sequence[Nodes],
+    parallel: int,
+) -> None:
     """Write down when and how the search began; says where things lie."""
     address = redact(uri or default_uri(folder.storage))
     if not folder.state.exists():
@@ -200,11 +247,16 @@ def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
     """What MLflow is to hold of the search itself, as far as it has come."""
     state, points = read_json(folder.state), []
     if folder.original.exists():
-        original, began = read_json(folder.original), datetime.fromisoformat(state["started"]).timestamp()
+        original, began = (
+            read_json(folder.original),
+            datetime.fromisoformat(state["started"]).timestamp(),
+        )
         measured = {f"original_{name}": original[name] for name in ("loss", "kv_bytes_per_token")}
         points.append(point(measured, 0, began))
         for ratio, trial in best_per_budget(load_trials(folder.root)).items():
-            points.append(best_point({ratio: trial.loss}, original["loss"], 0, trial.last["timestamp"]))
+            points.append(
+                best_point({ratio: trial.loss}, original["loss"], 0, trial.last["timestamp"])
+            )
     pictures = [folder.root / "front.png", folder.root / "rungs.png"]
     files = [folder.snapshot, folder.versions, *pictures, folder.report]
     if status != records.RUNNING:
@@ -224,18 +276,28 @@ def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
 
 
 def _keep_id(folder: SearchFolder, mlflow: MlflowSync) -> None:
-    """The report names the run of the search, and a copy of the folder elsewhere finds it by its id."""
+    """The report names the run of the search, and a copy of the folder elsewhere finds it by its
+    id.
+    """
     if mlflow.parent_id is not None:
         write_json(folder.state, read_json(folder.state) | {"parent_run": mlflow.parent_id})
 
 
 def _run_to_end(
-    config: SearchConfig, prepared: Prepared, folder: SearchFolder, mlflow: MlflowSync, parallel: int
+    config: SearchConfig,
+    prepared: Prepared,
+    folder: SearchFolder,
+    mlflow: MlflowSync,
+    parallel: int,
 ) -> SearchOutcome:
-    """Run, and write down the end whatever happens; also on SIGTERM, which Ray turns into SystemExit."""
+    """Run, and write down the end whatever happens; also on SIGTERM, which Ray turns into
+    SystemExit.
+    """
     started, status, ended = time.time(), records.FAILED, {}
     try:
-        with waiting_told(config, folder, mlflow, partial(_run_of, config, folder, records.RUNNING)):
+        with waiting_told(
+            config, folder, mlflow, partial(_run_of, config, folder, records.RUNNING)
+        ):
             outcome = _run(config, prepared, folder, mlflow, parallel)
         status = outcome.status
         ended = {"ended": status} if status != records.KILLED else {}
@@ -262,23 +324,31 @@ def _run_to_end(
             print(f"the end of the search could not be written down: {error}", file=sys.stderr)
 
 
-# ---- its steps -------------------------------------------------------------------------------------------------------
+# ---- its steps -----------------------------------------------------------------------------------
 
 
 def _run(
-    config: SearchConfig, prepared: Prepared, folder: SearchFolder, mlflow: MlflowSync, parallel: int
+    config: SearchConfig,
+    prepared: Prepared,
+    folder: SearchFolder,
+    mlflow: MlflowSync,
+    parallel: int,
 ) -> SearchOutcome:
     original = prepare_original(config, prepared, folder)
     context = trial_context(config, prepared, folder, original)
     run_search_phases(config, prepared, context)
     measure_increases(config, prepared, context)
-    outcome = SearchOutcome(folder.root, read_json(folder.state)["tracking"], original, [], config.search.baseline)
+    outcome = SearchOutcome(
+        folder.root, read_json(folder.state)["tracking"], original, [], config.search.baseline
+    )
     with pool_of_search(config, folder, original.get("parameters", 0)) as pool:
         session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
         run_trials(session, prepared)
         folder.sweep()  # what a trial had begun to write when its node went
         outcome.trials = load_trials(folder.root)
-        outcome.interrupted = any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
+        outcome.interrupted = (
+            any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
+        )
         if outcome.front:
             save_png(front_figure(outcome.trials, original), folder.root / "front.png")
             save_png(rungs_figure(outcome.trials, original), folder.root / "rungs.png")

@@ -1,1 +1,3 @@
-"""A search: what is tried, one trial, Tune's run of many, the journal, and how a killed search goes on."""
+"""A search: what is tried, one trial, Tune's run of many, the journal, and how a killed search goes
+on.
+"""

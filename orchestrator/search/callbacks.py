@@ -26,17 +26,22 @@ _MOST_SHOWN = 3  # trials whose planning the progress tells of
 
 
 class SearchLog(Callback):
-    """Keeps MLflow's child runs (`mlflow` None: no MLflow) and the progress of `expected` trials up to date. `told`:
-    where that is shown; it counts the rungs that are behind."""
+    """Keeps MLflow's child runs (`mlflow` None: no MLflow) and the progress of `expected` trials up
+    to date. `told`: where that is shown; it counts the rungs that are behind.
+    """
 
-    def __init__(self, journal: Journal, mlflow: MlflowSync | None, expected: int, original_loss: float) -> None:
+    def __init__(
+        self, journal: Journal, mlflow: MlflowSync | None, expected: int, original_loss: float
+    ) -> None:
         self.journal, self.mlflow = journal, mlflow
         self.expected, self.original_loss = expected, original_loss
         self.told = ProgressStage("trials")
         self._shown, self._named = 0.0, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing, and no password: Tune pickles its callbacks for a resumption of its own, which is never used."""
+        """Nothing, and no password: Tune pickles its callbacks for a resumption of its own, which
+        is never used.
+        """
         return {}
 
     @property
@@ -50,9 +55,13 @@ class SearchLog(Callback):
 
     @property
     def rungs(self) -> tuple[int, int]:
-        """How many are behind and how many there are; a trial that has ended has all its rungs behind it."""
+        """How many are behind and how many there are; a trial that has ended has all its rungs
+        behind it.
+        """
         each = self.journal.history.rungs
-        behind = (each if r.status in results.ENDED else len(r.rungs) for r in self.records.values())
+        behind = (
+            each if r.status in results.ENDED else len(r.rungs) for r in self.records.values()
+        )
         return sum(behind), each * self.expected
 
     def planning(self) -> str:
@@ -69,7 +78,9 @@ class SearchLog(Callback):
 
     on_trial_complete = on_trial_error = on_trial_start
 
-    def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
+    def on_trial_result(
+        self, iteration: int, trials: list, trial: Any, result: dict, **info: Any
+    ) -> None:
         self.on_trial_start(iteration, trials, trial)
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
@@ -79,7 +90,9 @@ class SearchLog(Callback):
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Bring MLflow to where the journal is: a driver may have been killed between the two, or the store away."""
+        """Bring MLflow to where the journal is: a driver may have been killed between the two, or
+        the store away.
+        """
         for record in self.records.values():
             self._track(record)
         if self.records:
@@ -99,7 +112,9 @@ class SearchLog(Callback):
             return
         self._shown = now
         records, search = list(self.records.values()), self.journal.path.parent.name
-        increases = {ratio: best.loss - self.original_loss for ratio, best in best_so_far(records).items()}
+        increases = {
+            ratio: best.loss - self.original_loss for ratio, best in best_so_far(records).items()
+        }
         gauges.tell_trials(search, (record.status for record in records), increases)
         gauges.tell(gauges.BEHIND, self.mlflow.waiting if self.mlflow else 0, search=search)
         self.told.to(self.rungs[0], progress_note(records, self.expected, self.original_loss))
@@ -110,21 +125,34 @@ def best_so_far(records: list[TrialRecord]) -> dict[float, TrialRecord]:
     best: dict[float, TrialRecord] = {}
     for record in records:
         if math.isfinite(record.loss) and record.status != results.FAILED and not record.probe:
-            best[record.kv_ratio] = min(best.get(record.kv_ratio, record), record, key=lambda r: r.loss)
+            best[record.kv_ratio] = min(
+                best.get(record.kv_ratio, record), record, key=lambda r: r.loss
+            )
     return best
 
 
 def progress_note(records: list[TrialRecord], expected: int, original_loss: float) -> str:
     """Trials done, running, stopped, failed; the best so far; the speed."""
     count = Counter(record.status for record in records)
-    states = [f"{count[results.DONE]} done, {count[results.RUNNING]} running, {count[results.STOPPED]} stopped"]
-    rare = {results.WAITING: "waiting", results.COPY: "the same as another", results.FAILED: "failed"}
+    states = [
+        f"{count[results.DONE]} done, {count[results.RUNNING]} running, {count[results.STOPPED]} stopped"
+    ]
+    rare = {
+        results.WAITING: "waiting",
+        results.COPY: "the same as another",
+        results.FAILED: "failed",
+    }
     states += [f"{count[status]} {words}" for status, words in rare.items() if count[status]]
     states += [f"{expected - len(records)} to come"] if expected > len(records) else []
     parts = [", ".join(states)]
     if best := best_so_far(records):
-        lowest = {ratio: (r.loss - original_loss, r.label) for ratio, r in sorted(best.items())[::-1]}
-        told = ", ".join(f"{percent(ratio)} {increase:+.3f} ({label})" for ratio, (increase, label) in lowest.items())
+        lowest = {
+            ratio: (r.loss - original_loss, r.label) for ratio, r in sorted(best.items())[::-1]
+        }
+        told = ", ".join(
+            f"{percent(ratio)} {increase:+.3f} ({label})"
+            for ratio, (increase, label) in lowest.items()
+        )
         parts.append(f"smallest loss increase so far by share of the checkpoint's KV: {told}")
     if rate := tokens_per_second(records):
         parts.append(f"{compact(rate)} tokens/s")

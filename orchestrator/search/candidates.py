@@ -30,10 +30,13 @@ OF_SEARCHER = "searcher."
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing to try: a recipe at a KV ratio, trained with a learning rate. `seed`: of its plan and its training.
-    `plan`: the plan to carry out, as JSON, where the searcher and not the recipe makes it. A `probe` is measured
-    untrained and ends there; its plan need not meet the ratio yet. `used`: the share that is kept where `kv_ratio`, a
-    ceiling, cannot be met; None where it can."""
+    """One thing to try: a recipe at a KV ratio, trained with a learning rate.
+
+    `seed`: of its plan and its training. `plan`: the plan to carry out, as JSON, where the searcher
+    and not the recipe makes it. A `probe` is measured untrained and ends there; its plan need not
+    meet the ratio yet. `used`: the share that is kept where `kv_ratio`, a ceiling, cannot be met;
+    None where it can.
+    """
 
     recipe: Recipe
     kv_ratio: float
@@ -51,7 +54,14 @@ class Candidate:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for candidates that would give the same trial."""
-        return (self.recipe.digest, self.kv_ratio, self.learning_rate, self.seed, self.plan, self.probe)
+        return (
+            self.recipe.digest,
+            self.kv_ratio,
+            self.learning_rate,
+            self.seed,
+            self.plan,
+            self.probe,
+        )
 
     def config(self) -> dict[str, Any]:
         """What a Tune trial is handed: plain JSON values, complete in themselves."""
@@ -67,14 +77,22 @@ class Candidate:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Candidate:
-        recipe, plan, probe = Recipe.from_dict(config["choices"]), config.get("plan"), bool(config.get("probe", False))
+        recipe, plan, probe = (
+            Recipe.from_dict(config["choices"]),
+            config.get("plan"),
+            bool(config.get("probe", False)),
+        )
         used = config.get("used_kv_ratio")
-        return cls(recipe, config["kv_ratio"], config["learning_rate"], config["seed"], plan, probe, used)
+        return cls(
+            recipe, config["kv_ratio"], config["learning_rate"], config["seed"], plan, probe, used
+        )
 
 
 @dataclass
 class CandidateSpace:
-    """`JointSpace` with one more decision, the learning rate; a point is decided one domain at a time."""
+    """`JointSpace` with one more decision, the learning rate; a point is decided one domain at a
+    time.
+    """
 
     joint: JointSpace
     learning_rates: Sequence[float]
@@ -85,7 +103,9 @@ class CandidateSpace:
         if (domain := self.joint.next(point)) is not None:
             return domain
         if len(self.learning_rates) > 1 and "learning_rate" not in point:
-            return Domain("learning_rate", "learning_rate", "choice", choices=tuple(self.learning_rates))
+            return Domain(
+                "learning_rate", "learning_rate", "choice", choices=tuple(self.learning_rates)
+            )
         return None
 
     def decide(self, choose: Callable[[Domain], Any]) -> Point:
@@ -100,11 +120,17 @@ class CandidateSpace:
         return self.decide(lambda domain: domain.sample(generator))
 
     def vary(self, point: Mapping[str, Any], changes: int, generator: np.random.Generator) -> Point:
-        """A valid point beside another: `changes` of its decisions are drawn anew, and what no longer fits them."""
+        """A valid point beside another: `changes` of its decisions are drawn anew, and what no
+        longer fits them.
+        """
         redrawn = set(generator.permutation(sorted(point))[:changes].tolist())
 
         def choose(domain: Domain) -> Any:
-            kept = domain.name in point and domain.name not in redrawn and _allows(domain, point[domain.name])
+            kept = (
+                domain.name in point
+                and domain.name not in redrawn
+                and _allows(domain, point[domain.name])
+            )
             return point[domain.name] if kept else domain.sample(generator)
 
         return self.decide(choose)
@@ -114,12 +140,18 @@ class CandidateSpace:
         recipe, kv_ratio = self.joint.to_recipe(point)
         if recipe.name not in RECIPES:
             recipe = replace(recipe, name=f"joint-{recipe.digest[:6]}")
-        used = None if self.joint.geometry is None else used_ratio(recipe, kv_ratio, self.joint.geometry)
+        used = (
+            None
+            if self.joint.geometry is None
+            else used_ratio(recipe, kv_ratio, self.joint.geometry)
+        )
         rate = float(point.get("learning_rate", self.learning_rates[0]))
         return Candidate(recipe, kv_ratio, rate, self.seed, used=used)
 
     def locate(self, candidate: Candidate) -> Point | None:
-        """The point of a candidate, or None if it lies outside of the space (its choices are restricted)."""
+        """The point of a candidate, or None if it lies outside of the space (its choices are
+        restricted).
+        """
         fields = {"kv_ratio": candidate.kv_ratio, "learning_rate": candidate.learning_rate}
         fields |= {k: v for k, v in candidate.recipe.to_dict().items() if k != "settings"}
         fields |= dict(candidate.recipe.settings)
@@ -139,16 +171,19 @@ def _allows(domain: Domain, value: Any) -> bool:
         return value in domain.choices
     if value is None or value == AUTO_KNOB:  # a searcher draws numbers
         return False
-    return (domain.low is None or value >= domain.low) and (domain.high is None or value <= domain.high)
+    return (domain.low is None or value >= domain.low) and (
+        domain.high is None or value <= domain.high
+    )
 
 
 def named_candidates(
     config: SearchConfig, geometry: HeadGeometry, engine: EngineForm | None = None
 ) -> tuple[Candidate, ...]:
-    """Every configured arm at its KV ratios with every learning rate and seed, the baseline first and at every ratio.
+    """Every configured arm at its KV ratios with every learning rate and seed, the baseline first
+    and at every ratio.
 
-    Raises ConfigError for an unknown recipe, and for a ratio below all that a recipe can meet on this checkpoint, or
-    with `search.strict` one that it cannot meet exactly.
+    Raises ConfigError for an unknown recipe, and for a ratio below all that a recipe can meet on
+    this checkpoint, or with `search.strict` one that it cannot meet exactly.
     """
     of_search = ratios_of(config.search, geometry)
     arms = [(_recipe(config, arm), ratios_of(arm, geometry) or of_search) for arm in config.arms]
@@ -161,10 +196,14 @@ def named_candidates(
     for recipe, ratios in arms:
         baseline = recipe.name == config.search.baseline
         strict, dtype = config.search.strict, config.model.dtype
-        cannot = partial(_cannot_meet, recipe, geometry=held, dtype=dtype, baseline=baseline, strict=strict)
+        cannot = partial(
+            _cannot_meet, recipe, geometry=held, dtype=dtype, baseline=baseline, strict=strict
+        )
         for ratio in every if baseline else ratios:
             if reason := cannot(ratio):
-                known = [f"{k / geometry.num_kv_heads:g}" for k in range(1, geometry.num_kv_heads + 1)]
+                known = [
+                    f"{k / geometry.num_kv_heads:g}" for k in range(1, geometry.num_kv_heads + 1)
+                ]
                 possible = [other for other in known if cannot(float(other)) is None]
                 raise ConfigError(
                     f"search.kv_ratios: got {ratio:g}, which recipe {recipe.name} cannot meet on this checkpoint "
@@ -186,11 +225,18 @@ def used_ratio(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> float
 
 
 def ratios_of(section: SearchSection | ArmSection, geometry: HeadGeometry) -> list[float]:
-    """The KV ratios of a search or an arm, as shares of the checkpoint's own KV cache. Raises ConfigError."""
+    """The KV ratios of a search or an arm, as shares of the checkpoint's own KV cache.
+
+    Raises ConfigError.
+    """
     try:
-        return section.kv_ratios or [ratio_of_kv_heads(heads, geometry) for heads in section.kv_heads]
+        return section.kv_ratios or [
+            ratio_of_kv_heads(heads, geometry) for heads in section.kv_heads
+        ]
     except ValueError as error:
-        where = "search." if isinstance(section, SearchSection) else f"search.recipes: {section.name}: "
+        where = (
+            "search." if isinstance(section, SearchSection) else f"search.recipes: {section.name}: "
+        )
         raise ConfigError(f"{where}kv_heads: {error}") from None
 
 
@@ -204,11 +250,17 @@ def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
     try:
         recipe = named_recipe(arm.recipe, **arm.changes, settings=arm.params)
     except ValueError as error:
-        key = "search.baseline" if arm.recipe not in {a.recipe for a in config.search.recipes} else where
+        key = (
+            "search.baseline"
+            if arm.recipe not in {a.recipe for a in config.search.recipes}
+            else where
+        )
         raise ConfigError(f"{key}: {cut(str(error))}") from None
     steps, last = recipe.knobs("relaxation").get("steps", 0), config.rungs.steps[-1]
     if steps >= max(last, 1) and last:
-        raise ConfigError(f"{where}: relaxation.steps must be below the last of rungs.steps, {last}, got {steps}")
+        raise ConfigError(
+            f"{where}: relaxation.steps must be below the last of rungs.steps, {last}, got {steps}"
+        )
     return replace(recipe, name=arm.name)
 
 
@@ -219,7 +271,9 @@ def engine_form(config: SearchConfig, model: Checkpoint) -> EngineForm | None:
 
 
 def _check_held(recipe: Recipe, engine: EngineForm | None) -> None:
-    """Raises ConfigError for a recipe of plans that the engine does not hold exactly at their own bytes."""
+    """Raises ConfigError for a recipe of plans that the engine does not hold exactly at their own
+    bytes.
+    """
     if engine is None:
         return
     if reasons := _refused(recipe, engine):
@@ -237,7 +291,10 @@ def _refused(recipe: Recipe, engine: EngineForm) -> list[str]:
 def _cannot_meet(
     recipe: Recipe, ratio: float, geometry: HeadGeometry, dtype: str, baseline: bool, strict: bool
 ) -> str | None:
-    """Why, or None. With the whole cache the baseline is the original model, trained for the same tokens."""
+    """Why, or None.
+
+    With the whole cache the baseline is the original model, trained for the same tokens.
+    """
     if not baseline and (whole := keeps_everything(recipe.sharing, recipe.composition, ratio)):
         return whole
     try:
@@ -249,21 +306,38 @@ def _cannot_meet(
     return None
 
 
-def candidate_space(config: SearchConfig, geometry: HeadGeometry, engine: EngineForm | None = None) -> CandidateSpace:
-    """The space that free candidates are drawn from. Raises ConfigError for a field or choice that does not exist."""
+def candidate_space(
+    config: SearchConfig, geometry: HeadGeometry, engine: EngineForm | None = None
+) -> CandidateSpace:
+    """The space that free candidates are drawn from.
+
+    Raises ConfigError for a field or choice that does not exist.
+    """
     section, ratios = config.search, ratios_of(config.search, geometry)
     try:
-        params = {name: value for name, value in section.params.items() if not name.startswith(OF_SEARCHER)}
+        params = {
+            name: value
+            for name, value in section.params.items()
+            if not name.startswith(OF_SEARCHER)
+        }
         choices, strict = section.search_space, section.strict
-        joint = JointSpace(ratios, geometry, choices=choices, settings=params, engine=engine, strict=strict)
+        joint = JointSpace(
+            ratios, geometry, choices=choices, settings=params, engine=engine, strict=strict
+        )
     except ValueError as error:
         text = cut(str(error))
         wrong = text.removeprefix("settings: ")
-        raise ConfigError(f"search.{'search_space' if wrong == text else 'params'}: {wrong}") from None
+        raise ConfigError(
+            f"search.{'search_space' if wrong == text else 'params'}: {wrong}"
+        ) from None
     return CandidateSpace(joint, config.learning_rates, config.seeds[0])
 
 
 def searcher_settings(config: SearchConfig) -> dict[str, Any]:
     """The settings of the searcher itself, without their prefix."""
     given = config.search.params
-    return {name.removeprefix(OF_SEARCHER): value for name, value in given.items() if name.startswith(OF_SEARCHER)}
+    return {
+        name.removeprefix(OF_SEARCHER): value
+        for name, value in given.items()
+        if name.startswith(OF_SEARCHER)
+    }

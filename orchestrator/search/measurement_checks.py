@@ -1,5 +1,6 @@
-"""What a search is to measure beside loss and bytes, checked before anything starts: decode time in an engine; tasks,
-prompts and long contexts of the promotion."""
+"""What a search is to measure beside loss and bytes, checked before anything starts: decode time in
+an engine; tasks, prompts and long contexts of the promotion.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +19,21 @@ from orchestrator.serving.engines import engine
 
 
 def check_extras(config: SearchConfig, model: Checkpoint) -> None:
-    """Raises ConfigError for prompts and context lengths of the promotion that the model does not take, or for which
-    there is too little held-out text."""
+    """Raises ConfigError for prompts and context lengths of the promotion that the model does not
+    take, or for which there is too little held-out text.
+    """
     section = config.promotion
     if not (section.enabled and (section.prompts or section.context_lengths)):
         return
     try:
         if section.prompts:
-            encode_prompts(section.prompts, checkpoints.load_tokenizer(model), model.geometry.max_positions)
+            encode_prompts(
+                section.prompts, checkpoints.load_tokenizer(model), model.geometry.max_positions
+            )
         if section.context_lengths:
-            longest = context_lengths(",".join(map(str, section.context_lengths)), model.geometry.max_positions)[-1]
+            longest = context_lengths(
+                ",".join(map(str, section.context_lengths)), model.geometry.max_positions
+            )[-1]
             needed, there = TEXTS * longest, config.data.eval.tokens
             if needed > there:
                 raise ConfigError(
@@ -39,7 +45,9 @@ def check_extras(config: SearchConfig, model: Checkpoint) -> None:
 
 
 def check_tasks(config: SearchConfig) -> None:
-    """Raises ConfigError for tasks of the promotion that cannot be run, or not be compared as its gate asks."""
+    """Raises ConfigError for tasks of the promotion that cannot be run, or not be compared as its
+    gate asks.
+    """
     section = config.promotion
     if not (section.enabled and section.tasks):
         return
@@ -47,7 +55,9 @@ def check_tasks(config: SearchConfig) -> None:
         metrics = HarnessTasks(section.tasks).metrics
     except ConfigError as error:
         raise ConfigError(f"promotion.{error}") from None
-    if section.max_task_drop is not None and (without := [n for n, m in metrics.items() if not accuracy_of(m)]):
+    if section.max_task_drop is not None and (
+        without := [n for n, m in metrics.items() if not accuracy_of(m)]
+    ):
         raise ConfigError(
             f"promotion.max_task_drop: task {without[0]!r} has no accuracy ({', '.join(ACCURACIES)}), but "
             f"{', '.join(metrics[without[0]])}; leave it out of promotion.tasks, or max_task_drop"
@@ -61,7 +71,9 @@ def check_decode_time(config: SearchConfig, geometry: HeadGeometry) -> None:
         return
     key = f"search.decode_context_length: got {length}"
     if name == "any":
-        raise ConfigError(f"{key} with search.target any: which engine? set search.target, e.g. to llama.cpp")
+        raise ConfigError(
+            f"{key} with search.target any: which engine? set search.target, e.g. to llama.cpp"
+        )
     if not TOKENS < length <= geometry.max_positions:
         raise ConfigError(
             f"{key}, expected more than the {TOKENS} tokens that are decoded, and at most the "

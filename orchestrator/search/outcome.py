@@ -19,8 +19,9 @@ INTERRUPTED = 130
 class SearchOutcome:
     """What came out of a search.
 
-    `exit_code`: 130 if interrupted; 1 if no trial gave a result, the baseline failed at a budget (nothing can be
-    compared there), or a step of the promotion failed; else 0. Other failed trials are told, and the search stands.
+    `exit_code`: 130 if interrupted; 1 if no trial gave a result, the baseline failed at a budget
+    (nothing can be compared there), or a step of the promotion failed; else 0. Other failed trials
+    are told, and the search stands.
     """
 
     folder: Path
@@ -57,7 +58,9 @@ class SearchOutcome:
             "original_loss": self.original.get("loss"),
             "trials": [asdict(t) for t in self.trials],
             "front": [t.trial_id for t in self.front],
-            "best_per_budget": {f"{b:g}": t.trial_id for b, t in best_per_budget(self.trials).items()},
+            "best_per_budget": {
+                f"{b:g}": t.trial_id for b, t in best_per_budget(self.trials).items()
+            },
             "comparison": compare(self.trials, self.original) if self.original else [],
             "promotion": self.promotion,
             "promoted": promoted_models(self.promotion),
@@ -67,7 +70,9 @@ class SearchOutcome:
 
 
 def print_outcome(outcome: SearchOutcome) -> None:
-    """The last lines: failures, where things lie, and the models that were promoted with what serves them."""
+    """The last lines: failures, where things lie, and the models that were promoted with what
+    serves them.
+    """
     print_promotion(outcome.promotion)
     failed = sum(t.status == records.FAILED for t in outcome.trials)
     out = console()
@@ -76,7 +81,9 @@ def print_outcome(outcome: SearchOutcome) -> None:
         how = f"run the same command with --resume {outcome.folder.name} to go on"
         out.print(f"interrupted: the state is saved; {how}", markup=False)
     if failed:
-        out.print(f"warning: {failed} of {len(outcome.trials)} trials failed; their errors are above and in MLflow")
+        out.print(
+            f"warning: {failed} of {len(outcome.trials)} trials failed; their errors are above and in MLflow"
+        )
     if not outcome.front:
         out.print("no trial gave a result")
     places = {"search": str(outcome.folder), "report": outcome.report, "MLflow": outcome.tracking}

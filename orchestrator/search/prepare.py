@@ -1,5 +1,6 @@
-"""What a search does before its trials: the original model is found, scored and calibrated, once, and the increases of
-the loss are measured that plans rest on."""
+"""What a search does before its trials: the original model is found, scored and calibrated, once,
+and the increases of the loss are measured that plans rest on.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +48,12 @@ from trainers.evaluation import evaluate
 from trainers.text.data import read_sequences
 
 
-def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> OriginalRecord:
-    """Score the original model (nats per token) and calibrate it, once a search; kept in `original.json`."""
+def prepare_original(
+    config: SearchConfig, prepared: Prepared, folder: SearchFolder
+) -> OriginalRecord:
+    """Score the original model (nats per token) and calibrate it, once a search; kept in
+    `original.json`.
+    """
     if folder.original.exists():
         return read_json(folder.original)
     path = locate_model(config.model.path, folder)
@@ -83,13 +88,17 @@ def measure_original(
     rows: int,
     workers: Workers | None,
 ) -> OriginalRecord:
-    """What is known of the original model, `rows` sequences at a time; leaves its calibration in `cache`."""
+    """What is known of the original model, `rows` sequences at a time; leaves its calibration in
+    `cache`.
+    """
     started = time.perf_counter()
     opened = Checkpoint.open(path)
     model = checkpoints.load_working(opened, dtype, device)
     scored = evaluate(model, read_sequences(files["eval"])[:], batch_size=rows)
     cast_weights(model, checkpoints.dtype_of(dtype))  # bytes are those of what is written
-    facts = checkpoints.cache_facts(model, own_heads(geometry)) | {"parameters": checkpoints.parameters(model)}
+    facts = checkpoints.cache_facts(model, own_heads(geometry)) | {
+        "parameters": checkpoints.parameters(model)
+    }
     del model  # the calibration reads a layer at a time
     tokens = read_sequences(files["calibration"])[:]
     weights = checkpoint.weights_digest(opened.folder, cache)
@@ -113,17 +122,26 @@ def measure_original(
 def decode_times(
     config: SearchConfig, original: OriginalRecord, dtype: str, folder: SearchFolder
 ) -> DecodeTimes | None:
-    """How long the engine takes to decode, by KV heads, measured once a search and kept in `decode_times.json`; None
-    where the search does not ask."""
+    """How long the engine takes to decode, by KV heads, measured once a search and kept in
+    `decode_times.json`; None where the search does not ask.
+    """
     length = config.search.decode_context_length
     if length is None:
         return None
     if not folder.decode_times.exists():
         asked = original["model"], config.search.target, length, dtype
-        made = on_cluster(task_options(config), "decode time in the engine", measure_decode_times, *asked)
+        made = on_cluster(
+            task_options(config), "decode time in the engine", measure_decode_times, *asked
+        )
         write_json(folder.decode_times, asdict(made))
-        told = ", ".join(f"{1000 * s:.3g} ms with {heads}" for heads, s in zip(made.heads, made.seconds, strict=True))
-        print(f"decode time of {made.engine} at a context of {length}: {told} KV heads a layer", flush=True)
+        told = ", ".join(
+            f"{1000 * s:.3g} ms with {heads}"
+            for heads, s in zip(made.heads, made.seconds, strict=True)
+        )
+        print(
+            f"decode time of {made.engine} at a context of {length}: {told} KV heads a layer",
+            flush=True,
+        )
     record: dict[str, Any] = read_json(folder.decode_times)
     record |= {name: tuple(record[name]) for name in ("heads", "seconds")}
     return DecodeTimes(**record)
@@ -132,7 +150,8 @@ def decode_times(
 def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
     """Where trials find a model: an absolute folder, or a hub name.
 
-    A Ray job's working folder vanishes with the job, so a model inside it is copied into the search.
+    A Ray job's working folder vanishes with the job, so a model inside it is copied into the
+    search.
     """
     source = Path(path).expanduser()
     if not source.is_dir():
@@ -140,7 +159,9 @@ def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
     if in_ray_job() and not Path(path).is_absolute():
         copy = folder.root / name
         if not copy.exists():
-            checkpoint.write_atomically(copy, lambda fresh: shutil.copytree(source, fresh, dirs_exist_ok=True))
+            checkpoint.write_atomically(
+                copy, lambda fresh: shutil.copytree(source, fresh, dirs_exist_ok=True)
+            )
         return str(copy)
     return str(source.absolute())
 
@@ -171,27 +192,38 @@ def trial_context(
 
 
 def head_similarities(context: TrialContext, recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
-    """The recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side): for a searcher of plans."""
+    """The recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side): for a searcher of
+    plans.
+    """
     model = checkpoints.load_working(context.model, context.dtype, context.device)
     tokens = read_sequences(context.calibration_file)[:]
     planning = planning_context(model, context.calibration(tokens), tokens, None)
     layers = range(planning.geometry.num_layers)
-    return {(layer, side): planning.similarity(recipe, layer, side) for layer in layers for side in SIDES}
+    return {
+        (layer, side): planning.similarity(recipe, layer, side)
+        for layer in layers
+        for side in SIDES
+    }
 
 
 def run_search_phases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
     """DHA's search phase, for every seed of every candidate whose plan rests on one."""
     candidates = list(prepared.problem.named)
     if "fusion_loss" in config.search.search_space.get("objective", ()):
-        fixed = {k: v for k, v in config.search.params.items() if k in ("objective.steps", "objective.rate")}
+        fixed = {
+            k: v
+            for k, v in config.search.params.items()
+            if k in ("objective.steps", "objective.rate")
+        }
         candidates.append(Candidate(named_recipe("dha", settings=fixed), 0.5, 1.0, config.seeds[0]))
     phases = [phase for phase in map(context.search_phase, candidates) if phase]
     dha_distances.prepare(phases, context.calibration_cache, worker_options(config))
 
 
-# ---- increases of the loss, on the workers of a cluster --------------------------------------------------------------
-# A layer's points need nothing of another layer, so there are as many Ray tasks as layers. Each writes its points into
-# the file that trials read (`search_spaces.planning.curves`); what is there already is not measured again.
+# ---- increases of the loss, on the workers of a cluster ------------------------------------------
+# A layer's points need nothing of another layer, so there are as many Ray tasks as layers. Each
+# writes its points into the file that trials read (`search_spaces.planning.curves`); what is there
+# already is not measured again.
 
 SEVERAL = 4
 """Workers from which on their start is worth it; two are enough where they are GPUs."""
@@ -205,14 +237,17 @@ def slots_of(config: SearchConfig) -> int:
 
 
 def calibration_workers(config: SearchConfig) -> Workers | None:
-    """Tasks that share the calibration, where there is room for several; None where one process makes it."""
+    """Tasks that share the calibration, where there is room for several; None where one process
+    makes it.
+    """
     cpus, gpus, slots = config.train.cpus_per_worker, config.resources.trial_gpus, slots_of(config)
     return Workers(slots, cpus, gpus) if slots >= (2 if gpus else SEVERAL) else None
 
 
 def measure_increases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
-    """The loss increases that plans of named candidates rest on, if several workers can share the measuring; if not,
-    the first trial that needs them measures them."""
+    """The loss increases that plans of named candidates rest on, if several workers can share the
+    measuring; if not, the first trial that needs them measures them.
+    """
     cpus = config.train.cpus_per_worker
     if slots_of(config) >= SEVERAL:
         tasks = curve_tasks(prepared.problem.named, prepared.geometry.num_layers)
@@ -220,32 +255,50 @@ def measure_increases(config: SearchConfig, prepared: Prepared, context: TrialCo
 
 
 def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]:
-    """A task a layer for each set of curves that the candidates need: they depend on the seed and on how heads are
-    grouped and fused, not on the KV ratio."""
+    """A task a layer for each set of curves that the candidates need: they depend on the seed and
+    on how heads are grouped and fused, not on the KV ratio.
+    """
     first: dict[object, Candidate] = {}
     for candidate in candidates:
         recipe = candidate.recipe
-        if candidate.plan is not None or "measure" not in AXES["allocation"].get(recipe.allocation).needs:
+        if (
+            candidate.plan is not None
+            or "measure" not in AXES["allocation"].get(recipe.allocation).needs
+        ):
             continue
-        axes = (*DECIDES, "allocation", "refinement")  # what no refinement fits is measured without a fit
-        choices = tuple((axis, getattr(recipe, axis), tuple(recipe.knobs(axis).items())) for axis in axes)
+        axes = (
+            *DECIDES,
+            "allocation",
+            "refinement",
+        )  # what no refinement fits is measured without a fit
+        choices = tuple(
+            (axis, getattr(recipe, axis), tuple(recipe.knobs(axis).items())) for axis in axes
+        )
         first.setdefault((choices, recipe.together, recipe.by, candidate.seed), candidate)
     return [(candidate, layer) for candidate in first.values() for layer in range(layers)]
 
 
 def measure_layer(task: CurveTask, context: TrialContext, threads: int | None = None) -> int:
-    """Measure in this process, with as many threads if given; returns the number of points of the layer."""
+    """Measure in this process, with as many threads if given; returns the number of points of the
+    layer.
+    """
     if threads is not None:
         torch.set_num_threads(threads)
     (candidate, layer), shared = task, shared_parts(context)
-    planning = planning_context(shared.original, shared.calibration, shared.tokens, context.calibration_cache)
+    planning = planning_context(
+        shared.original, shared.calibration, shared.tokens, context.calibration_cache
+    )
     generator = np.random.default_rng(candidate.seed)
     return measure_curves(candidate.recipe, candidate.used_ratio, planning, generator, [layer])
 
 
-def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, options: dict[str, Any]) -> None:
-    """Run the tasks as Ray tasks with these options of `ray.remote`. A layer that cannot be measured is left to the
-    trials, which say why."""
+def measure_on_workers(
+    tasks: Sequence[CurveTask], context: TrialContext, options: dict[str, Any]
+) -> None:
+    """Run the tasks as Ray tasks with these options of `ray.remote`.
+
+    A layer that cannot be measured is left to the trials, which say why.
+    """
     if not tasks:
         return
     remote: Any = ray.remote(max_retries=1, **options)(measure_layer)

@@ -1,9 +1,10 @@
 """Searcher and scheduler with a journal: a killed search goes on as if nothing had happened.
 
-Tune sees `JournaledSearch` and `JournaledScheduler`; both hand on to the search's own. What these answer is written to
-the journal before Tune acts on it. A resumed search tells a fresh searcher and a fresh scheduler all that the journal
-holds, gives Tune the trials that had not ended, under their old names, and then goes on asking the searcher. A trial
-that starts again reports everything again; what was decided about it stays decided.
+Tune sees `JournaledSearch` and `JournaledScheduler`; both hand on to the search's own. What these
+answer is written to the journal before Tune acts on it. A resumed search tells a fresh searcher and
+a fresh scheduler all that the journal holds, gives Tune the trials that had not ended, under their
+old names, and then goes on asking the searcher. A trial that starts again reports everything again;
+what was decided about it stays decided.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from orchestrator.storage.journal import History, Journal, JournalError, result_
 logger = logging.getLogger(__name__)
 
 LOSSES = 3
-"""How often in a row a trial may lose its machines without getting any further, before it counts as failed."""
-_FULL_DISK = (
-    r"No space left on device|File too large|Disk quota exceeded|PytorchStreamWriter failed|unexpected pos \d+ vs \d+"
-)
+"""How often in a row a trial may lose its machines without getting any further, before it counts as
+failed.
+"""
+_FULL_DISK = r"No space left on device|File too large|Disk quota exceeded|PytorchStreamWriter failed|unexpected pos \d+ vs \d+"
 """What a disk that is full comes to: in Python, in Rust, and twice in torch's own files."""
 NOT_STARTED = r"worker group startup timed out|worker actors failed to initialize"
 """What Ray Train says of workers whose nodes did not come, or went before they had started."""
@@ -86,7 +87,9 @@ class JournaledScheduler(FIFOScheduler):
         super().__init__()
         self.inner, self._journal, self._history = inner, journal, journal.history
         self._known: set[str] = set()
-        self.fresh: tuple[str, int] | None = None  # the report that Tune is dealing with, if it was not told before
+        self.fresh: tuple[str, int] | None = (
+            None  # the report that Tune is dealing with, if it was not told before
+        )
         self.failed: dict[str, Any] = {}
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
@@ -130,9 +133,11 @@ class JournaledScheduler(FIFOScheduler):
 
 
 class JournaledSearch(SearchGenerator):
-    """Trials of an interrupted search first, then those that `searcher` suggests, while there are slots for them.
+    """Trials of an interrupted search first, then those that `searcher` suggests, while there are
+    slots for them.
 
-    Trials are called t0000, t0001, ... in the order of their suggestion, in this search and in one that resumes it.
+    Trials are called t0000, t0001, ... in the order of their suggestion, in this search and in one
+    that resumes it.
     """
 
     def __init__(self, searcher: Searcher, scheduler: JournaledScheduler, journal: Journal) -> None:
@@ -187,17 +192,31 @@ class JournaledSearch(SearchGenerator):
         if self._scheduler.fresh is not None and self._scheduler.fresh[0] == trial_id:
             self.searcher.on_trial_result(trial_id, result)
 
-    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
+    def on_trial_complete(
+        self, trial_id: str, result: dict | None = None, error: bool = False
+    ) -> None:
         if trial_id in self._history.ends:
             return
         told = trial_id in self._history.told
-        end: dict[str, Any] = {"trial": trial_id, "error": None, "trace": None, "lost": False, "bare": result is None}
+        end: dict[str, Any] = {
+            "trial": trial_id,
+            "error": None,
+            "trace": None,
+            "lost": False,
+            "bare": result is None,
+        }
         if error:
             trial = self._scheduler.failed.pop(trial_id)
             reason = error_of(trial)
-            if disk_failed(reason):  # no end of its own: what is left of the search would end in the same way
+            if disk_failed(
+                reason
+            ):  # no end of its own: what is left of the search would end in the same way
                 raise JournalError(f"{self._journal.path.parent}: {unwritable(reason)}")
-            end |= {"error": reason, "trace": trial.error_file, "lost": getattr(trial, "was_lost", False)}
+            end |= {
+                "error": reason,
+                "trace": trial.error_file,
+                "lost": getattr(trial, "was_lost", False),
+            }
             self._scheduler.inner.on_trial_error(None, trial)
         self._journal.append(events.END, **end)
         if not told:
@@ -208,10 +227,11 @@ class JournaledSearch(SearchGenerator):
 
 
 def replay(history: History, searcher: ResumableSearcher, scheduler: RungScheduler) -> None:
-    """Tell a fresh searcher and a fresh scheduler what the journal holds, in the order in which it happened.
+    """Tell a fresh searcher and a fresh scheduler what the journal holds, in the order in which it
+    happened.
 
-    Nothing runs afterwards: the open trials take their slots when Tune has them back. The searcher is asked for
-    nothing: what another version of a library would suggest makes no difference.
+    Nothing runs afterwards: the open trials take their slots when Tune has them back. The searcher
+    is asked for nothing: what another version of a library would suggest makes no difference.
     """
     trials: dict[str, Any] = {}
     ended: set[str] = set()
@@ -220,14 +240,18 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
         if kind == events.TRIAL:
             config = event["config"]
             searcher.add_trial(trial_id, config)
-            trials[trial_id] = SimpleNamespace(trial_id=trial_id, config=config, status=Trial.RUNNING, last_result={})
+            trials[trial_id] = SimpleNamespace(
+                trial_id=trial_id, config=config, status=Trial.RUNNING, last_result={}
+            )
             scheduler.on_trial_add(None, trials[trial_id])
         elif kind == events.REPORT:
             result, trial = event["result"], trials[trial_id]
             trial.last_result = result
             decision = scheduler.on_trial_result(None, trial, result)
             if decision != event["decision"]:
-                logger.warning("%s: %s was decided, now it would be %s", trial_id, event["decision"], decision)
+                logger.warning(
+                    "%s: %s was decided, now it would be %s", trial_id, event["decision"], decision
+                )
             trial.status = Trial.PAUSED if event["decision"] == events.PAUSE else Trial.RUNNING
             if event["decision"] != TrialScheduler.STOP:
                 searcher.on_trial_result(trial_id, result)
@@ -249,7 +273,8 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
 
 
 def settle(journal: Journal) -> None:
-    """Write the ends that a kill has kept from the journal, and open again what was lost for its machines' sake.
+    """Write the ends that a kill has kept from the journal, and open again what was lost for its
+    machines' sake.
 
     A trial that was stopped, or has reported its last rung, has nothing left to do.
     """
@@ -259,8 +284,12 @@ def settle(journal: Journal) -> None:
     for trial_id in history.open:
         record = history.records[trial_id]
         stopped = history.decisions.get((trial_id, record.step)) == TrialScheduler.STOP
-        if record.rungs and (stopped or record.probe or record.last.get("rung") == history.rungs - 1):
-            journal.append(events.END, trial=trial_id, error=None, trace=None, lost=False, bare=False)
+        if record.rungs and (
+            stopped or record.probe or record.last.get("rung") == history.rungs - 1
+        ):
+            journal.append(
+                events.END, trial=trial_id, error=None, trace=None, lost=False, bare=False
+            )
     for trial_id, end in list(history.ends.items()):
         if end["lost"]:
             journal.append(events.AGAIN, trial=trial_id)

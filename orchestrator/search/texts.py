@@ -32,9 +32,14 @@ class SearchTexts:
 
     @classmethod
     def check(cls, config: SearchConfig, model: Checkpoint, cache: Path) -> SearchTexts:
-        """Everything that can be wrong and is known before a text is read. Raises DataError naming split and source."""
+        """Everything that can be wrong and is known before a text is read.
+
+        Raises DataError naming split and source.
+        """
         cuts, length, field = {}, config.data.sequence_length, config.data.text_field
-        texts: dict[str, tuple[Split, str, int]] = {split: (split, *config.data.section(split)) for split in SPLITS}
+        texts: dict[str, tuple[Split, str, int]] = {
+            split: (split, *config.data.section(split)) for split in SPLITS
+        }
         if (fresh := config.promotion.data) is not None:
             texts[_PROMOTION] = "train", fresh.source or config.data.source, fresh.tokens
         for name, (split, source, tokens) in texts.items():
@@ -53,17 +58,25 @@ class SearchTexts:
         return [split for split, folder in self.folders.items() if is_complete(folder)]
 
     def make_small(self) -> None:
-        """Tokenise, in this process, what is not there and has SMALL tokens or fewer. Raises DataError."""
+        """Tokenise, in this process, what is not there and has SMALL tokens or fewer.
+
+        Raises DataError.
+        """
         for split, cut in self.cuts.items():
             if cut.tokens <= SMALL_TEXT:
                 with _named(split, cut.source):
                     token_set(cut, self.tokenizer, self.cache)
 
     def make_all(self) -> None:
-        """Tokenise what is not there on all CPUs of the cluster that this process is connected to. Raises DataError."""
+        """Tokenise what is not there on all CPUs of the cluster that this process is connected to.
+
+        Raises DataError.
+        """
         for split, cut in self.cuts.items():
             with _named(split, cut.source):
-                token_set(cut, self.tokenizer, self.cache, tokenise=tokeniser(self.model, cut.tokens))
+                token_set(
+                    cut, self.tokenizer, self.cache, tokenise=tokeniser(self.model, cut.tokens)
+                )
 
 
 @contextmanager

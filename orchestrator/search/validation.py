@@ -54,7 +54,10 @@ class Prepared:
 
 
 def validate_search(config: SearchConfig) -> Prepared:
-    """Check a configuration (`check_search`), and tokenise texts that are small into its storage. Raises as that."""
+    """Check a configuration (`check_search`), and tokenise texts that are small into its storage.
+
+    Raises as that.
+    """
     prepared = check_search(config)
     storage_path(config.storage).mkdir(parents=True, exist_ok=True)
     prepared.texts.make_small()
@@ -62,20 +65,24 @@ def validate_search(config: SearchConfig) -> Prepared:
 
 
 def rehearse_search(config: SearchConfig) -> Prepared:
-    """The same where nothing may be written: small texts are tokenised for their mistakes alone, into a folder that
-    goes again."""
+    """The same where nothing may be written: small texts are tokenised for their mistakes alone,
+    into a folder that goes again.
+    """
     prepared = check_search(config)
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
-        missing = {split: cut for split, cut in prepared.texts.cuts.items() if split not in prepared.reused}
+        missing = {
+            split: cut for split, cut in prepared.texts.cuts.items() if split not in prepared.reused
+        }
         replace(prepared.texts, cache=Path(folder), cuts=missing).make_small()
     return prepared
 
 
 def check_search(config: SearchConfig) -> Prepared:
-    """Check a configuration against its checkpoint, its texts and its storage, as far as can be before texts are read.
+    """Check a configuration against its checkpoint, its texts and its storage, as far as can be
+    before texts are read.
 
-    Nothing is written. Raises ConfigError or DataError naming key, value and remedy. What the cluster has is checked
-    once it is connected.
+    Nothing is written. Raises ConfigError or DataError naming key, value and remedy. What the
+    cluster has is checked once it is connected.
     """
     length = config.data.sequence_length
     setup = SearchSetup.open(config)
@@ -108,7 +115,10 @@ def check_accelerators(setup: SearchSetup) -> None:
     Nothing is checked where there is no type, or one whose memory is not known.
     """
     section = setup.config.resources
-    if not any(kind and memory_of(kind) for kind in (section.accelerator_type, section.trial_accelerator_type)):
+    if not any(
+        kind and memory_of(kind)
+        for kind in (section.accelerator_type, section.trial_accelerator_type)
+    ):
         return
     # The smallest statistics: what is kept of them is chosen later, by the room that there is
     if refusals := Needs(setup.inputs, "pooled").refusals():
@@ -116,7 +126,9 @@ def check_accelerators(setup: SearchSetup) -> None:
 
 
 def check_scheduler(config: SearchConfig) -> None:
-    """Raises ConfigError for a scheduler that does not exist, and for parameters that it does not have."""
+    """Raises ConfigError for a scheduler that does not exist, and for parameters that it does not
+    have.
+    """
     name = config.rungs.scheduler
     try:
         SCHEDULERS.get(name).settings(config.rungs.params)
@@ -126,15 +138,22 @@ def check_scheduler(config: SearchConfig) -> None:
 
 
 def check_epochs(config: SearchConfig) -> None:
-    """Raises ConfigError if the longest training, to the last rung and through the promotion, goes through a text more
-    often than `data.max_epochs`."""
+    """Raises ConfigError if the longest training, to the last rung and through the promotion, goes
+    through a text more often than `data.max_epochs`.
+    """
     length, section = config.data.sequence_length, config.promotion
     needed, promoted = config.rungs.steps[-1] * config.train.batch_size, 0
     if section.enabled:
         promoted = section.steps * config.promotion_train.batch_size
     steps = "rungs.steps"
     if section.data is not None:
-        _check_epochs(config, "promotion.data.tokens", "promotion.steps", promoted, section.data.tokens // length)
+        _check_epochs(
+            config,
+            "promotion.data.tokens",
+            "promotion.steps",
+            promoted,
+            section.data.tokens // length,
+        )
     elif promoted:
         needed, steps = needed + promoted, "rungs.steps and promotion.steps"
     _check_epochs(config, "data.train.tokens", steps, needed, config.data.train.tokens // length)
@@ -167,4 +186,6 @@ def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:
     except ValueError as error:
         message = str(error)
         place = "search.params: searcher.*" if " has no setting " in message else "search.searcher"
-        raise ConfigError(message if message.startswith("search.") else f"{place}: {message}") from None
+        raise ConfigError(
+            message if message.startswith("search.") else f"{place}: {message}"
+        ) from None

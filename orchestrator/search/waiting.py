@@ -1,4 +1,6 @@
-"""That a search waits for nodes, and for which: in its log, its folder, its run in MLflow and its gauge."""
+"""That a search waits for nodes, and for which: in its log, its folder, its run in MLflow and its
+gauge.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ from orchestrator.tracking.sync import MlflowSync, Run
 
 
 @contextlib.contextmanager
-def waiting_told(config: SearchConfig, folder: SearchFolder, mlflow: MlflowSync, run: Callable[[], Run]) -> Iterator:
-    """For as long as the body runs, tell what it waits for, once and when that changes. `run`: that of the search, as
-    MLflow is to hold it now."""
+def waiting_told(
+    config: SearchConfig, folder: SearchFolder, mlflow: MlflowSync, run: Callable[[], Run]
+) -> Iterator:
+    """For as long as the body runs, tell what it waits for, once and when that changes.
+
+    `run`: that of the search, as MLflow is to hold it now.
+    """
 
     def tell(text: str | None) -> None:
         print(f"waiting  for {text}" if text else "waiting  no more", flush=True)

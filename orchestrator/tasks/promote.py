@@ -1,4 +1,6 @@
-"""`headfold promote`: chosen trials of a search that has run go on to the full training, the gate and the registry."""
+"""`headfold promote`: chosen trials of a search that has run go on to the full training, the gate
+and the registry.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`headfold report`, `watch` and `ui`: the three views of a search. They read its files and change nothing of it."""
+"""`headfold report`, `watch` and `ui`: the three views of a search.
+
+They read its files and change nothing of it.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,18 @@
-"""Multi-objective asynchronous successive halving (MO-ASHA, Schmucker 2021) over held-out loss and KV bytes per token.
+"""Multi-objective asynchronous successive halving (MO-ASHA, Schmucker 2021) over held-out loss and
+KV bytes per token.
 
-Every trial stops to think at each rung: it is paused, its process goes to another trial, and it continues from its
-checkpoint when it advances. KV ratios share one bracket, since a trial with fewer bytes is never behind one with more
-for its loss alone: ranks are by dominance.
+Every trial stops to think at each rung: it is paused, its process goes to another trial, and it
+continues from its checkpoint when it advances. KV ratios share one bracket, since a trial with
+fewer bytes is never behind one with more for its loss alone: ranks are by dominance.
 
-Asynchronous (Li 2020, Algorithm 2): of the n trials that a rung has seen, the best floor(n / factor) may go on; those
-of them that have not yet done so advance, the highest rung first. Which are the best is said by non-dominated sorting
-(Schmucker 2021, Algorithm 1); with one objective it is a sort.
+Asynchronous (Li 2020, Algorithm 2): of the n trials that a rung has seen, the best floor(n /
+factor) may go on; those of them that have not yet done so advance, the highest rung first. Which
+are the best is said by non-dominated sorting (Schmucker 2021, Algorithm 1); with one objective it
+is a sort.
 
-Synchronous (Jamieson 2016): trials advance from a rung once all that can reach it have done so. Slow trials hold up the
-others; who advances depends on the results alone and not on the order in which they come.
+Synchronous (Jamieson 2016): trials advance from a rung once all that can reach it have done so.
+Slow trials hold up the others; who advances depends on the results alone and not on the order in
+which they come.
 """
 
 from __future__ import annotations
@@ -31,23 +34,35 @@ Values = tuple[float, ...]
 
 @dataclass
 class Rung:
-    """What a rung has seen, in order of arrival. `waiting`: came here and neither went on nor ended."""
+    """What a rung has seen, in order of arrival.
+
+    `waiting`: came here and neither went on nor ended.
+    """
 
     trials: list[str] = field(default_factory=list)
     values: list[Values] = field(default_factory=list)
     advanced: set[str] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)
-    best: list[str] | None = None  # of those seen so far, the ones that may go on; None: to be found anew
+    best: list[str] | None = (
+        None  # of those seen so far, the ones that may go on; None: to be found anew
+    )
 
 
 class Rungs:
-    """The rungs below the last one. `select(values, count)` gives the indices of the `count` best, best first.
+    """The rungs below the last one.
 
-    `expected`: of a synchronous search, how many trials will be told of or leave (None: asynchronous).
+    `select(values, count)` gives the indices of the `count` best, best first.
+
+    `expected`: of a synchronous search, how many trials will be told of or leave (None:
+    asynchronous).
     """
 
     def __init__(
-        self, count: int, factor: float, select: Callable[[Sequence[Values], int], Sequence[int]], expected: int | None
+        self,
+        count: int,
+        factor: float,
+        select: Callable[[Sequence[Values], int], Sequence[int]],
+        expected: int | None,
     ) -> None:
         self.rungs = [Rung() for _ in range(count)]
         self._factor, self._select, self._expected = factor, select, expected
@@ -93,7 +108,9 @@ class Rungs:
         return not was
 
     def next(self) -> str | None:
-        """The trial to advance now: the best of the highest rung that has one to advance; None if there is none."""
+        """The trial to advance now: the best of the highest rung that has one to advance; None if
+        there is none.
+        """
         for index, rung in reversed(list(enumerate(self.rungs))):
             if rung.waiting and self._open(index):
                 for trial in self._best(rung):
@@ -106,14 +123,18 @@ class Rungs:
         if rung.best is None:
             count = max(int(len(rung.trials) / self._factor), int(self._closed))
             order = range(len(rung.trials))
-            if self._expected is not None:  # of equals the first counts: here, too, whatever came first
+            if (
+                self._expected is not None
+            ):  # of equals the first counts: here, too, whatever came first
                 order = sorted(order, key=lambda place: rung.trials[place])
             kept = self._select([rung.values[place] for place in order], count) if count else []
             rung.best = [rung.trials[order[place]] for place in kept]
         return rung.best
 
     def _open(self, index: int) -> bool:
-        """Whether trials may advance from a rung: in a synchronous search only when nobody else can come to it."""
+        """Whether trials may advance from a rung: in a synchronous search only when nobody else can
+        come to it.
+        """
         if self._expected is None:
             return True
         if not self._closed and len(self._place.keys() | self._left) < self._expected:
@@ -121,21 +142,29 @@ class Rungs:
         return all(self._passed(below, index) for below in self.rungs[:index])
 
     def _passed(self, below: Rung, index: int) -> bool:
-        """Whether all that will go on from a lower rung have come to `index`, or further, or have left."""
+        """Whether all that will go on from a lower rung have come to `index`, or further, or have
+        left.
+        """
         if any(trial in below.waiting for trial in self._best(below)):
             return False
         return all(trial in self._left or self._place[trial] >= index for trial in below.advanced)
 
 
 class FrontHalving(RungScheduler):
-    """`Rungs` for Tune. When the searcher has no more candidates, nothing runs and nobody is to advance, the trials
-    that still wait are stopped, at least one of each rung having gone on."""
+    """`Rungs` for Tune.
+
+    When the searcher has no more candidates, nothing runs and nobody is to advance, the trials that
+    still wait are stopped, at least one of each rung having gone on.
+    """
 
     def __init__(self, problem: RungProblem, ties: str, synchronous: bool) -> None:
         super().__init__(problem)
         if synchronous and problem.trials is None:
             raise ValueError("a synchronous scheduler must know how many trials there will be")
-        select, expected = partial(pareto.select_best, ties=ties), problem.trials if synchronous else None
+        select, expected = (
+            partial(pareto.select_best, ties=ties),
+            problem.trials if synchronous else None,
+        )
         self._rungs = Rungs(max(0, problem.rungs - 1), problem.reduction_factor, select, expected)
         self._paused: dict[str, Any] = {}
         self._next: str | None = None
@@ -168,7 +197,9 @@ class FrontHalving(RungScheduler):
         return self._next
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        """Also of a trial that comes back: one that is to wait further, must be brought back as paused."""
+        """Also of a trial that comes back: one that is to wait further, must be brought back as
+        paused.
+        """
         super().on_trial_add(tune_controller, trial)
         if self.counts(trial):
             self._rungs.rejoin(trial.trial_id)
@@ -185,17 +216,26 @@ class FrontHalving(RungScheduler):
         return decision
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
-        """The next trial to advance, once it has really stopped and there is room; Tune starts new ones by itself."""
+        """The next trial to advance, once it has really stopped and there is room; Tune starts new
+        ones by itself.
+        """
         trial = self._paused.get(self._next) if self._next is not None else None
         if trial is not None and trial.status == Trial.PAUSED and not self.slots.full:
             self.advance(trial.trial_id)
             return trial
-        if self._next is None and self._paused and not self.slots.taken and tune_controller.search_alg.is_finished():
+        if (
+            self._next is None
+            and self._paused
+            and not self.slots.taken
+            and tune_controller.search_alg.is_finished()
+        ):
             self._close(tune_controller)
         return None
 
     def _close(self, tune_controller: Any) -> None:
-        """Nothing more comes, nothing runs, nobody advances: what still waits, once it has really stopped, ends."""
+        """Nothing more comes, nothing runs, nobody advances: what still waits, once it has really
+        stopped, ends.
+        """
         if self._rungs.close():
             self._choose()
         elif all(trial.status == Trial.PAUSED for trial in self._paused.values()):
@@ -207,9 +247,20 @@ class FrontHalving(RungScheduler):
     "front",
     source="Schmucker 2021, Algorithm 1 (MO-ASHA); Li 2020, Algorithm 2; Deb 2002 (ranks, crowding)",
     knobs=(
-        Knob("ties", "choice", "whom to take of a rank that does not fit in whole", choices=pareto.TIES),
-        Knob("synchronous", "bool", "advance only when a rung is complete: decisions without regard to order"),
+        Knob(
+            "ties",
+            "choice",
+            "whom to take of a rank that does not fit in whole",
+            choices=pareto.TIES,
+        ),
+        Knob(
+            "synchronous",
+            "bool",
+            "advance only when a rung is complete: decisions without regard to order",
+        ),
     ),
 )
-def front(problem: RungProblem, *, ties: str = "epsilon_net", synchronous: bool = False) -> RungScheduler:
+def front(
+    problem: RungProblem, *, ties: str = "epsilon_net", synchronous: bool = False
+) -> RungScheduler:
     return FrontHalving(problem, ties, synchronous)

@@ -1,9 +1,10 @@
 """The walk of AsymGQA as parallel trials: every move that it scores is a probe of its own.
 
-Several chains walk at a time, each with a generator of its own and one probe at most under way, so that each accepts,
-resets and preserves as in the paper; results are taken as they come. A chain's score is minus its probe's loss on the
-calibration tokens: the held-out text judges the search and decides nothing in it. When the probes are used up, the best
-plan of each KV ratio is trained through the rungs, once with every learning rate and seed.
+Several chains walk at a time, each with a generator of its own and one probe at most under way, so
+that each accepts, resets and preserves as in the paper; results are taken as they come. A chain's
+score is minus its probe's loss on the calibration tokens: the held-out text judges the search and
+decides nothing in it. When the probes are used up, the best plan of each KV ratio is trained
+through the rungs, once with every learning rate and seed.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ CHOSEN = ("grouping", "similarity", "alignment", "fusion", "refinement", "recove
 
 
 class ChainSearch(ResumableSearcher):
-    """The configured candidates, then the chains' probes, then the best plan of every KV ratio as a full trial.
+    """The configured candidates, then the chains' probes, then the best plan of every KV ratio as a
+    full trial.
 
-    A plan that was measured before is not measured again: its score is known, and the move is made at once. So there
-    are `total` trials at most.
+    A plan that was measured before is not measured again: its score is known, and the move is made
+    at once. So there are `total` trials at most.
     """
 
     def __init__(self, problem: SearchProblem, chains: int) -> None:
@@ -47,7 +49,9 @@ class ChainSearch(ResumableSearcher):
         self._chains = make_chains(problem, self._recipe, chains)
         self._scores: dict[str, float | None] = {}
         self._running: dict[str, str] = {}
-        self._finals = list(itertools.product(self._chains, problem.space.learning_rates, problem.seeds))
+        self._finals = list(
+            itertools.product(self._chains, problem.space.learning_rates, problem.seeds)
+        )
         super().__init__(problem.total + len(self._finals))
 
     def suggest(self, trial_id: str) -> Any:
@@ -61,8 +65,13 @@ class ChainSearch(ResumableSearcher):
         self._made += 1
         return candidate.config()
 
-    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
-        """Take a probe's score: it reports once. A probe that failed, or diverged, counts as rejected."""
+    def on_trial_complete(
+        self, trial_id: str, result: dict | None = None, error: bool = False
+    ) -> None:
+        """Take a probe's score: it reports once.
+
+        A probe that failed, or diverged, counts as rejected.
+        """
         plan = self._running.pop(trial_id, None)
         if plan is None:
             return
@@ -73,7 +82,10 @@ class ChainSearch(ResumableSearcher):
         candidate = Candidate.from_config(config)
         if candidate.probe and candidate.plan is not None:
             # The chains make the moves that they had made, up to this one
-            next((chain for _, chain in self._walking() if self._wanted(chain) == candidate.plan), None)
+            next(
+                (chain for _, chain in self._walking() if self._wanted(chain) == candidate.plan),
+                None,
+            )
             self._running[trial_id] = candidate.plan
         elif candidate.plan is not None:
             self._finals.remove((candidate.kv_ratio, candidate.learning_rate, candidate.seed))
@@ -91,11 +103,18 @@ class ChainSearch(ResumableSearcher):
 
     def _walking(self) -> list[tuple[float, Chain]]:
         """The chains that have not ended, by ratio; those that have moved least come first."""
-        chains = [(kv_ratio, chain) for kv_ratio, chains in self._chains.items() for chain in chains if not chain.done]
+        chains = [
+            (kv_ratio, chain)
+            for kv_ratio, chains in self._chains.items()
+            for chain in chains
+            if not chain.done
+        ]
         return sorted(chains, key=lambda pair: pair[1].moves)
 
     def _wanted(self, chain: Chain) -> str | None:
-        """The plan that the chain waits for, after every move whose score is known; None when it is done."""
+        """The plan that the chain waits for, after every move whose score is known; None when it is
+        done.
+        """
         while (plan := chain.propose_next(self._similarities)) is not None:
             text = plan.to_json()
             if text not in self._scores:
@@ -104,7 +123,9 @@ class ChainSearch(ResumableSearcher):
         return None
 
     def _final(self) -> Candidate | None:
-        """The best plan of a KV ratio whose chains have all ended, with one of the learning rates and seeds."""
+        """The best plan of a KV ratio whose chains have all ended, with one of the learning rates
+        and seeds.
+        """
         for place, (kv_ratio, rate, seed) in enumerate(self._finals):
             chains = self._chains[kv_ratio]
             if all(chain.done for chain in chains):
@@ -121,7 +142,8 @@ class ChainSearch(ResumableSearcher):
 
 
 def walk_recipe(problem: SearchProblem) -> Recipe:
-    """The recipe asymgqa, scored by the whole model, with what `search.search_space` and `search.params` say.
+    """The recipe asymgqa, scored by the whole model, with what `search.search_space` and
+    `search.params` say.
 
     Raises ConfigError for a choice that is not one walk, one similarity and so on.
     """
@@ -133,8 +155,14 @@ def walk_recipe(problem: SearchProblem) -> Recipe:
         if name in CHOSEN and len(allowed) == 1:
             changes[name] = allowed[0]
         elif name in CHOSEN or getattr(base, name, None) not in allowed:
-            kept = f"{name} {getattr(base, name)!r} only" if name not in CHOSEN else f"one value for {name}"
-            raise ConfigError(f"search.search_space: got {name}: {allowed}, but the asymgqa searcher takes {kept}")
+            kept = (
+                f"{name} {getattr(base, name)!r} only"
+                if name not in CHOSEN
+                else f"one value for {name}"
+            )
+            raise ConfigError(
+                f"search.search_space: got {name}: {allowed}, but the asymgqa searcher takes {kept}"
+            )
     if not changes.get("grouping", base.grouping).startswith("walk_"):
         raise ConfigError(
             f"search.search_space: got grouping: [{changes['grouping']}], but the asymgqa searcher walks; choose "
@@ -142,17 +170,25 @@ def walk_recipe(problem: SearchProblem) -> Recipe:
         )
     changed = base.with_changes(**changes)
     engine = joint.engine
-    if engine and (reasons := engine.refusals(changed.to_dict(), equal_groups=changed.equal_groups)):
-        raise ConfigError(f"search.target: the asymgqa searcher cannot be: {'; '.join(reasons)}; choose target any")
-    settings = {name: value for name, value in joint.settings.items() if name in dict(changed.settings)}
+    if engine and (
+        reasons := engine.refusals(changed.to_dict(), equal_groups=changed.equal_groups)
+    ):
+        raise ConfigError(
+            f"search.target: the asymgqa searcher cannot be: {'; '.join(reasons)}; choose target any"
+        )
+    settings = {
+        name: value for name, value in joint.settings.items() if name in dict(changed.settings)
+    }
     return replace(changed.with_changes(settings=settings), name=_RECIPE)
 
 
 def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float, list[Chain]]:
-    """The chains of every KV ratio. The samples are spread evenly over them and their sites, the first sites first.
+    """The chains of every KV ratio.
 
-    Raises ConfigError for a KV ratio that cannot be met, and for fewer samples than one move a site, or more than
-    `grouping.iterations` allows.
+    The samples are spread evenly over them and their sites, the first sites first.
+
+    Raises ConfigError for a KV ratio that cannot be met, and for fewer samples than one move a
+    site, or more than `grouping.iterations` allows.
     """
     joint = problem.space.joint
     geometry = cast(HeadGeometry, joint.geometry)
@@ -163,10 +199,17 @@ def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float
         except ValueError as error:
             raise ConfigError(f"search.kv_ratios: {error}") from None
         admissible = admissible_counts(walk, geometry)
-        counts[kv_ratio] = uniform(geometry.num_layers, geometry.num_kv_heads, budget, admissible=admissible)
-    sites = {kv_ratio: list(searched_sites(counts[kv_ratio], geometry.num_kv_heads)) for kv_ratio in counts}
+        counts[kv_ratio] = uniform(
+            geometry.num_layers, geometry.num_kv_heads, budget, admissible=admissible
+        )
+    sites = {
+        kv_ratio: list(searched_sites(counts[kv_ratio], geometry.num_kv_heads))
+        for kv_ratio in counts
+    }
     moves = _spread(problem.samples, sites, chains, walk.knobs("grouping")["iterations"])
-    settings = {k: v for k, v in walk.knobs("grouping").items() if k not in ("iterations", "equal_sizes")}
+    settings = {
+        k: v for k, v in walk.knobs("grouping").items() if k not in ("iterations", "equal_sizes")
+    }
     settings["symmetric"] = walk.grouping == "walk_symmetric"
     generators = np.random.default_rng(problem.seed).spawn(len(moves))
     by_ratio: dict[float, list[Chain]] = {kv_ratio: [] for kv_ratio in counts}
@@ -178,7 +221,10 @@ def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float
 def _spread(
     samples: int, sites: Mapping[float, list[SiteKey]], chains: int, iterations: int
 ) -> dict[tuple[float, int], dict[SiteKey, int]]:
-    """Moves at each site of each chain (KV ratio, index), `samples` in all. Raises ConfigError if they do not fit."""
+    """Moves at each site of each chain (KV ratio, index), `samples` in all.
+
+    Raises ConfigError if they do not fit.
+    """
     places = [
         (kv_ratio, index, keys[position])
         for position in range(max(map(len, sites.values())))
@@ -187,7 +233,9 @@ def _spread(
         for index in range(chains)
     ]
     if not len(places) <= samples <= iterations * len(places):
-        walked = " and ".join(f"{len(keys)} sites at {kv_ratio:g}" for kv_ratio, keys in sites.items())
+        walked = " and ".join(
+            f"{len(keys)} sites at {kv_ratio:g}" for kv_ratio, keys in sites.items()
+        )
         raise ConfigError(
             f"search.num_samples: got {samples}, but {chains} chain(s) for each budget, with {walked}, make "
             f"{len(places)} probes with one move a site and {iterations * len(places)} with grouping.iterations "
@@ -195,7 +243,9 @@ def _spread(
             "search.params"
         )
     each, more = divmod(samples, len(places)) if places else (0, 0)
-    moves: dict[tuple[float, int], dict[SiteKey, int]] = {key: {} for key in itertools.product(sites, range(chains))}
+    moves: dict[tuple[float, int], dict[SiteKey, int]] = {
+        key: {} for key in itertools.product(sites, range(chains))
+    }
     for place, (kv_ratio, index, site) in enumerate(places):
         moves[kv_ratio, index][site] = each + (place < more)
     return moves

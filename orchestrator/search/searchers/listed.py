@@ -10,7 +10,12 @@ from ray.tune.search import Searcher
 
 from orchestrator.config.schema import ConfigError
 from orchestrator.search.candidates import Candidate
-from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem, first_new
+from orchestrator.search.searchers.problem import (
+    SEARCHERS,
+    ResumableSearcher,
+    SearchProblem,
+    first_new,
+)
 
 
 class ListedSearcher(ResumableSearcher):
@@ -29,7 +34,9 @@ class ListedSearcher(ResumableSearcher):
         number, named = self._made, self._problem.named
         if number >= self.total:
             return Searcher.FINISHED
-        candidate = named[number] if number < len(named) else first_new(self.draws(number), self._tried)
+        candidate = (
+            named[number] if number < len(named) else first_new(self.draws(number), self._tried)
+        )
         config = candidate.config()
         self.add_trial(trial_id, config)
         return config
@@ -38,7 +45,9 @@ class ListedSearcher(ResumableSearcher):
         self._made += 1
         self._tried.add(Candidate.from_config(config).key)
 
-    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
+    def on_trial_complete(
+        self, trial_id: str, result: dict | None = None, error: bool = False
+    ) -> None:
         """Nothing to learn from."""
 
 
@@ -49,14 +58,19 @@ class RandomSearcher(ListedSearcher):
             yield space.candidate(space.sample(generator))
 
 
-@SEARCHERS.part("random", source="Bergstra and Bengio 2012: the comparison that any cleverer searcher must beat")
+@SEARCHERS.part(
+    "random", source="Bergstra and Bengio 2012: the comparison that any cleverer searcher must beat"
+)
 def random(problem: SearchProblem) -> ResumableSearcher:
     return RandomSearcher(problem)
 
 
 @SEARCHERS.part("grid", source="exhaustive comparison, as papers print it")
 def grid(problem: SearchProblem) -> ResumableSearcher:
-    """Every configured recipe at every KV ratio and learning rate. Raises ConfigError if samples are asked for."""
+    """Every configured recipe at every KV ratio and learning rate.
+
+    Raises ConfigError if samples are asked for.
+    """
     if problem.samples:
         raise ConfigError(
             f"search.num_samples: got {problem.samples}, but the grid searcher draws no candidates of its own; set it "

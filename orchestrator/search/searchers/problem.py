@@ -22,12 +22,13 @@ TRIES = 50
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """`named` are the configured candidates, tried first; then `samples` more are drawn from `space`.
+    """`named` are the configured candidates, tried first; then `samples` more are drawn from
+    `space`.
 
-    `objectives`: names in a report of what is to be small, the loss first.
-    `seed`: of the searcher; `seeds`: with which a plan that it has searched is trained. `settings`: its own knobs.
-    `similarities(recipe)`: the recipe's similarity of the stored KV heads `[U, U]` by (layer, side); it may load the
-    model, and is there when trials are to be run.
+    `objectives`: names in a report of what is to be small, the loss first. `seed`: of the searcher;
+    `seeds`: with which a plan that it has searched is trained. `settings`: its own knobs.
+    `similarities(recipe)`: the recipe's similarity of the stored KV heads `[U, U]` by (layer,
+    side); it may load the model, and is there when trials are to be run.
     """
 
     space: CandidateSpace
@@ -45,7 +46,10 @@ class SearchProblem:
 
 
 class ResumableSearcher(Searcher):
-    """A searcher that can be told of trials which it suggested in an earlier process. `total`: trials at the most."""
+    """A searcher that can be told of trials which it suggested in an earlier process.
+
+    `total`: trials at the most.
+    """
 
     def __init__(self, total: int) -> None:
         super().__init__(metric=OBJECTIVES[0], mode="min")
@@ -57,7 +61,10 @@ class ResumableSearcher(Searcher):
 
 
 def make_searcher(name: str, problem: SearchProblem) -> ResumableSearcher:
-    """The searcher of a name with the problem's settings. Raises ValueError for settings that it does not have."""
+    """The searcher of a name with the problem's settings.
+
+    Raises ValueError for settings that it does not have.
+    """
     part = SEARCHERS.get(name)
     return part(problem, **part.settings(problem.settings))
 
