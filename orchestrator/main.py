@@ -99,7 +99,7 @@ for verb in (
     training.train,
     training.finetune,
     runner.task_command("evaluate", options.EvaluateOptions, f"{_TASKS}.evaluate:Evaluate"),
-    runner.function_command("watch", options.WatchOptions, f"{_TASKS}.report:watch_search"),
+    runner.function_command("watch", options.WatchOptions, f"{_TASKS}.report:watch_progress"),
     runner.function_command("ui", options.UIOptions, f"{_TASKS}.report:serve_tracking"),
     runner.task_command("promote", options.PromoteOptions, f"{_TASKS}.promote:Promote"),
     checkpoints.export,

@@ -110,12 +110,8 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
                         flush=True,
                     )
                 connect = partial(Tracker.open, uri, config.tracking.experiment, storage)
-                shared = shared_of(
-                    config, folder, prepared.texts.folders, base_of(config.model.path)["base"]
-                )
-                mlflow = MlflowSync(
-                    connect, _run_of(config, folder, records.RUNNING), opened, shared
-                )
+                shared = shared_of(config, folder, prepared.texts.folders, base_of(config.model.path)["base"])
+                mlflow = MlflowSync(connect, _run_of(config, folder, records.RUNNING), opened, shared)
                 _keep_id(folder, mlflow)
                 announce(prepared.setup, folder, parallel)
                 outcome = _run_to_end(config, prepared, folder, mlflow, parallel)
@@ -127,18 +123,19 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
 
 
 def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchFolder | None:
-    """The search to go on with; None for a new one.
+    """Return the search to go on with; None for a new one.
 
     A job that is submitted again goes on with what it has begun: same name, same settings of the
-    trials, not ended. Raises ConfigError if another driver runs the search of that name, or if
-    there is none to resume, or with other settings.
+    trials, not ended.
+
+    Raises:
+        ConfigError: If another driver runs the search of that name, or if there is none to resume,
+            or with other settings.
     """
     if not resume:
         return _begun(config, storage)
     named = isinstance(resume, str)
-    folder = (
-        SearchFolder.named(storage, resume) if named else SearchFolder.newest(storage, config.name)
-    )
+    folder = SearchFolder.named(storage, resume) if named else SearchFolder.newest(storage, config.name)
     check_format(folder.journal)
     if others := [f.root.name for f in SearchFolder.unended(storage, config.name) if f != folder]:
         print(
@@ -147,17 +144,15 @@ def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchF
         )
     if changed := _changed(folder, config):
         raise ConfigError(
-            f"--resume: section {changed[0]!r} differs from the search in {folder.root}; resume with the same "
-            "settings, or start a new search without --resume"
+            f"--resume: section {changed[0]!r} differs from the search in {folder.root}; resume "
+            "with the same settings, or start a new search without --resume"
         )
     warn_of_pickles(folder)
     return folder
 
 
 def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
-    """What a new job that is a Ray job goes on with; everybody else is told of searches that have
-    not ended.
-    """
+    """Return what a job submitted to Ray goes on with; else print searches that have not ended."""
     unended = SearchFolder.unended(storage, config.name)
     newest = SearchFolder.newest(storage, config.name) if unended else None
     if newest is not None and newest in unended:
@@ -177,16 +172,14 @@ def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
 
 def _fresh(config: SearchConfig, storage: Path) -> SearchFolder:
     folder = SearchFolder.fresh(storage, config.name)
-    Journal(folder.journal).begin(
-        len(config.rungs.steps)
-    )  # first: a search.yaml without it is of a former version
+    Journal(folder.journal).begin(len(config.rungs.steps))  # first: a search.yaml without it is of a former version
     write_json(folder.versions, {name: _version(name) for name in _PACKAGES})
     write_whole(folder.snapshot, yaml.safe_dump(_record(config), sort_keys=False))
     return folder
 
 
 def _record(config: SearchConfig) -> dict[str, Any]:
-    """The configuration as it is kept: without a password."""
+    """Return the configuration as it is saved: without a password."""
     record = config.model_dump(mode="json")
     if config.tracking.uri:
         record["tracking"]["uri"] = redact(config.tracking.uri)
@@ -194,14 +187,10 @@ def _record(config: SearchConfig) -> dict[str, Any]:
 
 
 def _changed(folder: SearchFolder, config: SearchConfig) -> list[str]:
-    """The sections that trials depend on and in which a search in `folder` differs from the
-    configuration.
-    """
+    """Return the sections of the trials in which a search in `folder` differs from `config`."""
     # Read as a configuration, so that a key which is newer than the snapshot has its default there
-    before, record = (
-        _record(parse_config(folder.stored(), where=str(folder.snapshot))),
-        _record(config),
-    )
+    before = _record(parse_config(folder.stored(), where=str(folder.snapshot)))
+    record = _record(config)
     return [name for name in SECTIONS_OF_TRIALS if before[name] != record[name]]
 
 
@@ -221,7 +210,7 @@ def _start(
     nodes: Sequence[Nodes],
     parallel: int,
 ) -> None:
-    """Write down when and how the search began; says where things lie."""
+    """Save when and how the search began, and print its paths."""
     address = redact(uri or default_uri(folder.storage))
     if not folder.state.exists():
         started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -230,33 +219,30 @@ def _start(
     print(f"search   {folder.root}")
     print(f"MLflow   {address}")
     print(
-        f"cluster  {total(nodes, 'CPU'):g} CPU, {total(nodes, 'GPU'):g} GPU: {parallel} trial(s) at a time, "
-        f"{config.train.num_workers} worker(s) each",
+        f"cluster  {total(nodes, 'CPU'):g} CPU, {total(nodes, 'GPU'):g} GPU: {parallel} trial(s) "
+        f"at a time, {config.train.num_workers} worker(s) each",
         flush=True,
     )
     if not uri and not on_head():
         print(
-            "note: this driver is not on the head of the cluster, so that an MLflow there is not used; for one that "
-            "every node reaches set tracking.uri, or submit the job without --entrypoint-num-cpus, "
-            "--entrypoint-num-gpus and --entrypoint-resources, and its driver runs on the head",
+            "note: this driver is not on the head of the cluster, so that an MLflow there is not "
+            "used; for one that every node reaches set tracking.uri, or submit the job without "
+            "--entrypoint-num-cpus, --entrypoint-num-gpus and --entrypoint-resources, and its "
+            "driver runs on the head",
             flush=True,
         )
 
 
 def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
-    """What MLflow is to hold of the search itself, as far as it has come."""
+    """Return the run of the search itself for MLflow, as far as it has come."""
     state, points = read_json(folder.state), []
     if folder.original.exists():
-        original, began = (
-            read_json(folder.original),
-            datetime.fromisoformat(state["started"]).timestamp(),
-        )
+        original = read_json(folder.original)
+        began = datetime.fromisoformat(state["started"]).timestamp()
         measured = {f"original_{name}": original[name] for name in ("loss", "kv_bytes_per_token")}
         points.append(point(measured, 0, began))
         for ratio, trial in best_per_budget(load_trials(folder.root)).items():
-            points.append(
-                best_point({ratio: trial.loss}, original["loss"], 0, trial.last["timestamp"])
-            )
+            points.append(best_point({ratio: trial.loss}, original["loss"], 0, trial.last["timestamp"]))
     pictures = [folder.root / "front.png", folder.root / "rungs.png"]
     files = [folder.snapshot, folder.versions, *pictures, folder.report]
     if status != records.RUNNING:
@@ -276,9 +262,7 @@ def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
 
 
 def _keep_id(folder: SearchFolder, mlflow: MlflowSync) -> None:
-    """The report names the run of the search, and a copy of the folder elsewhere finds it by its
-    id.
-    """
+    """Save the id of the search's run, by which the report and a copy of the folder find it."""
     if mlflow.parent_id is not None:
         write_json(folder.state, read_json(folder.state) | {"parent_run": mlflow.parent_id})
 
@@ -290,14 +274,12 @@ def _run_to_end(
     mlflow: MlflowSync,
     parallel: int,
 ) -> SearchOutcome:
-    """Run, and write down the end whatever happens; also on SIGTERM, which Ray turns into
-    SystemExit.
-    """
-    started, status, ended = time.time(), records.FAILED, {}
+    """Run, and save the end in any case; also on SIGTERM, which Ray turns into SystemExit."""
+    started = time.time()
+    status = records.FAILED
+    ended = {}
     try:
-        with waiting_told(
-            config, folder, mlflow, partial(_run_of, config, folder, records.RUNNING)
-        ):
+        with waiting_told(config, folder, mlflow, partial(_run_of, config, folder, records.RUNNING)):
             outcome = _run(config, prepared, folder, mlflow, parallel)
         status = outcome.status
         ended = {"ended": status} if status != records.KILLED else {}
@@ -315,8 +297,8 @@ def _run_to_end(
             mlflow.put(_run_of(config, folder, status))
             if not mlflow.flush():
                 print(
-                    f"MLflow at {state['tracking']} is away: {mlflow.waiting} runs are not up to date there; the same "
-                    "command with --resume brings them up to date",
+                    f"MLflow at {state['tracking']} is away: {mlflow.waiting} runs are not up to "
+                    "date there; the same command with --resume brings them up to date",
                     file=sys.stderr,
                 )
             _keep_id(folder, mlflow)
@@ -338,17 +320,13 @@ def _run(
     context = trial_context(config, prepared, folder, original)
     run_search_phases(config, prepared, context)
     measure_increases(config, prepared, context)
-    outcome = SearchOutcome(
-        folder.root, read_json(folder.state)["tracking"], original, [], config.search.baseline
-    )
+    outcome = SearchOutcome(folder.root, read_json(folder.state)["tracking"], original, [], config.search.baseline)
     with pool_of_search(config, folder, original.get("parameters", 0)) as pool:
         session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
         run_trials(session, prepared)
         folder.sweep()  # what a trial had begun to write when its node went
         outcome.trials = load_trials(folder.root)
-        outcome.interrupted = (
-            any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
-        )
+        outcome.interrupted = any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
         if outcome.front:
             save_png(front_figure(outcome.trials, original), folder.root / "front.png")
             save_png(rungs_figure(outcome.trials, original), folder.root / "rungs.png")

@@ -222,8 +222,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         if count == 1:
             raise ConfigError(
                 f"model: {self.model!r} has 1 KV head a layer already, so no heads are left to "
-                "group; choose a "
-                "checkpoint with 2 or more"
+                "group; choose a checkpoint with 2 or more"
             )
         shares = [share for share in (2, 4) if count >= share]
         if self.smoke or self.small:

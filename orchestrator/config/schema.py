@@ -182,8 +182,8 @@ class ResourcesSection(Section):
         if self.trial_accelerator_type and not self.trial_gpus:
             raise ValueError(
                 f"trial_accelerator_type {self.trial_accelerator_type!r} needs trial_gpus above 0, "
-                "got 0: without GPUs "
-                "plans are made wherever there is a CPU; set trial_gpus=1 or leave it out"
+                "got 0: without GPUs plans are made wherever there is a CPU; set trial_gpus=1 or "
+                "leave it out"
             )
         return self
 
@@ -214,8 +214,7 @@ class SearchConfig(Section):
         if train.min_workers is not None:
             raise ValueError(
                 f"num_workers: a range is for promotion.train, got [{train.min_workers}, "
-                f"{train.num_workers}]: trials "
-                "are compared, also by their speed; give one number"
+                f"{train.num_workers}]: trials are compared, also by their speed; give one number"
             )
         return train
 
@@ -286,10 +285,8 @@ def _check_relative(model: str, file: Path) -> None:
         if (start / name).is_dir():
             raise ConfigError(
                 f"model.path: got {model!r}, which is relative to the current folder, and there is "
-                "none of that name "
-                f"in {str(Path.cwd())!r}; there is {str(start / name)!r}: run from {str(start)!r}, "
-                "or give the whole "
-                "path"
+                f"none of that name in {str(Path.cwd())!r}; there is {str(start / name)!r}: run "
+                f"from {str(start)!r}, or give the whole path"
             )
 
 

@@ -174,8 +174,7 @@ class Storage:
         )
         return (
             f"the search takes up to {gib(takes.most)} of {self.folder}, and {gib(free)} are free "
-            f"there ({parts}); "
-            f"free {gib(takes.most - free)} more or give another storage; {remedy}"
+            f"there ({parts}); free {gib(takes.most - free)} more or give another storage; {remedy}"
         )
 
     def _checkpoint(self, train: TrainSettings, *, whole: bool = False) -> int:

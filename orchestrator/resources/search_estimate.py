@@ -165,8 +165,8 @@ class SearchEstimate(SearchTime, SearchWork):
         if memory and total > SPARE * memory:
             problems.append(
                 f"memory: {parallel} trial(s) at a time take about {gib(total)}, and {gib(memory)} "
-                "are available; "
-                "lower resources.max_concurrent, train.micro_batch_size or train.num_workers"
+                "are available; lower resources.max_concurrent, train.micro_batch_size or "
+                "train.num_workers"
             )
         problems += [
             f"memory: {need.process} takes {gib(need.total)} of a GPU, and each has "

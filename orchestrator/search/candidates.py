@@ -1,4 +1,4 @@
-"""What a searcher chooses among: the joint space of recipes and KV ratios, and the learning rates."""
+"""Candidates of a search: the joint space of recipes and KV ratios, and the learning rates."""
 
 from __future__ import annotations
 
@@ -25,17 +25,22 @@ from search_spaces.space.joint_space import Domain, JointSpace
 
 Point = dict[str, Any]
 OF_SEARCHER = "searcher."
-"""What the names of a searcher's own settings begin with."""
+"""Prefix of a searcher's own settings."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing to try: a recipe at a KV ratio, trained with a learning rate.
+    """A recipe at a KV ratio, trained with a learning rate.
 
-    `seed`: of its plan and its training. `plan`: the plan to carry out, as JSON, where the searcher
-    and not the recipe makes it. A `probe` is measured untrained and ends there; its plan need not
-    meet the ratio yet. `used`: the share that is kept where `kv_ratio`, a ceiling, cannot be met;
-    None where it can.
+    Attributes:
+        recipe: How heads are shared.
+        kv_ratio: The requested share of the checkpoint's own KV cache.
+        learning_rate: Of the training.
+        seed: Of plan and training.
+        plan: The plan to carry out, as JSON, where the searcher and not the recipe makes it.
+        probe: Whether it is measured untrained and ends there; its plan need not meet the ratio
+            yet.
+        used: The share that is used where `kv_ratio`, a ceiling, cannot be met; None where it can.
     """
 
     recipe: Recipe
@@ -48,7 +53,7 @@ class Candidate:
 
     @property
     def used_ratio(self) -> float:
-        """The share of the checkpoint's KV heads that the plan keeps, at most `kv_ratio`."""
+        """The share of the checkpoint's KV heads that the plan uses, at most `kv_ratio`."""
         return self.kv_ratio if self.used is None else self.used
 
     @property
@@ -64,7 +69,7 @@ class Candidate:
         )
 
     def config(self) -> dict[str, Any]:
-        """What a Tune trial is handed: plain JSON values, complete in themselves."""
+        """Return the config of its Tune trial: plain JSON values, complete in themselves."""
         return {
             "recipe": self.recipe.name,
             "kv_ratio": self.kv_ratio,
@@ -77,11 +82,9 @@ class Candidate:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Candidate:
-        recipe, plan, probe = (
-            Recipe.from_dict(config["choices"]),
-            config.get("plan"),
-            bool(config.get("probe", False)),
-        )
+        recipe = Recipe.from_dict(config["choices"])
+        plan = config.get("plan")
+        probe = bool(config.get("probe", False))
         used = config.get("used_kv_ratio")
         return cls(
             recipe, config["kv_ratio"], config["learning_rate"], config["seed"], plan, probe, used
@@ -90,8 +93,9 @@ class Candidate:
 
 @dataclass
 class CandidateSpace:
-    """`JointSpace` with one more decision, the learning rate; a point is decided one domain at a
-    time.
+    """`JointSpace` with one more decision, the learning rate.
+
+    A point is decided one domain at a time.
     """
 
     joint: JointSpace
@@ -99,7 +103,7 @@ class CandidateSpace:
     seed: int = 0
 
     def next(self, point: Mapping[str, Any]) -> Domain | None:
-        """The next decision, or None when the point is complete."""
+        """Return the next decision, or None when the point is complete."""
         if (domain := self.joint.next(point)) is not None:
             return domain
         if len(self.learning_rates) > 1 and "learning_rate" not in point:
@@ -109,34 +113,35 @@ class CandidateSpace:
         return None
 
     def decide(self, choose: Callable[[Domain], Any]) -> Point:
-        """A complete point: one decision after the other, as `choose` takes it."""
+        """Return a complete point: one decision after the other, as `choose` takes it."""
         point: Point = {}
         while (domain := self.next(point)) is not None:
             point[domain.name] = choose(domain)
         return point
 
     def sample(self, generator: np.random.Generator) -> Point:
-        """A random valid point."""
+        """Return a random valid point."""
         return self.decide(lambda domain: domain.sample(generator))
 
     def vary(self, point: Mapping[str, Any], changes: int, generator: np.random.Generator) -> Point:
-        """A valid point beside another: `changes` of its decisions are drawn anew, and what no
-        longer fits them.
+        """Return a valid point near another.
+
+        So many `changes` of its decisions are drawn anew, and what no longer fits them.
         """
         redrawn = set(generator.permutation(sorted(point))[:changes].tolist())
 
         def choose(domain: Domain) -> Any:
-            kept = (
+            unchanged = (
                 domain.name in point
                 and domain.name not in redrawn
                 and _allows(domain, point[domain.name])
             )
-            return point[domain.name] if kept else domain.sample(generator)
+            return point[domain.name] if unchanged else domain.sample(generator)
 
         return self.decide(choose)
 
     def candidate(self, point: Mapping[str, Any]) -> Candidate:
-        """The candidate of a complete point. A recipe without a name is called by its digest."""
+        """Return the candidate of a complete point; without a name it is called by its digest."""
         recipe, kv_ratio = self.joint.to_recipe(point)
         if recipe.name not in RECIPES:
             recipe = replace(recipe, name=f"joint-{recipe.digest[:6]}")
@@ -149,9 +154,7 @@ class CandidateSpace:
         return Candidate(recipe, kv_ratio, rate, self.seed, used=used)
 
     def locate(self, candidate: Candidate) -> Point | None:
-        """The point of a candidate, or None if it lies outside of the space (its choices are
-        restricted).
-        """
+        """Return the point of a candidate, or None if it lies outside of the space."""
         fields = {"kv_ratio": candidate.kv_ratio, "learning_rate": candidate.learning_rate}
         fields |= {k: v for k, v in candidate.recipe.to_dict().items() if k != "settings"}
         fields |= dict(candidate.recipe.settings)
@@ -179,37 +182,43 @@ def _allows(domain: Domain, value: Any) -> bool:
 def named_candidates(
     config: SearchConfig, geometry: HeadGeometry, engine: EngineForm | None = None
 ) -> tuple[Candidate, ...]:
-    """Every configured arm at its KV ratios with every learning rate and seed, the baseline first
-    and at every ratio.
+    """Return every arm at its KV ratios with every learning rate and seed.
 
-    Raises ConfigError for an unknown recipe, and for a ratio below all that a recipe can meet on
-    this checkpoint, or with `search.strict` one that it cannot meet exactly.
+    The baseline comes first, and at every ratio.
+
+    Args:
+        engine: What the engine of the search loads; None for any.
+
+    Raises:
+        ConfigError: For an unknown recipe, and for a ratio below all that a recipe can meet on this
+            checkpoint, or with `search.strict` one that it cannot meet exactly.
     """
     of_search = ratios_of(config.search, geometry)
     arms = [(_recipe(config, arm), ratios_of(arm, geometry) or of_search) for arm in config.arms]
     for recipe, _ in arms:
-        _check_held(recipe, engine)
+        _check_engine(recipe, engine)
     arms.sort(key=lambda arm: arm[0].name != config.search.baseline)
-    held = geometry if engine is None else engine.limited(geometry)
+    limited = geometry if engine is None else engine.limited(geometry)
     every = list(dict.fromkeys([*of_search, *(ratio for _, ratios in arms for ratio in ratios)]))
     pairs = []
     for recipe, ratios in arms:
         baseline = recipe.name == config.search.baseline
         strict, dtype = config.search.strict, config.model.dtype
         cannot = partial(
-            _cannot_meet, recipe, geometry=held, dtype=dtype, baseline=baseline, strict=strict
+            _cannot_meet, recipe, geometry=limited, dtype=dtype, baseline=baseline, strict=strict
         )
         for ratio in every if baseline else ratios:
             if reason := cannot(ratio):
-                known = [
+                shares = [
                     f"{k / geometry.num_kv_heads:g}" for k in range(1, geometry.num_kv_heads + 1)
                 ]
-                possible = [other for other in known if cannot(float(other)) is None]
+                possible = [other for other in shares if cannot(float(other)) is None]
                 raise ConfigError(
-                    f"search.kv_ratios: got {ratio:g}, which recipe {recipe.name} cannot meet on this checkpoint "
-                    f"({reason}); it can meet {', '.join(possible) or 'none'} of the checkpoint's own KV cache"
+                    f"search.kv_ratios: got {ratio:g}, which recipe {recipe.name} cannot meet on "
+                    f"this checkpoint ({reason}); it can meet {', '.join(possible) or 'none'} of "
+                    "the checkpoint's own KV cache"
                 )
-            pairs.append((recipe, ratio, used_ratio(recipe, ratio, held)))
+            pairs.append((recipe, ratio, used_ratio(recipe, ratio, limited)))
     return tuple(
         Candidate(recipe, ratio, rate, seed, used=used)
         for recipe, ratio, used in pairs
@@ -219,15 +228,16 @@ def named_candidates(
 
 
 def used_ratio(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> float | None:
-    """The share that a recipe keeps where `kv_ratio` is requested; None where that is met exactly."""
+    """Return the share that a recipe uses in place of `kv_ratio`; None where that is met."""
     used = float(nearest_budget(recipe, kv_ratio, geometry))
     return None if abs(used - kv_ratio) <= ROUNDING / 2 else used
 
 
 def ratios_of(section: SearchSection | ArmSection, geometry: HeadGeometry) -> list[float]:
-    """The KV ratios of a search or an arm, as shares of the checkpoint's own KV cache.
+    """Return the KV ratios of a search or an arm, as shares of the checkpoint's own KV cache.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: For KV heads that are no share of it.
     """
     try:
         return section.kv_ratios or [
@@ -241,7 +251,7 @@ def ratios_of(section: SearchSection | ArmSection, geometry: HeadGeometry) -> li
 
 
 def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
-    """The recipe of an arm, called by its label. Raises ConfigError."""
+    """Return the recipe of an arm, called by its label. Raises ConfigError."""
     where = f"search.recipes: {arm.name}"
     fields = (*AXES, "together", "by")
     if unknown := next((name for name in arm.changes if name not in fields), None):
@@ -270,17 +280,16 @@ def engine_form(config: SearchConfig, model: Checkpoint) -> EngineForm | None:
     return None if name == "any" else EngineForm.of(name, model.config, model.geometry)
 
 
-def _check_held(recipe: Recipe, engine: EngineForm | None) -> None:
-    """Raises ConfigError for a recipe of plans that the engine does not hold exactly at their own
-    bytes.
-    """
+def _check_engine(recipe: Recipe, engine: EngineForm | None) -> None:
+    """Raise ConfigError for a recipe of plans that the engine does not load at their own bytes."""
     if engine is None:
         return
     if reasons := _refused(recipe, engine):
-        fits = [known.name for known in RECIPES.values() if not _refused(known, engine)]
+        fits = [other.name for other in RECIPES.values() if not _refused(other, engine)]
         raise ConfigError(
-            f"search.recipes: {recipe.name}: {'; '.join(reasons)}; set it in this arm's changes, take another recipe "
-            f"({', '.join(fits) or 'none fits'}), or set search.target=any and lower what is found (headfold export)"
+            f"search.recipes: {recipe.name}: {'; '.join(reasons)}; set it in this arm's changes, "
+            f"take another recipe ({', '.join(fits) or 'none fits'}), or set search.target=any and "
+            "lower what is found (headfold export)"
         )
 
 
@@ -291,7 +300,7 @@ def _refused(recipe: Recipe, engine: EngineForm) -> list[str]:
 def _cannot_meet(
     recipe: Recipe, ratio: float, geometry: HeadGeometry, dtype: str, baseline: bool, strict: bool
 ) -> str | None:
-    """Why, or None.
+    """Say why a recipe cannot meet a ratio; None where it can.
 
     With the whole cache the baseline is the original model, trained for the same tokens.
     """
@@ -309,9 +318,10 @@ def _cannot_meet(
 def candidate_space(
     config: SearchConfig, geometry: HeadGeometry, engine: EngineForm | None = None
 ) -> CandidateSpace:
-    """The space that free candidates are drawn from.
+    """Return the space that free candidates are drawn from.
 
-    Raises ConfigError for a field or choice that does not exist.
+    Raises:
+        ConfigError: For a field or choice that does not exist.
     """
     section, ratios = config.search, ratios_of(config.search, geometry)
     try:
@@ -334,10 +344,10 @@ def candidate_space(
 
 
 def searcher_settings(config: SearchConfig) -> dict[str, Any]:
-    """The settings of the searcher itself, without their prefix."""
-    given = config.search.params
+    """Return the settings of the searcher itself, without their prefix."""
+    params = config.search.params
     return {
         name.removeprefix(OF_SEARCHER): value
-        for name, value in given.items()
+        for name, value in params.items()
         if name.startswith(OF_SEARCHER)
     }

@@ -17,11 +17,17 @@ INTERRUPTED = 130
 
 @dataclass
 class SearchOutcome:
-    """What came out of a search.
+    """The result of a search.
 
-    `exit_code`: 130 if interrupted; 1 if no trial gave a result, the baseline failed at a budget
-    (nothing can be compared there), or a step of the promotion failed; else 0. Other failed trials
-    are told, and the search stands.
+    Attributes:
+        folder: Its folder.
+        tracking: The address of MLflow.
+        original: The original model.
+        trials: All trials.
+        baseline: The recipe of the baseline.
+        promotion: The content of `promotion.json`; empty without a promotion.
+        interrupted: Whether it was interrupted.
+        report: The path of its page.
     """
 
     folder: Path
@@ -39,6 +45,12 @@ class SearchOutcome:
 
     @property
     def exit_code(self) -> int:
+        """The exit code of the process.
+
+        130 if interrupted; 1 if no trial has a result, the baseline failed at a budget (nothing can
+        be compared there), or a step of the promotion failed; else 0. Other failed trials are
+        reported, and the search stands.
+        """
         if self.interrupted:
             return INTERRUPTED
         compared = {t.kv_ratio for t in self.trials if t.usable and t.recipe == self.baseline}
@@ -47,7 +59,7 @@ class SearchOutcome:
 
     @property
     def status(self) -> str:
-        """As which state the parent run ends."""
+        """The state in which the parent run ends."""
         return {0: records.DONE, INTERRUPTED: records.KILLED}.get(self.exit_code, records.FAILED)
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,9 +82,7 @@ class SearchOutcome:
 
 
 def print_outcome(outcome: SearchOutcome) -> None:
-    """The last lines: failures, where things lie, and the models that were promoted with what
-    serves them.
-    """
+    """Print the last lines: failures, paths, and the promoted models with what serves them."""
     print_promotion(outcome.promotion)
     failed = sum(t.status == records.FAILED for t in outcome.trials)
     out = console()
@@ -82,12 +92,13 @@ def print_outcome(outcome: SearchOutcome) -> None:
         out.print(f"interrupted: the state is saved; {how}", markup=False)
     if failed:
         out.print(
-            f"warning: {failed} of {len(outcome.trials)} trials failed; their errors are above and in MLflow"
+            f"warning: {failed} of {len(outcome.trials)} trials failed; their errors are above and "
+            "in MLflow"
         )
     if not outcome.front:
         out.print("no trial gave a result")
-    places = {"search": str(outcome.folder), "report": outcome.report, "MLflow": outcome.tracking}
-    for name, place in (places | {"exported": outcome.promotion.get("exported")}).items():
-        if place:
-            print(f"{name:9}{place}")
+    paths = {"search": str(outcome.folder), "report": outcome.report, "MLflow": outcome.tracking}
+    for name, path in (paths | {"exported": outcome.promotion.get("exported")}).items():
+        if path:
+            print(f"{name:9}{path}")
     print_promoted(outcome.promotion)

@@ -1,10 +1,10 @@
-"""Searcher and scheduler with a journal: a killed search goes on as if nothing had happened.
+"""Searcher and scheduler with a journal, from which a killed search is resumed.
 
-Tune sees `JournaledSearch` and `JournaledScheduler`; both hand on to the search's own. What these
-answer is written to the journal before Tune acts on it. A resumed search tells a fresh searcher and
-a fresh scheduler all that the journal holds, gives Tune the trials that had not ended, under their
-old names, and then goes on asking the searcher. A trial that starts again reports everything again;
-what was decided about it stays decided.
+Tune sees `JournaledSearch` and `JournaledScheduler`; both hand on to the search's own. Their
+answers are written to the journal before Tune acts on them. A resumed search replays the journal to
+a fresh searcher and a fresh scheduler, gives Tune the trials that had not ended, under their old
+names, and then goes on with the searcher. A trial that starts again reports everything again; what
+was decided about it stays decided.
 """
 
 from __future__ import annotations
@@ -31,29 +31,28 @@ from orchestrator.storage.journal import History, Journal, JournalError, result_
 logger = logging.getLogger(__name__)
 
 LOSSES = 3
-"""How often in a row a trial may lose its machines without getting any further, before it counts as
-failed.
-"""
-_FULL_DISK = r"No space left on device|File too large|Disk quota exceeded|PytorchStreamWriter failed|unexpected pos \d+ vs \d+"
-"""What a disk that is full comes to: in Python, in Rust, and twice in torch's own files."""
-NOT_STARTED = r"worker group startup timed out|worker actors failed to initialize"
-"""What Ray Train says of workers whose nodes did not come, or went before they had started."""
-LOST = re.compile(
-    r"\b(RayActorError|ActorDiedError|ActorUnavailableError|NodeDiedError|WorkerCrashedError|OwnerDiedError|"
-    r"ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|RaySystemError|JournalError|CheckpointNotSentError)\b|"
-    + _FULL_DISK
-    + "|"
-    + NOT_STARTED
+"""How often in a row a trial may lose its machines without progress, before it counts as failed."""
+_FULL_DISK = (
+    r"No space left on device|File too large|Disk quota exceeded|PytorchStreamWriter failed|"
+    r"unexpected pos \d+ vs \d+"
+)
+"""Errors of a full disk: in Python, in Rust, and twice in torch's own files."""
+_NOT_STARTED = r"worker group startup timed out|worker actors failed to initialize"
+"""Ray Train's errors for workers whose nodes did not come, or went before they had started."""
+_LOST = re.compile(
+    r"\b(RayActorError|ActorDiedError|ActorUnavailableError|NodeDiedError|WorkerCrashedError|"
+    r"OwnerDiedError|ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|"
+    rf"RaySystemError|JournalError|CheckpointNotSentError)\b|{_FULL_DISK}|{_NOT_STARTED}"
 )
 
 
 def lost(error: BaseException | str) -> bool:
-    """Whether a trial failed for its machines' sake (process, node, disk gone) and not for its own."""
-    return isinstance(error, RayActorError) or LOST.search(str(error)) is not None
+    """Return whether a trial failed because of its machines (process, node, disk gone)."""
+    return isinstance(error, RayActorError) or _LOST.search(str(error)) is not None
 
 
 def error_of(trial: Any) -> str:
-    """What went wrong in a trial, in one line: the last exception of its log, else the last line."""
+    """Return the error of a trial in one line: the last exception of its log, or its last line."""
     if not trial.error_file or not Path(trial.error_file).exists():
         return "unknown error"
     return last_error(Path(trial.error_file).read_text(encoding="utf-8", errors="replace"))
@@ -65,7 +64,7 @@ def disk_failed(error: BaseException | str) -> bool:
 
 
 class SteadyTrial(Trial):
-    """A trial that starts again when it has lost its machines, but not after an error of its own."""
+    """A trial that starts again when it has lost its machines, but not after its own error."""
 
     was_lost = False
     _seen = (-1, 0)  # step at the last loss, losses at that step
@@ -81,11 +80,19 @@ class SteadyTrial(Trial):
 
 
 class JournaledScheduler(FIFOScheduler):
-    """`inner` with its decisions in a journal; it is told of each report once."""
+    """A scheduler with its decisions in a journal; each report reaches it once.
+
+    Attributes:
+        inner: The search's own scheduler.
+        fresh: Trial and step of the report that Tune is dealing with, if it is a new one.
+        failed: Trials with an error, by id.
+    """
 
     def __init__(self, inner: RungScheduler, journal: Journal) -> None:
         super().__init__()
-        self.inner, self._journal, self._history = inner, journal, journal.history
+        self.inner = inner
+        self._journal = journal
+        self._history = journal.history
         self._known: set[str] = set()
         self.fresh: tuple[str, int] | None = (
             None  # the report that Tune is dealing with, if it was not told before
@@ -93,7 +100,7 @@ class JournaledScheduler(FIFOScheduler):
         self.failed: dict[str, Any] = {}
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        """A trial that starts again is added once."""
+        """Add a trial; one that starts again is there already."""
         if trial.trial_id not in self._known:
             self._known.add(trial.trial_id)
             self.inner.on_trial_add(tune_controller, trial)
@@ -119,7 +126,10 @@ class JournaledScheduler(FIFOScheduler):
         self.inner.on_trial_complete(tune_controller, trial, result)
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
-        """Whether the trial starts again is not known yet: `JournaledSearch` hands on the end."""
+        """Remember a failed trial.
+
+        Whether it starts again is not known yet: `JournaledSearch` hands on the end.
+        """
         self.failed[trial.trial_id] = trial
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
@@ -133,16 +143,17 @@ class JournaledScheduler(FIFOScheduler):
 
 
 class JournaledSearch(SearchGenerator):
-    """Trials of an interrupted search first, then those that `searcher` suggests, while there are
-    slots for them.
+    """Trials of an interrupted search first, then those that `searcher` suggests.
 
-    Trials are called t0000, t0001, ... in the order of their suggestion, in this search and in one
-    that resumes it.
+    A trial is suggested while there are slots. Trials are called t0000, t0001, ... in the order of
+    their suggestion, in this search and in one that resumes it.
     """
 
     def __init__(self, searcher: Searcher, scheduler: JournaledScheduler, journal: Journal) -> None:
         super().__init__(searcher)
-        self._scheduler, self._journal, self._history = scheduler, journal, journal.history
+        self._scheduler = scheduler
+        self._journal = journal
+        self._history = journal.history
         self._slots = scheduler.inner.slots
         self._counter = len(self._history.configs)
         self._waiting = deque(self._history.open)
@@ -223,15 +234,14 @@ class JournaledSearch(SearchGenerator):
             self.searcher.on_trial_complete(trial_id, result=result, error=error)
 
     def save_to_dir(self, dirpath: str, session_str: str = "") -> None:
-        """Nothing: the journal is the state."""
+        """Save nothing: the journal is the state."""
 
 
 def replay(history: History, searcher: ResumableSearcher, scheduler: RungScheduler) -> None:
-    """Tell a fresh searcher and a fresh scheduler what the journal holds, in the order in which it
-    happened.
+    """Replay a journal to a fresh searcher and a fresh scheduler, in the order of its events.
 
     Nothing runs afterwards: the open trials take their slots when Tune has them back. The searcher
-    is asked for nothing: what another version of a library would suggest makes no difference.
+    suggests nothing: what another version of a library would suggest makes no difference.
     """
     trials: dict[str, Any] = {}
     ended: set[str] = set()
@@ -273,8 +283,7 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
 
 
 def settle(journal: Journal) -> None:
-    """Write the ends that a kill has kept from the journal, and open again what was lost for its
-    machines' sake.
+    """Write the ends that a kill has left out, and open again what has lost its machines.
 
     A trial that was stopped, or has reported its last rung, has nothing left to do.
     """

@@ -1,6 +1,4 @@
-"""A search before it begins: its configuration with the checkpoint open, and what follows from the
-two.
-"""
+"""A search before it begins: its configuration with the checkpoint open."""
 
 from __future__ import annotations
 
@@ -26,16 +24,14 @@ from orchestrator.storage.paths import storage_path
 
 
 def open_models(config: SearchConfig, *, weights: bool = True) -> SearchConfig:
-    """Return the configuration with the plain copies of its models where they are GGUF files or
-    quantised.
+    """Return the configuration with plain copies of models that are GGUF files or quantised.
 
     The copies lie in the storage, which every node sees.
 
     Args:
         config: The configuration as it was read.
-        weights: Whether the copies hold weights. Without (for estimates) they are configs and
-            tokenizers in the
-            user's cache.
+        weights: Whether the copies have weights. Without (for estimates) they are configs and
+            tokenizers in the user's cache.
 
     Raises:
         ConfigError: For a source that cannot be read.
@@ -56,7 +52,7 @@ def open_models(config: SearchConfig, *, weights: bool = True) -> SearchConfig:
 class SearchSetup:
     """A configuration and its checkpoint, which is opened once.
 
-    What follows from the two is worked out when it is first needed, and kept.
+    What follows from the two is worked out when it is first needed, and cached.
 
     Attributes:
         config: The configuration, its models as `open_models` leaves them.
@@ -129,8 +125,7 @@ class SearchSetup:
         """How much the search does: trials, trainings and tokens, counted."""
         config, problem = self.config, self.problem
         trials = make_searcher(config.search.searcher, problem).total
-        # A searcher with a number of its own measures its samples untrained, and trains what it has
-        # found.
+        # A searcher with a number of its own measures its samples untrained, and trains the best.
         probes = problem.samples if trials > problem.total else 0
         baselines = sum(c.recipe.name == config.search.baseline for c in problem.named)
         never_stopped = baselines if config.rungs.stop else trials - probes

@@ -23,7 +23,7 @@ _PROMOTION = "promotion"
 
 @dataclass(frozen=True)
 class SearchTexts:
-    """Which text each split is cut from. `cache`: folder of token sets."""
+    """Texts that each split is cut from. `cache`: folder of token sets."""
 
     model: str
     tokenizer: Any
@@ -32,11 +32,14 @@ class SearchTexts:
 
     @classmethod
     def check(cls, config: SearchConfig, model: Checkpoint, cache: Path) -> SearchTexts:
-        """Everything that can be wrong and is known before a text is read.
+        """Check everything that can be checked before a text is read.
 
-        Raises DataError naming split and source.
+        Raises:
+            DataError: Naming split and source.
         """
-        cuts, length, field = {}, config.data.sequence_length, config.data.text_field
+        cuts = {}
+        length = config.data.sequence_length
+        field = config.data.text_field
         texts: dict[str, tuple[Split, str, int]] = {
             split: (split, *config.data.section(split)) for split in SPLITS
         }
@@ -50,11 +53,11 @@ class SearchTexts:
 
     @cached_property
     def folders(self) -> dict[str, Path]:
-        """Where each split's token set lies, or will."""
+        """The folder of each split's token set, which may not be there yet."""
         return {split: cut.folder(self.tokenizer, self.cache) for split, cut in self.cuts.items()}
 
     def there(self) -> list[str]:
-        """Splits whose token set needs no more work."""
+        """Return the splits whose token set is complete."""
         return [split for split, folder in self.folders.items() if is_complete(folder)]
 
     def make_small(self) -> None:

@@ -42,10 +42,12 @@ from orchestrator.storage.journal import Journal, JournalError, unwritable
 def run_trials(session: SearchSession, prepared: Prepared) -> None:
     """Run the trials, or go on with those of an interrupted search.
 
-    The results lie in the folder's journal.
+    The results lie in the folder's journal. Ctrl-C stops Tune in an orderly way: the open trials
+    are marked as killed.
 
-    Ctrl-C stops Tune in an orderly way: the open trials are marked as killed. Raises JournalError
-    when the journal can no longer be written, as on a full disk; everything up to then is kept.
+    Raises:
+        JournalError: If the journal cannot be written, as on a full disk; everything up to then
+            stays.
     """
     config, folder = session.config, session.folder
     journal = Journal(folder.journal)
@@ -60,7 +62,7 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     searcher = make_searcher(config.search.searcher, problem)
     log = SearchLog(journal, session.mlflow, searcher.total, session.context.original_loss)
     rungs = config.rungs
-    given = RungProblem(
+    rung_problem = RungProblem(
         len(rungs.steps),
         rungs.reduction_factor,
         (config.search.baseline,),
@@ -68,7 +70,9 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
         searcher.total,
     )
     scheduler = make_scheduler(
-        rungs.scheduler if rungs.stop else "none", given, rungs.params if rungs.stop else None
+        rungs.scheduler if rungs.stop else "none",
+        rung_problem,
+        rungs.params if rungs.stop else None,
     )
     copying = CopyingSearcher(searcher, scheduler.copies)
     scheduler.slots.capacity = Room(Demand.of(config), config.resources.max_concurrent).trials
@@ -84,10 +88,10 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     tuner = _tuner(
         session, JournaledSearch(copying, decided, journal), decided, callbacks, log.expected
     )
-    behind, rungs_of_all = log.rungs
+    done, total = log.rungs
     try:
-        with stage("trials", rungs_of_all, "rungs", start=behind) as log.told:
-            log.told.detail = log.planning
+        with stage("trials", total, "rungs", start=done) as log.stage:
+            log.stage.detail = log.planning
             tuner.fit()
     except Exception as error:
         if journal.failed is None and not disk_failed(error):
@@ -132,8 +136,10 @@ def _tuner(
 def _own(
     demand: Demand, rungs: Sequence[int], config: dict[str, Any]
 ) -> tune.PlacementGroupFactory:
-    """What a trial's own process holds as long as it lasts: all that planning needs where nothing
-    comes after it, else no GPU, which would be idle while the workers train.
+    """Return the resources of a trial's own process for as long as it lasts.
+
+    All that planning needs where nothing comes after it, else no GPU, which would be idle while the
+    workers train.
     """
     trains = trained(Candidate.from_config(config), rungs)
     return tune.PlacementGroupFactory([{"CPU": demand.process_cpus} if trains else demand.task])
@@ -158,6 +164,6 @@ def _quiet(parallel: int) -> None:
     )  # nodes that are to be added are asked for at once
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
-    # Errors of trials are told once, at the end, with the place of their trace.
+    # Errors of trials are reported once, at the end, with the path of their trace.
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     logging.getLogger("ray.train").setLevel(logging.CRITICAL)

@@ -40,9 +40,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         log: Takes the lines of a conversion layer by layer.
     """
 
-    def __init__(
-        self, options: ConvertOptions, *, rehearsal: bool = False, config_only: bool = False
-    ) -> None:
+    def __init__(self, options: ConvertOptions, *, rehearsal: bool = False, config_only: bool = False) -> None:
         super().__init__(options, rehearsal=rehearsal)
         self.config_only = config_only
         self.log = log_line
@@ -64,17 +62,11 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         """The conversion, checked once."""
         options = self.options
         weights = not (self.rehearsal or self.config_only)
-        checkpoint = checkpoints.open_model(
-            options.model, "model", dequantize=options.dequantize, weights=weights
-        )
-        ratios = asked_ratios(
-            checkpoint, options.kv_ratio, options.kv_heads, options.kv_bytes, dtype=options.dtype
-        )
+        checkpoint = checkpoints.open_model(options.model, "model", dequantize=options.dequantize, weights=weights)
+        ratios = asked_ratios(checkpoint, options.kv_ratio, options.kv_heads, options.kv_bytes, dtype=options.dtype)
         recipe = chosen_recipe(checkpoint, options.recipe, options.engine, options.recipe_settings)
         if options.layerwise and len(ratios) > 1:
-            raise ConfigError(
-                "layerwise: one ratio at a time is converted layer by layer; give one --kv-ratio"
-            )
+            raise ConfigError("layerwise: one ratio at a time is converted layer by layer; give one --kv-ratio")
         if len(ratios) > 1 or self._joins_curve:
             if options.out is not None:
                 check_curve(options.out, checkpoint.path, recipe, ratios, options.overwrite)
@@ -82,9 +74,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             check_folder_of_layers(options.out, overwrite=options.overwrite, source=checkpoint.path)
         elif options.out is not None:
             check_folder(options.out, overwrite=options.overwrite, reads=[checkpoint.path])
-        request = ConversionRequest.check(
-            checkpoint, recipe, ratios, options, config_only=self.config_only
-        )
+        request = ConversionRequest.check(checkpoint, recipe, ratios, options, config_only=self.config_only)
         if options.layerwise:
             check_layerwise(recipe, checkpoint.config)
         return request
@@ -102,9 +92,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     def estimate(self) -> RunEstimate:
         """What it takes, and with that how it is done, decided once."""
         points = estimate_conversions(self.request)
-        return RunEstimate.of(
-            points, self.out, several=self._several, layerwise=self.options.layerwise
-        )
+        return RunEstimate.of(points, self.out, several=self._several, layerwise=self.options.layerwise)
 
     def announce(self) -> None:
         if self.out is None:
@@ -136,16 +124,10 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         if self._several:
             return convert_curve(request, self.out, overwrite=overwrite)
         (kv_ratio,) = request.kv_ratios
-        out = (
-            ratio_folder(self.out, kv_ratio)
-            if self.out is not None and self._joins_curve
-            else self.out
-        )
+        out = ratio_folder(self.out, kv_ratio) if self.out is not None and self._joins_curve else self.out
         if self._layerwise():
             place = check_folder_of_layers(out, overwrite=overwrite, source=request.model)
-            record = LayerwiseJob(request, kv_ratio, place, self.log, overwrite).run(
-                request.texts()
-            )
+            record = LayerwiseJob(request, kv_ratio, place, self.log, overwrite).run(request.texts())
         else:
             record = Source.load(request).at(kv_ratio, out, overwrite=overwrite)
         if self.out is not None and self._joins_curve:

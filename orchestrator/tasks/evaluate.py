@@ -83,9 +83,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
             _refuse_with_engine(self.options, self.rehearsal)
             return
         if self.options.engine_python is not None:
-            raise ConfigError(
-                "engine_python: is of a measurement in an engine; add --engine, or leave it out"
-            )
+            raise ConfigError("engine_python: is of a measurement in an engine; add --engine, or leave it out")
         self.extras  # noqa: B018
         self.models  # noqa: B018
         self.positions  # noqa: B018
@@ -105,9 +103,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
         for key, source in given.items():
             checkpoints.check_named(source, key)
         opening: dict[str, Any] = {"dequantize": options.dequantize, "weights": not self.rehearsal}
-        return {
-            key: checkpoints.open_model(source, key, **opening) for key, source in given.items()
-        }
+        return {key: checkpoints.open_model(source, key, **opening) for key, source in given.items()}
 
     @cached_property
     def extras(self) -> Extras:
@@ -117,9 +113,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
             tasks = [name.strip() for name in tasks.split(",")]
         return Extras(
             tuple(tasks or ()),
-            read_prompts(prompts)
-            if prompts is None or isinstance(prompts, str)
-            else tuple(prompts),
+            read_prompts(prompts) if prompts is None or isinstance(prompts, str) else tuple(prompts),
             self.options.context_lengths,
         )
 
@@ -182,9 +176,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
         sizes = [Size.of(model.config).total for model in self.models.values()]
         weights, kind = working.itemsize * sum(sizes) / 2**30, str(working).removeprefix("torch.")
         operations = 2.0 * sum(sizes) * sequences.numel()
-        names = [
-            name for name in ("tasks", "prompts", "context_lengths") if getattr(self.extras, name)
-        ]
+        names = [name for name in ("tasks", "prompts", "context_lengths") if getattr(self.extras, name)]
         more = f", and {', '.join(names)}" if names else ""
         return [
             {
@@ -250,10 +242,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
                 baseline_loss = baseline_worth.loss
                 if original_worth is not None:
                     increase = baseline_worth.compared(original_worth)
-                    beside |= {
-                        f"baseline_{name}": increase[name]
-                        for name in ("loss_increase", "loss_increase_stderr")
-                    }
+                    beside |= {f"baseline_{name}": increase[name] for name in ("loss_increase", "loss_increase_stderr")}
                 measured[BASELINE] = prepared.of(other)
                 del other
         heads, kind = _reference_cache(models[CHECKPOINT], model, teacher)
@@ -324,6 +313,4 @@ def _reference_cache(
         return plan_of(original).kv_heads, "the original's cache"
     if (recorded := checkpoint_files.original_heads(checkpoint.path)) is not None:
         return recorded, "the cache of the model that it was converted from"
-    return plan_of(
-        model
-    ).kv_heads, "its own cache, as no other is known (give an original to compare with)"
+    return plan_of(model).kv_heads, "its own cache, as no other is known (give an original to compare with)"

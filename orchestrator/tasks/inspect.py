@@ -42,9 +42,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
     def request(self) -> ConversionRequest:
         """What is measured, checked once."""
         options = self.options
-        opened = checkpoints.open_model(
-            options.checkpoint, "checkpoint", dequantize=options.dequantize
-        )
+        opened = checkpoints.open_model(options.checkpoint, "checkpoint", dequantize=options.dequantize)
         ratios = asked_ratios(
             opened,
             options.kv_ratio,
@@ -56,14 +54,9 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
         )
         recipe = sensitivity_recipe(options.recipe, options.counts, options.recipe_settings)
         self.compared  # noqa: B018
-        cache = Path(
-            options.cache_dir
-            or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headfold"
-        )
+        cache = Path(options.cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headfold")
         check_writable(cache, "cache")
-        return ConversionRequest.check(
-            opened, recipe, ratios, replace(options, cache_dir=cache), key="checkpoint"
-        )
+        return ConversionRequest.check(opened, recipe, ratios, replace(options, cache_dir=cache), key="checkpoint")
 
     @cached_property
     def compared(self) -> dict[str, Recipe]:

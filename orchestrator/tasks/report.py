@@ -40,7 +40,7 @@ class SearchReport(Task[ReportOptions, Mapping[str, Any]]):
         print(f"report: {record['report']}")
 
 
-def watch_search(options: WatchOptions) -> None:
+def watch_progress(options: WatchOptions) -> None:
     """Show how far a search is until it ends, or once."""
     from orchestrator.reporting import status
     from orchestrator.storage.outputs import check_results, write_result

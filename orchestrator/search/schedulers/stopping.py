@@ -1,6 +1,4 @@
-"""Schedulers that pause nobody: a trial is stopped for good, or goes on at once in the process that
-it has.
-"""
+"""Schedulers that pause nobody: a trial is stopped for good, or goes on at once."""
 
 from __future__ import annotations
 
@@ -27,8 +25,9 @@ class StoppingAsha(RungScheduler):
         ] = {}  # by KV ratio and rung, in order of arrival
 
     def _decide(self, trial: Any, rung: int, values: tuple[float, ...]) -> str:
-        """Stops a score below the (1 - 1 / factor) percentile of those that came to the rung
-        before, as Ray's does.
+        """Stop a score below the (1 - 1 / factor) percentile of those before it at the rung.
+
+        Ray's does the same.
         """
         earlier, score = self._scores.setdefault((trial.config["kv_ratio"], rung), []), -values[0]
         share = 1 - 1 / self.problem.reduction_factor
@@ -41,9 +40,11 @@ class StoppingAsha(RungScheduler):
     "asha", source="Li 2020 (ASHA), a bracket for each KV ratio, the stopping form of Ray Tune"
 )
 def asha(problem: RungProblem) -> RungScheduler:
+    """Return the scheduler `asha`, which stops all but the best of each KV ratio for good."""
     return StoppingAsha(problem)
 
 
 @SCHEDULERS.part("none", source="no early stopping: a comparison of recipes, as papers print it")
 def none(problem: RungProblem) -> RungScheduler:
+    """Return the scheduler `none`: every trial goes on."""
     return RungScheduler(problem)

@@ -1,8 +1,7 @@
-"""Which candidate comes next.
+"""Searchers: which candidate comes next.
 
-One file a searcher; each is found by itself and must pass the same contract tests.
-
-A searcher is a function `f(problem: SearchProblem, **knobs) -> ResumableSearcher` on the axis
+One file per searcher; each is registered by its module and must pass the same contract tests. A
+searcher is a function `f(problem: SearchProblem, **knobs) -> ResumableSearcher` on the axis
 SEARCHERS. It first suggests `problem.named` in order, then further candidates up to its `total`,
 then `Searcher.FINISHED`; None only while a trial that it waits for is under way. The same seed
 gives the same suggestions for the same results. A resumed search calls `add_trial` with each

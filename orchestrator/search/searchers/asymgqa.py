@@ -36,11 +36,10 @@ CHOSEN = ("grouping", "similarity", "alignment", "fusion", "refinement", "recove
 
 
 class ChainSearch(ResumableSearcher):
-    """The configured candidates, then the chains' probes, then the best plan of every KV ratio as a
-    full trial.
+    """The configured candidates, then the chains' probes, then the best plan of every KV ratio.
 
-    A plan that was measured before is not measured again: its score is known, and the move is made
-    at once. So there are `total` trials at most.
+    The best plans are trained as full trials. A plan that was measured before is not measured
+    again: its score is known, and the move is made at once. So there are `total` trials at most.
     """
 
     def __init__(self, problem: SearchProblem, chains: int) -> None:
@@ -55,7 +54,7 @@ class ChainSearch(ResumableSearcher):
         super().__init__(problem.total + len(self._finals))
 
     def suggest(self, trial_id: str) -> Any:
-        """A trial; None while every chain waits for a result; FINISHED when all has been suggested."""
+        """Return a trial, None while every chain waits for a result, or FINISHED."""
         if self._made < len(self._problem.named):
             candidate: Candidate | None = self._problem.named[self._made]
         else:
@@ -81,7 +80,7 @@ class ChainSearch(ResumableSearcher):
     def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
         candidate = Candidate.from_config(config)
         if candidate.probe and candidate.plan is not None:
-            # The chains make the moves that they had made, up to this one
+            # The chains repeat their moves, up to this one
             next(
                 (chain for _, chain in self._walking() if self._wanted(chain) == candidate.plan),
                 None,
@@ -92,7 +91,7 @@ class ChainSearch(ResumableSearcher):
         self._made += 1
 
     def _probe(self, trial_id: str) -> Candidate | None:
-        """A plan that some chain wants measured and no trial measures yet."""
+        """Return a plan that some chain waits for and no trial measures yet."""
         for kv_ratio, chain in self._walking():
             plan = self._wanted(chain)
             if plan is not None and plan not in self._running.values():
@@ -102,7 +101,7 @@ class ChainSearch(ResumableSearcher):
         return None
 
     def _walking(self) -> list[tuple[float, Chain]]:
-        """The chains that have not ended, by ratio; those that have moved least come first."""
+        """Return the chains that have not ended, by ratio, those that have moved least first."""
         chains = [
             (kv_ratio, chain)
             for kv_ratio, chains in self._chains.items()
@@ -112,8 +111,9 @@ class ChainSearch(ResumableSearcher):
         return sorted(chains, key=lambda pair: pair[1].moves)
 
     def _wanted(self, chain: Chain) -> str | None:
-        """The plan that the chain waits for, after every move whose score is known; None when it is
-        done.
+        """Return the plan that the chain waits for, or None when it is done.
+
+        Every move whose score is known is made before.
         """
         while (plan := chain.propose_next(self._similarities)) is not None:
             text = plan.to_json()
@@ -123,13 +123,14 @@ class ChainSearch(ResumableSearcher):
         return None
 
     def _final(self) -> Candidate | None:
-        """The best plan of a KV ratio whose chains have all ended, with one of the learning rates
-        and seeds.
+        """Return the best plan of a KV ratio whose chains have all ended.
+
+        It is suggested once with each learning rate and seed.
         """
-        for place, (kv_ratio, rate, seed) in enumerate(self._finals):
+        for index, (kv_ratio, rate, seed) in enumerate(self._finals):
             chains = self._chains[kv_ratio]
             if all(chain.done for chain in chains):
-                del self._finals[place]
+                del self._finals[index]
                 best = max(chains, key=lambda chain: chain.score)  # the first of equals
                 return Candidate(self._recipe, kv_ratio, rate, seed, best.plan.to_json())
         return None
@@ -142,10 +143,12 @@ class ChainSearch(ResumableSearcher):
 
 
 def walk_recipe(problem: SearchProblem) -> Recipe:
-    """The recipe asymgqa, scored by the whole model, with what `search.search_space` and
-    `search.params` say.
+    """Return the recipe asymgqa, scored by the whole model, with the choices of the configuration.
 
-    Raises ConfigError for a choice that is not one walk, one similarity and so on.
+    They are in `search.search_space` and `search.params`.
+
+    Raises:
+        ConfigError: For a choice that is not one walk, one similarity and so on.
     """
     joint = problem.space.joint
     changes: dict[str, Any] = {}
@@ -155,18 +158,19 @@ def walk_recipe(problem: SearchProblem) -> Recipe:
         if name in CHOSEN and len(allowed) == 1:
             changes[name] = allowed[0]
         elif name in CHOSEN or getattr(base, name, None) not in allowed:
-            kept = (
+            expected = (
                 f"{name} {getattr(base, name)!r} only"
                 if name not in CHOSEN
                 else f"one value for {name}"
             )
             raise ConfigError(
-                f"search.search_space: got {name}: {allowed}, but the asymgqa searcher takes {kept}"
+                f"search.search_space: got {name}: {allowed}, but the asymgqa searcher takes "
+                f"{expected}"
             )
     if not changes.get("grouping", base.grouping).startswith("walk_"):
         raise ConfigError(
-            f"search.search_space: got grouping: [{changes['grouping']}], but the asymgqa searcher walks; choose "
-            "walk_asymmetric or walk_symmetric"
+            f"search.search_space: got grouping: [{changes['grouping']}], but the asymgqa searcher "
+            "walks; choose walk_asymmetric or walk_symmetric"
         )
     changed = base.with_changes(**changes)
     engine = joint.engine
@@ -174,7 +178,8 @@ def walk_recipe(problem: SearchProblem) -> Recipe:
         reasons := engine.refusals(changed.to_dict(), equal_groups=changed.equal_groups)
     ):
         raise ConfigError(
-            f"search.target: the asymgqa searcher cannot be: {'; '.join(reasons)}; choose target any"
+            f"search.target: the asymgqa searcher cannot be: {'; '.join(reasons)}; choose target "
+            "any"
         )
     settings = {
         name: value for name, value in joint.settings.items() if name in dict(changed.settings)
@@ -183,12 +188,13 @@ def walk_recipe(problem: SearchProblem) -> Recipe:
 
 
 def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float, list[Chain]]:
-    """The chains of every KV ratio.
+    """Return the chains of every KV ratio.
 
     The samples are spread evenly over them and their sites, the first sites first.
 
-    Raises ConfigError for a KV ratio that cannot be met, and for fewer samples than one move a
-    site, or more than `grouping.iterations` allows.
+    Raises:
+        ConfigError: For a KV ratio that cannot be met, and for fewer samples than one move per
+            site, or more than `grouping.iterations` allows.
     """
     joint = problem.space.joint
     geometry = cast(HeadGeometry, joint.geometry)
@@ -221,33 +227,33 @@ def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float
 def _spread(
     samples: int, sites: Mapping[float, list[SiteKey]], chains: int, iterations: int
 ) -> dict[tuple[float, int], dict[SiteKey, int]]:
-    """Moves at each site of each chain (KV ratio, index), `samples` in all.
+    """Return the moves at each site of each chain (KV ratio, index), `samples` in all.
 
     Raises ConfigError if they do not fit.
     """
-    places = [
+    targets = [
         (kv_ratio, index, keys[position])
         for position in range(max(map(len, sites.values())))
         for kv_ratio, keys in sites.items()
         if position < len(keys)
         for index in range(chains)
     ]
-    if not len(places) <= samples <= iterations * len(places):
+    if not len(targets) <= samples <= iterations * len(targets):
         walked = " and ".join(
             f"{len(keys)} sites at {kv_ratio:g}" for kv_ratio, keys in sites.items()
         )
         raise ConfigError(
-            f"search.num_samples: got {samples}, but {chains} chain(s) for each budget, with {walked}, make "
-            f"{len(places)} probes with one move a site and {iterations * len(places)} with grouping.iterations "
-            f"{iterations}; choose a number between them, or other searcher.chains or grouping.iterations in "
-            "search.params"
+            f"search.num_samples: got {samples}, but {chains} chain(s) for each budget, with "
+            f"{walked}, make {len(targets)} probes with one move a site and "
+            f"{iterations * len(targets)} with grouping.iterations {iterations}; choose a number "
+            "between them, or other searcher.chains or grouping.iterations in search.params"
         )
-    each, more = divmod(samples, len(places)) if places else (0, 0)
+    each, more = divmod(samples, len(targets)) if targets else (0, 0)
     moves: dict[tuple[float, int], dict[SiteKey, int]] = {
         key: {} for key in itertools.product(sites, range(chains))
     }
-    for place, (kv_ratio, index, site) in enumerate(places):
-        moves[kv_ratio, index][site] = each + (place < more)
+    for number, (kv_ratio, index, site) in enumerate(targets):
+        moves[kv_ratio, index][site] = each + (number < more)
     return moves
 
 
@@ -257,5 +263,5 @@ def _spread(
     knobs=(Knob("chains", "int", "walks at a time for each KV ratio", low=1, high=1024),),
 )
 def asymgqa(problem: SearchProblem, *, chains: int = 2) -> ResumableSearcher:
-    """Raises ConfigError for choices, KV ratios or samples that the walk cannot use."""
+    """Return the searcher. Raises ConfigError for choices, ratios or samples that it cannot use."""
     return ChainSearch(problem, chains)

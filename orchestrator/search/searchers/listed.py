@@ -1,4 +1,4 @@
-"""Searchers that look at no result: the configured candidates alone, and independent draws besides."""
+"""Searchers that use no result: configured candidates alone, or with independent draws."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ListedSearcher(ResumableSearcher):
         self._tried = {candidate.key for candidate in problem.named}
 
     def draws(self, number: int) -> Iterator[Candidate]:
-        """Proposals for candidate `number` of the search, as many as are asked for."""
+        """Yield proposals for candidate `number` of the search, as many as are needed."""
         raise NotImplementedError
 
     def suggest(self, trial_id: str) -> Any:
@@ -52,6 +52,8 @@ class ListedSearcher(ResumableSearcher):
 
 
 class RandomSearcher(ListedSearcher):
+    """The configured candidates, then random ones."""
+
     def draws(self, number: int) -> Iterator[Candidate]:
         space, generator = self._problem.space, np.random.default_rng([self._problem.seed, number])
         while True:
@@ -62,18 +64,16 @@ class RandomSearcher(ListedSearcher):
     "random", source="Bergstra and Bengio 2012: the comparison that any cleverer searcher must beat"
 )
 def random(problem: SearchProblem) -> ResumableSearcher:
+    """Return the searcher `random`."""
     return RandomSearcher(problem)
 
 
 @SEARCHERS.part("grid", source="exhaustive comparison, as papers print it")
 def grid(problem: SearchProblem) -> ResumableSearcher:
-    """Every configured recipe at every KV ratio and learning rate.
-
-    Raises ConfigError if samples are asked for.
-    """
+    """Return the searcher of the configured candidates alone. Raises ConfigError for samples."""
     if problem.samples:
         raise ConfigError(
-            f"search.num_samples: got {problem.samples}, but the grid searcher draws no candidates of its own; set it "
-            "to 0, or choose searcher optuna or random"
+            f"search.num_samples: got {problem.samples}, but the grid searcher draws no candidates "
+            "of its own; set it to 0, or choose searcher optuna or random"
         )
     return ListedSearcher(problem)
