@@ -42,7 +42,7 @@ from orchestrator.search.setup import open_models
 from orchestrator.search.trials.context import SearchSession
 from orchestrator.search.tune_run import run_trials
 from orchestrator.search.validation import Prepared, check_epochs, validate_search
-from orchestrator.search.waiting import waiting_told
+from orchestrator.search.waiting import report_waiting
 from orchestrator.storage import records
 from orchestrator.storage.journal import Journal, check_format, load_trials
 from orchestrator.storage.json_files import read_json, write_json
@@ -88,7 +88,7 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
         config = config.model_copy(update={"storage": str(storage)})
     config = open_models(config)
     with mirrored(config.storage, storage):
-        folder = _earlier(config, storage, resume)
+        folder = _search_to_resume(config, storage, resume)
         prepared = validate_search(config)
         if folder is None:  # what has begun goes on as it was begun
             check_epochs(config)
@@ -99,10 +99,10 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
             if folder is None:
                 check_disk(prepared.setup, parallel)
             prepared.texts.make_all()
-            folder = folder or _fresh(config, storage)
+            folder = folder or _new_folder(config, storage)
             with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):
                 folder.sweep()
-                _start(config, folder, uri, nodes, parallel)
+                _save_start(config, folder, uri, nodes, parallel)
                 if prepared.reused:
                     splits = ", ".join(prepared.reused)
                     print(
@@ -111,8 +111,8 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
                     )
                 connect = partial(Tracker.open, uri, config.tracking.experiment, storage)
                 shared = shared_of(config, folder, prepared.texts.folders, base_of(config.model.path)["base"])
-                mlflow = MlflowSync(connect, _run_of(config, folder, records.RUNNING), opened, shared)
-                _keep_id(folder, mlflow)
+                mlflow = MlflowSync(connect, _search_run(config, folder, records.RUNNING), opened, shared)
+                _save_run_id(folder, mlflow)
                 announce(prepared.setup, folder, parallel)
                 outcome = _run_to_end(config, prepared, folder, mlflow, parallel)
     print_outcome(outcome)
@@ -122,7 +122,7 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
 # ---- which search --------------------------------------------------------------------------------
 
 
-def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchFolder | None:
+def _search_to_resume(config: SearchConfig, storage: Path, resume: bool | str) -> SearchFolder | None:
     """Return the search to go on with; None for a new one.
 
     A job that is submitted again goes on with what it has begun: same name, same settings of the
@@ -133,7 +133,7 @@ def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchF
             or with other settings.
     """
     if not resume:
-        return _begun(config, storage)
+        return _unended_search(config, storage)
     named = isinstance(resume, str)
     folder = SearchFolder.named(storage, resume) if named else SearchFolder.newest(storage, config.name)
     check_format(folder.journal)
@@ -142,7 +142,7 @@ def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchF
             f"note: goes on with {folder.root.name}; not ended either: {', '.join(others)} (--resume NAME)",
             flush=True,
         )
-    if changed := _changed(folder, config):
+    if changed := _changed_sections(folder, config):
         raise ConfigError(
             f"--resume: section {changed[0]!r} differs from the search in {folder.root}; resume "
             "with the same settings, or start a new search without --resume"
@@ -151,13 +151,13 @@ def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchF
     return folder
 
 
-def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
+def _unended_search(config: SearchConfig, storage: Path) -> SearchFolder | None:
     """Return what a job submitted to Ray goes on with; else print searches that have not ended."""
     unended = SearchFolder.unended(storage, config.name)
     newest = SearchFolder.newest(storage, config.name) if unended else None
     if newest is not None and newest in unended:
         SearchLock(newest.lock).acquire(f"search {newest.root.name!r}").release()
-        if in_ray_job() and newest.readable and not _changed(newest, config):
+        if in_ray_job() and newest.readable and not _changed_sections(newest, config):
             print(
                 f"goes on with the search of this name that has not ended: {newest.root}",
                 flush=True,
@@ -170,15 +170,15 @@ def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
     return None
 
 
-def _fresh(config: SearchConfig, storage: Path) -> SearchFolder:
+def _new_folder(config: SearchConfig, storage: Path) -> SearchFolder:
     folder = SearchFolder.fresh(storage, config.name)
     Journal(folder.journal).begin(len(config.rungs.steps))  # first: a search.yaml without it is of a former version
     write_json(folder.versions, {name: _version(name) for name in _PACKAGES})
-    write_whole(folder.snapshot, yaml.safe_dump(_record(config), sort_keys=False))
+    write_whole(folder.snapshot, yaml.safe_dump(_config_record(config), sort_keys=False))
     return folder
 
 
-def _record(config: SearchConfig) -> dict[str, Any]:
+def _config_record(config: SearchConfig) -> dict[str, Any]:
     """Return the configuration as it is saved: without a password."""
     record = config.model_dump(mode="json")
     if config.tracking.uri:
@@ -186,11 +186,11 @@ def _record(config: SearchConfig) -> dict[str, Any]:
     return record
 
 
-def _changed(folder: SearchFolder, config: SearchConfig) -> list[str]:
+def _changed_sections(folder: SearchFolder, config: SearchConfig) -> list[str]:
     """Return the sections of the trials in which a search in `folder` differs from `config`."""
     # Read as a configuration, so that a key which is newer than the snapshot has its default there
-    before = _record(parse_config(folder.stored(), where=str(folder.snapshot)))
-    record = _record(config)
+    before = _config_record(parse_config(folder.stored(), where=str(folder.snapshot)))
+    record = _config_record(config)
     return [name for name in SECTIONS_OF_TRIALS if before[name] != record[name]]
 
 
@@ -203,7 +203,7 @@ def _version(package: str) -> str | None:
 # ---- its run in MLflow, and its state ------------------------------------------------------------
 
 
-def _start(
+def _save_start(
     config: SearchConfig,
     folder: SearchFolder,
     uri: str | None,
@@ -233,7 +233,7 @@ def _start(
         )
 
 
-def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
+def _search_run(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
     """Return the run of the search itself for MLflow, as far as it has come."""
     state, points = read_json(folder.state), []
     if folder.original.exists():
@@ -247,21 +247,20 @@ def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
     files = [folder.snapshot, folder.versions, *pictures, folder.report]
     if status != records.RUNNING:
         files.append(folder.journal)
-    params = _record(config)
-    of_run = {
-        "waits_for": waits_for(folder.waiting),
-        "status": status,
-        "run_id": state.get("parent_run"),
-        "started": datetime.fromisoformat(state["started"]).timestamp(),
-        "params": params,
-        "points": points,
-        "files": files,
-    }
-    run = parent_run(folder.root, **of_run)
+    run = parent_run(
+        folder.root,
+        waits_for=waits_for(folder.waiting),
+        status=status,
+        run_id=state.get("parent_run"),
+        started=datetime.fromisoformat(state["started"]).timestamp(),
+        params=_config_record(config),
+        points=points,
+        files=files,
+    )
     return replace(run, tags=run.tags | {NOTE: search_note(config, folder)})
 
 
-def _keep_id(folder: SearchFolder, mlflow: MlflowSync) -> None:
+def _save_run_id(folder: SearchFolder, mlflow: MlflowSync) -> None:
     """Save the id of the search's run, by which the report and a copy of the folder find it."""
     if mlflow.parent_id is not None:
         write_json(folder.state, read_json(folder.state) | {"parent_run": mlflow.parent_id})
@@ -279,7 +278,7 @@ def _run_to_end(
     status = records.FAILED
     ended = {}
     try:
-        with waiting_told(config, folder, mlflow, partial(_run_of, config, folder, records.RUNNING)):
+        with report_waiting(config, folder, mlflow, partial(_search_run, config, folder, records.RUNNING)):
             outcome = _run(config, prepared, folder, mlflow, parallel)
         status = outcome.status
         ended = {"ended": status} if status != records.KILLED else {}
@@ -294,14 +293,14 @@ def _run_to_end(
             state = read_json(folder.state)
             state |= {"seconds": state.get("seconds", 0.0) + time.time() - started, **ended}
             write_json(folder.state, state)
-            mlflow.put(_run_of(config, folder, status))
+            mlflow.put(_search_run(config, folder, status))
             if not mlflow.flush():
                 print(
                     f"MLflow at {state['tracking']} is away: {mlflow.waiting} runs are not up to "
                     "date there; the same command with --resume brings them up to date",
                     file=sys.stderr,
                 )
-            _keep_id(folder, mlflow)
+            _save_run_id(folder, mlflow)
         except OSError as error:  # a full disk, which is told already: let nothing hide that
             print(f"the end of the search could not be written down: {error}", file=sys.stderr)
 
@@ -330,7 +329,7 @@ def _run(
         if outcome.front:
             save_png(front_figure(outcome.trials, original), folder.root / "front.png")
             save_png(rungs_figure(outcome.trials, original), folder.root / "rungs.png")
-        mlflow.put(_run_of(config, folder, records.RUNNING))
+        mlflow.put(_search_run(config, folder, records.RUNNING))
         console.print_trials(outcome.trials, original)
         console.print_comparison(compare(outcome.trials, original))
         if not outcome.interrupted and outcome.front and config.promotion.enabled:

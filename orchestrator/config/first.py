@@ -97,7 +97,7 @@ name: {self.name}
 
 model:
   path: {self.quoted(self.model)}
-{self.reading}
+{self.dequantization}
 data:
   source: {self.quoted(self.source)}    # {self.about_source}
   sequence_length: {length}    # the model takes up to {g.max_positions}
@@ -118,13 +118,13 @@ train:
 {self.training()}
 promotion:
   steps: {promoted}    # after the last rung; the baseline is trained for as many
-{self.keeping()}  registered_name: {self.name}
+{self.saved_weights()}  registered_name: {self.name}
 
 storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every node sees, or s3://bucket/path
 {self.resources()}"""
 
     @property
-    def reading(self) -> str:
+    def dequantization(self) -> str:
         return (
             "  dequantize: true    # its weights are quantised: read as plain numbers\n"
             if self.dequantize
@@ -144,20 +144,20 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         g, large = self.geometry, self.parameters >= BILLION
         # Those that vLLM holds in their own bytes
         layers = ["headfold_layers"] if g.family in LLAMA_LIKE else []
-        relaxing = ["align"] if self.full else []  # a relaxation trains all weights
+        relaxing = ["align"] if self.trains_all_weights else []  # a relaxation trains all weights
         if self.smoke:
             return (
                 "  searcher: grid\n"
                 "  recipes: [gqa, {recipe: headfold_gqa, params: {refinement.fit_steps: 20}}]    "
                 "# the baseline first\n"
-                f"  {self.kept}\n"
+                f"  {self.kv_ratios}\n"
                 "  learning_rates: [1.0e-5]"
             )
         lines = [
             f"searcher: {'grid' if self.small or large else 'optuna'}",
             f"recipes: [{', '.join(['gqa', 'headfold_gqa', *layers, *relaxing])}]    # the "
             "baseline first",
-            self.kept,
+            self.kv_ratios,
             "learning_rates: [1.0e-5]    # higher rates harm what converts well"
             if self.small
             else "learning_rates: [1.0e-5, 3.0e-5]    # each recipe at its best; higher rates harm "
@@ -176,13 +176,13 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
             ]
         return "\n".join(f"  {line}" for line in lines)
 
-    def keeping(self) -> str:
+    def saved_weights(self) -> str:
         """Return the keys of the section `promotion` that say whose weights are saved."""
         if self.smoke and self.parameters >= BILLION:
             return "  enabled: false    # each promoted model is three more copies of the weights\n"
         if self.parameters < BILLION and not self.small:
             return ""
-        kept = (
+        saved = (
             "keep_weights: finalists    # of trials that have ended: those alone that are "
             "promoted, and gqa"
         )
@@ -190,7 +190,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
             "evaluations: 1    # the default of 4 keeps the best of them, one more copy of the "
             "weights\n"
         )
-        return f"  {kept}\n" + (f"  {once}" if self.small else "")
+        return f"  {saved}\n" + (f"  {once}" if self.small else "")
 
     @property
     def length(self) -> int:
@@ -208,15 +208,15 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
     @property
     def batch(self) -> int:
         large = self.parameters >= BILLION and self.source not in COMES_ALONG and not self.smoke
-        wanted = 32 if large else 8
-        return math.ceil(wanted / self.workers) * self.workers
+        rows = 32 if large else 8
+        return math.ceil(rows / self.workers) * self.workers
 
     @property
     def workers(self) -> int:
         return max(1, self.hardware.gpus)
 
     @property
-    def kept(self) -> str:
+    def kv_ratios(self) -> str:
         """A half and a quarter, where there is a KV head for each layer in them."""
         count = self.geometry.num_kv_heads
         if count == 1:
@@ -244,7 +244,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         return "files, a folder, or a dataset on the hub"
 
     @property
-    def full(self) -> bool:
+    def trains_all_weights(self) -> bool:
         """Whether all weights can be trained where it runs."""
         return (
             not self.hardware.gpus
@@ -256,7 +256,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         hardware, large = self.hardware, self.parameters >= BILLION
         lines = [f"dtype: {'bfloat16' if hardware.gpus else 'float32'}"]
         lines += ["micro_batch_size: 1", "activation_checkpointing: true"] * large
-        if not self.full:
+        if not self.trains_all_weights:
             room = f"{hardware.gpus} x {hardware.gpu_bytes / 2**30:.0f} GiB"
             lines.append(f"tuning: lora    # all weights and Adam's moments do not fit {room}")
         lines.append(self.distillation)
@@ -270,7 +270,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
     def distillation(self) -> str:
         """Whether the original model teaches: wherever its weights fit beside the trained ones."""
         room = _MEMORY_SHARE * self.hardware.gpu_memory
-        beside = (TRAINED if self.full else HALF) + HALF
+        beside = (TRAINED if self.trains_all_weights else HALF) + HALF
         if self.hardware.gpus and beside * self.parameters > room:
             return (
                 "distillation: none    # the original model does not fit beside the one that is "

@@ -31,7 +31,7 @@ from orchestrator.search.prepare import trial_context
 from orchestrator.search.setup import open_models
 from orchestrator.search.trials.context import SearchSession
 from orchestrator.search.validation import validate_search
-from orchestrator.search.waiting import waiting_told
+from orchestrator.search.waiting import report_waiting
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import read_json
 from orchestrator.storage.lock import SearchLock
@@ -65,7 +65,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
         shared = shared_of(config, folder, prepared.texts.folders, base_of(original["model"])["base"])
         mlflow = MlflowSync(connect, _parent(folder), shared=shared)
         reused = pool_of_search(config, folder, original.get("parameters", 0))
-        with waiting_told(config, folder, mlflow, partial(_parent, folder)), reused as pool:
+        with report_waiting(config, folder, mlflow, partial(_parent, folder)), reused as pool:
             session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
             promotion = promote(session, chosen)
         mlflow.flush()

@@ -37,10 +37,13 @@ class SearchLog(Callback):
     def __init__(
         self, journal: Journal, mlflow: MlflowSync | None, expected: int, original_loss: float
     ) -> None:
-        self.journal, self.mlflow = journal, mlflow
-        self.expected, self.original_loss = expected, original_loss
+        self.journal = journal
+        self.mlflow = mlflow
+        self.expected = expected
+        self.original_loss = original_loss
         self.stage = ProgressStage("trials")
-        self._shown, self._named = 0.0, 0
+        self._shown = 0.0
+        self._named = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return nothing, and no password.
@@ -51,7 +54,7 @@ class SearchLog(Callback):
 
     @property
     def records(self) -> dict[str, TrialRecord]:
-        """By id, each with its name."""
+        """The trials by id, each with its name."""
         trials = self.journal.history.records
         if len(trials) != self._named:  # a name depends on who else there is
             name_trials(trials.values())
@@ -85,7 +88,7 @@ class SearchLog(Callback):
         self.on_trial_start(iteration, trials, trial)
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
-        """Trials that had not ended (Ctrl-C) are marked; a resumed search takes them up again."""
+        """Mark trials that have not ended (Ctrl-C); a resumed search takes them up again."""
         if self.journal.history.open and self.journal.failed is None:
             self.journal.append(INTERRUPT)
         self.catch_up()
@@ -136,17 +139,16 @@ def best_so_far(records: list[TrialRecord]) -> dict[float, TrialRecord]:
 def progress_note(records: list[TrialRecord], expected: int, original_loss: float) -> str:
     """Return the progress in words: trials by state, the best so far, the speed."""
     count = Counter(record.status for record in records)
-    states = [
-        f"{count[results.DONE]} done, {count[results.RUNNING]} running, {count[results.STOPPED]} "
-        "stopped"
-    ]
+    common = (results.DONE, results.RUNNING, results.STOPPED)
     rare = {
         results.WAITING: "waiting",
         results.COPY: "the same as another",
         results.FAILED: "failed",
     }
+    states = [f"{count[status]} {status}" for status in common]
     states += [f"{count[status]} {words}" for status, words in rare.items() if count[status]]
-    states += [f"{expected - len(records)} to come"] if expected > len(records) else []
+    if expected > len(records):
+        states.append(f"{expected - len(records)} to come")
     parts = [", ".join(states)]
     if best := best_so_far(records):
         lowest = {

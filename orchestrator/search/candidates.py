@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -26,6 +26,20 @@ from search_spaces.space.joint_space import Domain, JointSpace
 Point = dict[str, Any]
 OF_SEARCHER = "searcher."
 """Prefix of a searcher's own settings."""
+
+
+class CandidateConfig(TypedDict):
+    """The config of a trial of Tune, in the journal too: plain JSON values."""
+
+    recipe: str
+    kv_ratio: float
+    learning_rate: float
+    seed: int
+    choices: Mapping[str, Any]
+    """The recipe, as `Recipe.from_dict` takes it."""
+    plan: NotRequired[str]
+    probe: NotRequired[bool]
+    used_kv_ratio: NotRequired[float]
 
 
 @dataclass(frozen=True)
@@ -68,26 +82,32 @@ class Candidate:
             self.probe,
         )
 
-    def config(self) -> dict[str, Any]:
-        """Return the config of its Tune trial: plain JSON values, complete in themselves."""
-        return {
+    def config(self) -> CandidateConfig:
+        """Return the config of its Tune trial, which is complete in itself."""
+        config: CandidateConfig = {
             "recipe": self.recipe.name,
             "kv_ratio": self.kv_ratio,
             "learning_rate": self.learning_rate,
             "seed": self.seed,
             "choices": self.recipe.to_dict(),
-            **({} if self.plan is None else {"plan": self.plan, "probe": self.probe}),
-            **({} if self.used is None else {"used_kv_ratio": self.used}),
         }
+        if self.plan is not None:
+            config["plan"] = self.plan
+            config["probe"] = self.probe
+        if self.used is not None:
+            config["used_kv_ratio"] = self.used
+        return config
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Candidate:
-        recipe = Recipe.from_dict(config["choices"])
-        plan = config.get("plan")
-        probe = bool(config.get("probe", False))
-        used = config.get("used_kv_ratio")
         return cls(
-            recipe, config["kv_ratio"], config["learning_rate"], config["seed"], plan, probe, used
+            Recipe.from_dict(config["choices"]),
+            config["kv_ratio"],
+            config["learning_rate"],
+            config["seed"],
+            config.get("plan"),
+            bool(config.get("probe", False)),
+            config.get("used_kv_ratio"),
         )
 
 

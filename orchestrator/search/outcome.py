@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from orchestrator.reporting.comparison import compare
 from orchestrator.reporting.console import console, print_promoted, print_promotion
 from orchestrator.reporting.promoted_models import promoted_models
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord, best_per_budget, front
+from orchestrator.storage.records import OriginalRecord, TrialRecord, best_per_budget, front
 
 INTERRUPTED = 130
+
+
+class SearchRecord(TypedDict):
+    """The JSON of `headfold search`."""
+
+    folder: str
+    tracking: str
+    original: OriginalRecord
+    original_loss: float | None
+    trials: list[Mapping[str, Any]]
+    """The fields of each `TrialRecord`."""
+    front: list[str]
+    """Ids of the trials that no other one beats."""
+    best_per_budget: dict[str, str]
+    """Id of the best trial by KV ratio."""
+    comparison: list[Any]
+    """Arms beside each other (`orchestrator.reporting.comparison`)."""
+    promotion: Mapping[str, Any]
+    promoted: list[Any]
+    interrupted: bool
+    report: str | None
 
 
 @dataclass
@@ -32,10 +54,10 @@ class SearchOutcome:
 
     folder: Path
     tracking: str
-    original: dict[str, Any]
+    original: OriginalRecord
     trials: list[TrialRecord]
     baseline: str
-    promotion: dict[str, Any] = field(default_factory=dict)
+    promotion: Mapping[str, Any] = field(default_factory=dict)
     interrupted: bool = False
     report: str | None = None
 
@@ -62,7 +84,7 @@ class SearchOutcome:
         """The state in which the parent run ends."""
         return {0: records.DONE, INTERRUPTED: records.KILLED}.get(self.exit_code, records.FAILED)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> SearchRecord:
         return {
             "folder": str(self.folder),
             "tracking": self.tracking,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -155,9 +155,8 @@ def decode_times(
             f"decode time of {times.engine} at a context of {length}: {by_heads} KV heads a layer",
             flush=True,
         )
-    record: dict[str, Any] = read_json(folder.decode_times)
-    record |= {name: tuple(record[name]) for name in ("heads", "seconds")}
-    return DecodeTimes(**record)
+    record = read_json(folder.decode_times)
+    return DecodeTimes(**record | {name: tuple(record[name]) for name in ("heads", "seconds")})
 
 
 def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
@@ -282,11 +281,8 @@ def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]
             or "measure" not in AXES["allocation"].get(recipe.allocation).needs
         ):
             continue
-        axes = (
-            *DECIDES,
-            "allocation",
-            "refinement",
-        )  # what no refinement fits is measured without a fit
+        # What no refinement fits is measured without a fit
+        axes = (*DECIDES, "allocation", "refinement")
         choices = tuple(
             (axis, getattr(recipe, axis), tuple(recipe.knobs(axis).items())) for axis in axes
         )
@@ -311,7 +307,7 @@ def measure_layer(task: CurveTask, context: TrialContext, threads: int | None = 
 
 
 def measure_on_workers(
-    tasks: Sequence[CurveTask], context: TrialContext, options: dict[str, Any]
+    tasks: Sequence[CurveTask], context: TrialContext, options: Mapping[str, Any]
 ) -> None:
     """Run the tasks as Ray tasks with these options of `ray.remote`.
 

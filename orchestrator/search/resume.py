@@ -94,9 +94,7 @@ class JournaledScheduler(FIFOScheduler):
         self._journal = journal
         self._history = journal.history
         self._known: set[str] = set()
-        self.fresh: tuple[str, int] | None = (
-            None  # the report that Tune is dealing with, if it was not told before
-        )
+        self.fresh: tuple[str, int] | None = None
         self.failed: dict[str, Any] = {}
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
@@ -114,11 +112,11 @@ class JournaledScheduler(FIFOScheduler):
             # One that was paused and runs has been chosen to go on
             stopped = self._history.decisions[key] == TrialScheduler.STOP
             return TrialScheduler.STOP if stopped else TrialScheduler.CONTINUE
-        kept = result_of(result)
-        decision = self.inner.on_trial_result(tune_controller, trial, kept)
+        report = result_of(result)
+        decision = self.inner.on_trial_result(tune_controller, trial, report)
         if trial.trial_id in self.inner.copies:
-            kept["copy_of"] = self.inner.copies[trial.trial_id]
-        self._journal.append(events.REPORT, trial=trial.trial_id, result=kept, decision=decision)
+            report["copy_of"] = self.inner.copies[trial.trial_id]
+        self._journal.append(events.REPORT, trial=trial.trial_id, result=report, decision=decision)
         self.fresh = key
         return decision
 
@@ -208,29 +206,27 @@ class JournaledSearch(SearchGenerator):
     ) -> None:
         if trial_id in self._history.ends:
             return
-        told = trial_id in self._history.told
-        end: dict[str, Any] = {
-            "trial": trial_id,
-            "error": None,
-            "trace": None,
-            "lost": False,
-            "bare": result is None,
-        }
+        ended_before = trial_id in self._history.told
+        reason = trace = None
+        was_lost = False
         if error:
             trial = self._scheduler.failed.pop(trial_id)
             reason = error_of(trial)
-            if disk_failed(
-                reason
-            ):  # no end of its own: what is left of the search would end in the same way
+            trace = trial.error_file
+            was_lost = getattr(trial, "was_lost", False)
+            if disk_failed(reason):
+                # No end of its own: what is left of the search would end in the same way
                 raise JournalError(f"{self._journal.path.parent}: {unwritable(reason)}")
-            end |= {
-                "error": reason,
-                "trace": trial.error_file,
-                "lost": getattr(trial, "was_lost", False),
-            }
             self._scheduler.inner.on_trial_error(None, trial)
-        self._journal.append(events.END, **end)
-        if not told:
+        self._journal.append(
+            events.END,
+            trial=trial_id,
+            error=reason,
+            trace=trace,
+            lost=was_lost,
+            bare=result is None,
+        )
+        if not ended_before:
             self.searcher.on_trial_complete(trial_id, result=result, error=error)
 
     def save_to_dir(self, dirpath: str, session_str: str = "") -> None:

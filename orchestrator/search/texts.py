@@ -56,7 +56,7 @@ class SearchTexts:
         """The folder of each split's token set, which may not be there yet."""
         return {split: cut.folder(self.tokenizer, self.cache) for split, cut in self.cuts.items()}
 
-    def there(self) -> list[str]:
+    def complete(self) -> list[str]:
         """Return the splits whose token set is complete."""
         return [split for split, folder in self.folders.items() if is_complete(folder)]
 

@@ -20,7 +20,7 @@ from orchestrator.cluster.session import last_error
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.search.callbacks import SearchLog
-from orchestrator.search.candidates import Candidate
+from orchestrator.search.candidates import Candidate, CandidateConfig
 from orchestrator.search.duplicates import CopyingSearcher
 from orchestrator.search.leftovers import Cleaning, remove_leftovers
 from orchestrator.search.prepare import head_similarities
@@ -99,9 +99,8 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
         with contextlib.suppress(OSError, JournalError):
             log.on_experiment_end([])
         journal.failed = journal.failed or f"{folder.root}: {unwritable(last_error(str(error)))}"
-    remove_leftovers(
-        config, folder, history
-    )  # once more: workers that were stopped may have been writing
+    # Once more: workers that were stopped may have been writing
+    remove_leftovers(config, folder, history)
     if journal.failed is not None:
         raise JournalError(journal.failed)
 
@@ -134,7 +133,7 @@ def _tuner(
 
 
 def _own(
-    demand: Demand, rungs: Sequence[int], config: dict[str, Any]
+    demand: Demand, rungs: Sequence[int], config: CandidateConfig
 ) -> tune.PlacementGroupFactory:
     """Return the resources of a trial's own process for as long as it lasts.
 
@@ -156,12 +155,11 @@ def stops_in_training(config: SearchConfig) -> bool:
 
 
 def _quiet(parallel: int) -> None:
-    """Our own log and progress line replace Tune's, our journal its snapshots."""
+    """Turn off Tune's log, progress and snapshots: ours, and the journal, replace them."""
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "3600")
-    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(
-        parallel
-    )  # nodes that are to be added are asked for at once
+    # Nodes that are to be added are requested at once
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(parallel)
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     # Errors of trials are reported once, at the end, with the path of their trace.

@@ -114,7 +114,7 @@ def check_search(config: SearchConfig) -> Prepared:
     storage = storage_path(config.storage)
     check_writable(storage)
     texts = SearchTexts.check(config, model, storage / "cache" / "tokens")
-    return Prepared(setup, texts, tuple(texts.there()), storage / "cache")
+    return Prepared(setup, texts, tuple(texts.complete()), storage / "cache")
 
 
 def check_accelerators(setup: SearchSetup) -> None:

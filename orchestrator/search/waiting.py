@@ -17,7 +17,7 @@ from orchestrator.tracking.sync import MlflowSync, Run
 
 
 @contextlib.contextmanager
-def waiting_told(
+def report_waiting(
     config: SearchConfig, folder: SearchFolder, mlflow: MlflowSync, run: Callable[[], Run]
 ) -> Iterator:
     """Report what the body waits for as it runs, once and when that changes.

@@ -68,7 +68,7 @@ class Rungs:
         self._factor = factor
         self._select = select
         self._expected = expected
-        self._place: dict[str, int] = {}  # the highest rung that a trial has come to
+        self._highest: dict[str, int] = {}  # the highest rung that a trial has come to
         self._left: set[str] = set()
         self._closed = False
 
@@ -79,25 +79,28 @@ class Rungs:
         rung.values.append(values)
         rung.waiting.add(trial)
         rung.best = None
-        self._place[trial] = index
+        self._highest[trial] = index
 
     def leave(self, trial: str) -> None:
         """Let a trial end. Its scores still count at the rungs that it has reached."""
         self._left.add(trial)
-        if trial in self._place:
-            self.rungs[self._place[trial]].waiting.discard(trial)
+        if trial in self._highest:
+            self.rungs[self._highest[trial]].waiting.discard(trial)
 
     def rejoin(self, trial: str) -> None:
         """Bring a trial that had left back to the rung that it had reached."""
         if trial not in self._left:
             return
         self._left.discard(trial)
-        if trial in self._place and trial not in (rung := self.rungs[self._place[trial]]).advanced:
+        if (
+            trial in self._highest
+            and trial not in (rung := self.rungs[self._highest[trial]]).advanced
+        ):
             rung.waiting.add(trial)
 
     def advance(self, trial: str) -> int:
         """Let a trial go on from where it waits. Return the index of the rung that it leaves."""
-        index = self._place[trial]
+        index = self._highest[trial]
         self.rungs[index].advanced.add(trial)
         self.rungs[index].waiting.discard(trial)
         return index
@@ -107,10 +110,11 @@ class Rungs:
 
         Return whether anything changes by that.
         """
-        was, self._closed = self._closed, True
+        was_closed = self._closed
+        self._closed = True
         for rung in self.rungs:
             rung.best = None
-        return not was
+        return not was_closed
 
     def next(self) -> str | None:
         """Return the best trial of the highest rung that has one to advance, or None."""
@@ -144,7 +148,7 @@ class Rungs:
         """
         if self._expected is None:
             return True
-        if not self._closed and len(self._place.keys() | self._left) < self._expected:
+        if not self._closed and len(self._highest.keys() | self._left) < self._expected:
             return False
         return all(self._passed(below, index) for below in self.rungs[:index])
 
@@ -152,7 +156,7 @@ class Rungs:
         """Return whether all trials of lower rungs have come to `index`, or have left."""
         if any(trial in below.waiting for trial in self._best(below)):
             return False
-        return all(trial in self._left or self._place[trial] >= index for trial in below.advanced)
+        return all(trial in self._left or self._highest[trial] >= index for trial in below.advanced)
 
 
 class FrontHalving(RungScheduler):
