@@ -19,12 +19,12 @@ import yaml
 
 from attention.io.files import write_whole
 from orchestrator.checkpoints import base_of
+from orchestrator.cluster.capacity import Nodes, search_concurrency, total
 from orchestrator.cluster.pool_client import pool_of_search
-from orchestrator.cluster.ray_private import on_head
-from orchestrator.cluster.room import Nodes, room_for, total
+from orchestrator.cluster.ray_internals import on_head
 from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
-from orchestrator.promotion.promote import promote
+from orchestrator.promotion.promote import promote_trials
 from orchestrator.reporting import console
 from orchestrator.reporting.comparison import compare
 from orchestrator.reporting.figures.drawing import save_png
@@ -95,7 +95,7 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
         uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
         opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
         with connected() as nodes:
-            parallel = room_for(config, nodes)
+            parallel = search_concurrency(config, nodes)
             if folder is None:
                 check_disk(prepared.setup, parallel)
             prepared.texts.make_all()
@@ -333,6 +333,6 @@ def _run(
         console.print_trials(outcome.trials, original)
         console.print_comparison(compare(outcome.trials, original))
         if not outcome.interrupted and outcome.front and config.promotion.enabled:
-            outcome.promotion = promote(session)
+            outcome.promotion = promote_trials(session)
     outcome.report = write_report(folder.root)["report"]
     return outcome

@@ -22,7 +22,7 @@ from benchmarks.needs.memory import WIDE, random_checkpoint
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.promotion import gate
-from orchestrator.promotion.state import Entry
+from orchestrator.promotion.state import BaselineModel, PromotionEntry, TrainedModel
 from orchestrator.resources.processes import Need, Needs
 from orchestrator.search import prepare
 from orchestrator.search.trials.context import training_job
@@ -119,9 +119,11 @@ def run(model: Path, place: Path, *, large: bool = False) -> Iterator[Step]:
     report, step = limited("training worker", by_name["training worker"], train, split, ranks=2, width=2)
     yield step
     loss = report["metrics"]["loss"]
-    entry = Entry("trial", candidate.recipe.name, 0.25, 1, loss=loss, baseline_loss=loss + 1, folder=split.out_dir)
-    (seen, _), step = limited("gate", by_name["gate"], gate.examine, entry, config, folder, context)
-    assert set(seen.gate.values()) == {gate.OK}, seen.reasons
+    entry = PromotionEntry("trial", candidate.recipe.name, 0.25, 1)
+    entry.trained = TrainedModel(split.out_dir, loss)
+    entry.baseline = BaselineModel(None, loss + 1, None)
+    seen, step = limited("gate", by_name["gate"], gate.examine, entry, config, folder, context)
+    assert set(seen.record.outcomes.values()) == {gate.OK}, seen.reasons
     yield step
 
 

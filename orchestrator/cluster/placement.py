@@ -1,41 +1,77 @@
-"""Where the processes of a search run: what each asks Ray for, and how the workers of a training lie on nodes."""
+"""Where the processes of a search run: what each requests of Ray, and how workers lie on nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import ray
+from typing import NamedTuple
 
 from orchestrator.config.schema import SearchConfig
 from trainers.settings import AUTO_STRATEGY, Shape, Strategy
 
-OF_TYPE = "accelerator_type:"
-"""Ray's resource of nodes with such accelerators, of which each has 1 and whatever must run there takes LITTLE."""
-LITTLE = 0.001
-WAITING_CPUS = 0.05
-"""Of a trial's own process where a task of its own plans and measures; Tune starts none on less than some CPU."""
+ACCELERATOR_PREFIX = "accelerator_type:"
+"""Of Ray's resource of nodes with such accelerators; each node has 1 of it."""
+_ACCELERATOR_AMOUNT = 0.001  # taken by what must run on such a node
+_WAITING_CPUS = 0.05
+"""CPUs of a trial's own process while a task of its own plans and measures.
+
+Tune starts no process on less than some CPU.
+"""
+
+RemoteOptions = dict[str, float | str]
+"""Of `ray.remote(**options)`: `num_cpus`, `num_gpus`, `accelerator_type`."""
 
 
-def bundle(cpus: float, gpus: float, accelerator_type: str | None = None) -> dict[str, float]:
-    """The resources that a process takes, under Ray's names."""
-    typed = {f"{OF_TYPE}{accelerator_type}": LITTLE} if accelerator_type else {}
-    return {kind: amount for kind, amount in (("CPU", cpus), ("GPU", gpus)) if amount} | typed
+class ProcessResources(NamedTuple):
+    """What one process takes.
 
+    Attributes:
+        accelerator_type: Ray's name; None for any.
+    """
 
-def in_words(cpus: float, gpus: float, accelerator_type: str | None = None) -> str:
-    """What one process takes, for people: `1 GPU (A100) and 8 CPU`."""
-    amounts = [f"{amount:g} {kind}" for kind, amount in (("GPU", gpus), ("CPU", cpus)) if amount]
-    if accelerator_type:
-        amounts[0] += f" ({accelerator_type})"
-    return " and ".join(amounts)
+    cpus: float
+    gpus: float = 0.0
+    accelerator_type: str | None = None
+
+    @classmethod
+    def of_worker(cls, shape: Shape) -> ProcessResources:
+        """Return what one worker of a training takes."""
+        return cls(shape.cpus, shape.gpus, shape.accelerator_type)
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The amounts under Ray's names."""
+        amounts = {"CPU": self.cpus, "GPU": self.gpus}
+        bundle = {kind: amount for kind, amount in amounts.items() if amount}
+        if self.accelerator_type:
+            bundle[f"{ACCELERATOR_PREFIX}{self.accelerator_type}"] = _ACCELERATOR_AMOUNT
+        return bundle
+
+    @property
+    def options(self) -> RemoteOptions:
+        """The options of a Ray task."""
+        options: RemoteOptions = {"num_cpus": self.cpus, "num_gpus": self.gpus}
+        if self.accelerator_type:
+            options["accelerator_type"] = self.accelerator_type
+        return options
+
+    def __str__(self) -> str:
+        """Return the amounts for people: `1 GPU (A100) and 8 CPU`."""
+        amounts = {"GPU": self.gpus, "CPU": self.cpus}
+        parts = [f"{amount:g} {kind}" for kind, amount in amounts.items() if amount]
+        if self.accelerator_type and parts:
+            parts[0] += f" ({self.accelerator_type})"
+        return " and ".join(parts)
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What one trial needs: CPUs and GPUs of planning and measuring, then its Ray Train workers. `task_type`,
-    `accelerator_type`: of the accelerators for the one and the others (None: any)."""
+    """What one trial takes: planning and measuring, then its Ray Train workers.
+
+    Attributes:
+        trial_cpus: CPUs of planning and measuring; `trial_gpus`: its GPUs.
+        task_type: Accelerators of planning and measuring (Ray's name; None: any).
+        accelerator_type: Accelerators of the workers.
+    """
 
     trial_cpus: float
     trial_gpus: float
@@ -49,67 +85,78 @@ class Demand:
 
     @classmethod
     def of(cls, config: SearchConfig) -> Demand:
-        section, shape = config.resources, config.train.shape
-        task_type = (section.trial_accelerator_type or section.accelerator_type) if section.trial_gpus else None
-        types = (section.accelerator_type, task_type)
-        own = section.trial_cpus, section.trial_gpus, *shape[:3]
-        return cls(*own, *types, section.placement_strategy, shape.device)
+        """Return what a trial of a search takes."""
+        section = config.resources
+        task_type = None
+        if section.trial_gpus:
+            task_type = section.trial_accelerator_type or section.accelerator_type
+        shape = config.train.shape
+        return cls(
+            trial_cpus=section.trial_cpus,
+            trial_gpus=section.trial_gpus,
+            workers=shape.workers,
+            cpus_per_worker=shape.cpus,
+            gpus_per_worker=shape.gpus,
+            accelerator_type=section.accelerator_type,
+            task_type=task_type,
+            strategy=section.placement_strategy,
+            device=shape.device,
+        )
 
     @classmethod
     def of_promotion(cls, config: SearchConfig) -> Demand | None:
-        """A training of the promotion, which the driver starts; None where none is wanted."""
+        """Return what a training of the promotion takes, which the driver starts; None without."""
         if not (config.promotion.enabled and config.promotion.steps):
             return None
         shape = config.promotion_shape
-        workers = shape.fewest or shape.workers  # with which it starts if there is no room for more
-        amounts = 0, 0, workers, shape.cpus, shape.gpus
-        return cls(*amounts, shape.accelerator_type, None, shape.strategy, shape.device)
+        return cls(
+            trial_cpus=0,
+            trial_gpus=0,
+            # With so many it starts if no more fit
+            workers=shape.fewest or shape.workers,
+            cpus_per_worker=shape.cpus,
+            gpus_per_worker=shape.gpus,
+            accelerator_type=shape.accelerator_type,
+            strategy=shape.strategy,
+            device=shape.device,
+        )
 
     @property
     def shape(self) -> Shape:
-        amounts = self.workers, self.cpus_per_worker, self.gpus_per_worker
-        return Shape(*amounts, self.accelerator_type, self.strategy, self.device)
+        """The workers."""
+        return Shape(
+            self.workers,
+            self.cpus_per_worker,
+            self.gpus_per_worker,
+            self.accelerator_type,
+            self.strategy,
+            self.device,
+        )
+
+    @property
+    def worker(self) -> ProcessResources:
+        """Of one worker."""
+        return ProcessResources.of_worker(self.shape)
+
+    @property
+    def task(self) -> ProcessResources:
+        """Of planning and measuring."""
+        return ProcessResources(self.trial_cpus, self.trial_gpus, self.task_type)
 
     @property
     def process_cpus(self) -> float:
-        """Of a trial's own process, as long as it lasts. It plans itself where that takes no GPU: one that it held
-        would be idle while the workers train."""
-        return WAITING_CPUS if self.trial_gpus else self.trial_cpus
+        """CPUs of a trial's own process, as long as it lasts.
 
-    @property
-    def task_needs(self) -> tuple[float, float, str | None]:
-        return self.trial_cpus, self.trial_gpus, self.task_type
-
-    @property
-    def task(self) -> dict[str, float]:
-        """The resources of planning and measuring."""
-        return bundle(*self.task_needs)
+        It plans itself where that takes no GPU, which would be idle while the workers train.
+        """
+        return _WAITING_CPUS if self.trial_gpus else self.trial_cpus
 
 
-def task_options(config: SearchConfig) -> dict[str, Any]:
-    """The options of `ray.remote(**options)` for a task that loads and runs the model as a trial does before its
-    training: its CPUs, GPUs and type of accelerator."""
-    return _options(*Demand.of(config).task_needs)
+def task_options(config: SearchConfig) -> RemoteOptions:
+    """Return the options of a task that loads and runs the model as a trial's planning does."""
+    return Demand.of(config).task.options
 
 
-def worker_options(config: SearchConfig) -> dict[str, Any]:
-    """The same for a task that trains in one process."""
-    return _options(*Demand.of(config).shape[1:4])
-
-
-def _options(cpus: float, gpus: float, accelerator_type: str | None) -> dict[str, Any]:
-    typed = {"accelerator_type": accelerator_type} if accelerator_type else {}
-    return {"num_cpus": cpus, "num_gpus": gpus} | typed
-
-
-def run_task(options: Mapping[str, Any], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a Ray task with these options of `ray.remote`, and wait for it. The task ends with whoever
-    waits, however that ends; one that loses its machine is tried again, once."""
-    # Tune keeps what a trial starts within the trial's own bundle, unless it is told
-    task: Any = ray.remote(max_retries=1, scheduling_strategy="DEFAULT", **options)(function)
-    reference = task.remote(*arguments)
-    try:
-        return ray.get(reference)
-    except BaseException:
-        ray.cancel(reference, force=True)
-        raise
+def worker_options(config: SearchConfig) -> RemoteOptions:
+    """Return the options of a task that trains in one process."""
+    return Demand.of(config).worker.options

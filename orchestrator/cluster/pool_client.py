@@ -1,10 +1,11 @@
-"""The worker pool of a search: groups of Ray Train workers that carry out one training job after another.
+"""The worker pool of a search: groups of Ray Train workers that run one training job after another.
 
-One actor, the pool (`orchestrator.cluster.worker_pool`), keeps the groups; each group is a Ray Train run of its own
-whose workers ask the pool for jobs (`trainers.jobs.worker.serve_pool`). A trial leases a group for its job and is told
-of every milestone. Groups start as leases need them, and end when they have been idle for long, when another shape is
-wanted, when they fail, or with the pool. The pool belongs to the search's driver and everything else to the pool, so
-that nothing outlives the driver. Here are the sides of the driver and of the trials.
+One actor, the pool (`orchestrator.cluster.worker_pool`), manages the groups; each group is a Ray
+Train run of its own whose workers request jobs from the pool (`trainers.jobs.worker.serve_pool`). A
+trial leases a group for its job and receives the report of every milestone. Groups start as leases
+need them, and end when they have been idle for long, when another shape is needed, when they fail,
+or with the pool. The pool belongs to the search's driver and everything else to the pool, so that
+nothing outlives the driver. Here are the sides of the driver and of the trials.
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.cluster.room import capacity, settled
-from orchestrator.cluster.worker_pool import CLOSE_SECONDS, Pool
+from orchestrator.cluster.capacity import cluster_nodes, resolve_strategy
+from orchestrator.cluster.worker_pool import CLOSE_SECONDS, LeaseEvent, Pool
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.records import RungReport
 from trainers.jobs.worker import TrainJob, job_metrics, run_training
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "headfold-groups"
-WAIT_SECONDS = 10.0
+_FOLDER_PREFIX = "headfold-groups"
+_WAIT_SECONDS = 10.0
 REUSED_BELOW = 1_000_000_000
-"""Parameters from which on workers on GPUs are not kept from training to training (docs/trials.md)."""
+"""Parameters of a model from which on workers on GPUs are started for each training, see
+docs/trials.md."""
 
 
 class GroupError(RuntimeError):
@@ -48,8 +51,15 @@ class PoolGone(RuntimeError):
 def pool_of_search(
     config: SearchConfig, folder: SearchFolder, parameters: int
 ) -> contextlib.AbstractContextManager[str | None]:
-    """The pool of a search of a model with so many parameters, by name; None where every training starts workers of its
-    own."""
+    """Open the pool of a search.
+
+    Args:
+        parameters: Of the model.
+
+    Returns:
+        A context manager that yields the pool's name, or None where every training starts workers
+        of its own.
+    """
     reuse = config.resources.reuse_workers
     if reuse == "auto":
         reuse = not config.train.gpus_per_worker or parameters < REUSED_BELOW
@@ -60,13 +70,26 @@ def pool_of_search(
 
 @contextlib.contextmanager
 def open_pool(storage_path: str, **seconds: float) -> Iterator[str]:
-    """A pool for as long as the body runs; yields its name, by which every process of the Ray job finds it. In
-    `storage_path` it removes all folders that begin with PREFIX. `seconds`: see `Pool`."""
-    name = f"{PREFIX}-{uuid.uuid4().hex[:12]}"
-    _clear(storage_path)  # of a driver that was killed
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options: dict[str, Any] = {"name": name, "num_cpus": 0, "max_concurrency": 10_000, "scheduling_strategy": here}
-    pool: Any = ray.remote(Pool).options(**options).remote(name, storage_path, **seconds)
+    """Open a pool for as long as the body runs.
+
+    Args:
+        storage_path: Of the groups; all folders there that begin with `headfold-groups` are
+            removed.
+        seconds: See `Pool`.
+
+    Yields:
+        Its name, by which every process of the Ray job finds it.
+    """
+    name = f"{_FOLDER_PREFIX}-{uuid.uuid4().hex[:12]}"
+    _remove_folders(storage_path)  # of a driver that was killed
+    node_id = ray.get_runtime_context().get_node_id()
+    actor: Any = ray.remote(Pool).options(
+        name=name,
+        num_cpus=0,
+        max_concurrency=10_000,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    )
+    pool = actor.remote(name, storage_path, **seconds)
     ray.get(pool.open.remote())
     try:
         yield name
@@ -75,55 +98,73 @@ def open_pool(storage_path: str, **seconds: float) -> Iterator[str]:
             ray.get(pool.close.remote(), timeout=2 * CLOSE_SECONDS)
         with contextlib.suppress(Exception):
             ray.kill(pool)
-        _clear(storage_path)
+        _remove_folders(storage_path)
 
 
-def _clear(storage_path: str) -> None:
+def _remove_folders(storage_path: str) -> None:
     """Remove the folders of groups; they hold nothing that is needed."""
-    for folder in Path(storage_path).glob(f"{PREFIX}-*"):
+    for folder in Path(storage_path).glob(f"{_FOLDER_PREFIX}-*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def train(
+def dispatch_training(
     pool: str | None,
     job: TrainJob,
-    on_report: Callable[[dict[str, Any]], None] = lambda report: None,
+    on_report: Callable[[Any], None] = lambda report: None,
     callbacks: Callable[[], list[Any]] = list,
-) -> dict[str, Any]:
-    """`train_on_pool`; on workers of its own, with Ray Train's callbacks, if there is no pool, or no longer, or where
-    workers come and go while they train."""
+) -> RungReport:
+    """Run a job on the pool, or on workers of its own.
+
+    Its own are for a search without a pool, after the pool has died, and where workers come and go
+    while they train.
+
+    Args:
+        on_report: See `train_on_pool`.
+        callbacks: Of Ray Train, for workers of its own.
+
+    Returns:
+        The last report.
+    """
     if pool is not None and not job.shape.elastic:
         try:
             return train_on_pool(pool, job, on_report)
         except PoolGone as error:
             logger.warning("%s; %s goes on with workers of its own", error, job.run_name)
     if not job.shape.elastic:  # these lie where there is room for the next one
-        job = replace(job, placement_strategy=settled(job.shape, capacity()).strategy)
-    return run_training(job, callbacks=callbacks())
+        strategy = resolve_strategy(job.shape, cluster_nodes()).strategy
+        job = replace(job, placement_strategy=strategy)
+    return cast(RungReport, run_training(job, callbacks=callbacks()))
 
 
-def train_on_pool(pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """`run_training` on workers of the pool: the same job, reports and errors.
+def train_on_pool(pool: str, job: TrainJob, on_report: Callable[[Any], None]) -> RungReport:
+    """Do what `run_training` does on workers of the pool: the same job, reports and errors.
 
-    `on_report` is called in this thread with each milestone's report; the workers wait until it returns, and if it
-    raises they end the job there. Raises GroupError where `run_training` raises Ray's
-    TrainingFailedError, and PoolGone if there is no pool, or no longer.
+    Args:
+        on_report: Called in this thread with each milestone's report; the workers wait until it
+            returns, and if it raises they end the job there.
+
+    Returns:
+        The last report.
+
+    Raises:
+        GroupError: Where `run_training` raises Ray's TrainingFailedError.
+        PoolGone: If there is no pool, or no longer.
     """
     try:
         handle = ray.get_actor(pool)
-        number, beat = cast(tuple[int, float], ray.get(handle.lease.remote(job.to_json())))
-        with _leased(handle, number, beat):
+        number, interval = cast(tuple[int, float], ray.get(handle.lease.remote(job.to_json())))
+        with _leased(handle, number, interval):
             while True:
-                event: Any = ray.get(handle.wait.remote(number, WAIT_SECONDS))
+                event = ray.get(handle.wait.remote(number, _WAIT_SECONDS))
                 if event is None:
                     continue
-                if "report" in event:
-                    on_report(event["report"])
-                    ray.get(handle.go_on.remote(number))
-                elif "ended" in event:
-                    return job_metrics(job, event["ended"])
-                else:
-                    raise GroupError(event["failed"])
+                event = cast(LeaseEvent, event)
+                if event.error is not None:
+                    raise GroupError(event.error)
+                if event.outcome is not None:
+                    return cast(RungReport, job_metrics(job, dict(event.outcome)))
+                on_report(event.report)
+                ray.get(handle.proceed.remote(number))
     except (RayActorError, ValueError) as error:
         if isinstance(error, ValueError) and "Failed to look up actor" not in str(error):
             raise
@@ -131,19 +172,19 @@ def train_on_pool(pool: str, job: TrainJob, on_report: Callable[[dict[str, Any]]
 
 
 @contextlib.contextmanager
-def _leased(pool: Any, number: int, every: float) -> Iterator[None]:
-    """Tell the pool that the holder lives, and in the end that it needs no more, however it ends."""
+def _leased(pool: Any, number: int, interval: float) -> Iterator[None]:
+    """Send heartbeats to the pool every `interval` seconds, and release the lease in the end."""
     ended = threading.Event()
 
-    def tell() -> None:
+    def send_heartbeats() -> None:
         with contextlib.suppress(Exception):
-            while not ended.wait(every):
-                pool.alive.remote(number)
+            while not ended.wait(interval):
+                pool.heartbeat.remote(number)
 
-    threading.Thread(target=tell, daemon=True).start()
+    threading.Thread(target=send_heartbeats, daemon=True).start()
     try:
         yield
     finally:
         ended.set()
         with contextlib.suppress(Exception):
-            ray.get(pool.release.remote(number), timeout=WAIT_SECONDS)
+            ray.get(pool.release.remote(number), timeout=_WAIT_SECONDS)

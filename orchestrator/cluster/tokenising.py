@@ -1,5 +1,8 @@
-"""A text tokenised by all CPUs of the cluster: one process reads the documents and writes the shards of the token set,
-Ray tasks tokenise block by block."""
+"""A text tokenised by all CPUs of the cluster.
+
+One process reads the documents and writes the shards of the token set, Ray tasks tokenise block by
+block.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,26 @@ from orchestrator.storage.paths import in_ray_job
 from trainers.text.data import SMALL_TEXT
 from trainers.text.tokenising import TokenBlock, Tokenise, tokenise, tokenise_here
 
-AHEAD = 2
-"""Blocks in memory for each CPU: one that is tokenised, one that waits, so that no CPU waits for the reader."""
+_BLOCKS_PER_CPU = 2
+"""In memory: one that is tokenised, one that waits, so that no CPU waits for the reader."""
 
 
 def tokeniser(model: str, tokens: int) -> Tokenise:
-    """For so many tokens: this process, where others would take as long to start, or the cluster that it is connected
-    to."""
+    """Return what tokenises a text of so many tokens.
+
+    That is this process, where others would take as long to start, or the cluster that it is
+    connected to.
+    """
     return tokenise_here if tokens <= SMALL_TEXT else tokenise_on_cluster(model)
 
 
 def tokenise_on_cluster(model: str) -> Tokenise:
-    """Ray tasks of one CPU each with the tokenizer of `model`, a folder that every node sees or a hub name.
+    """Return what tokenises in Ray tasks of one CPU each; blocks come back in their order.
 
-    Blocks come back in their order. A task whose process or node dies is run again by Ray.
+    A task whose process or node dies is run again by Ray.
+
+    Args:
+        model: Of the tokenizer: a folder that every node sees, or a hub name.
     """
     import ray
 
@@ -39,7 +48,8 @@ def tokenise_on_cluster(model: str) -> Tokenise:
         running: deque[Any] = deque()
         for block in texts:
             running.append(task.remote(block, model))
-            if len(running) >= AHEAD * max(1, ray.cluster_resources().get("CPU", 1)):
+            cpus = max(1, ray.cluster_resources().get("CPU", 1))
+            if len(running) >= _BLOCKS_PER_CPU * cpus:
                 yield ray.get(running.popleft())
         while running:
             yield ray.get(running.popleft())
@@ -53,5 +63,5 @@ def _tokenise(texts: list[str], model: str) -> TokenBlock:
 
 @lru_cache(maxsize=1)
 def _tokenizer(model: str) -> Any:
-    """Read once a process, which takes one block after the other."""
+    """Return the tokenizer, read once per process, which takes one block after the other."""
     return read_tokenizer(model)

@@ -1,1 +1,1 @@
-"""Promotion: the full training of chosen trials, the gate, and the registered version that comes of it."""
+"""Promotion: the full training of chosen trials, the gate, and the registered versions."""

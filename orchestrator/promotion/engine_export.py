@@ -1,45 +1,54 @@
-"""The promoted model for the engine that a search is for, and loaded in it where it is installed."""
+"""The promoted model for the engine that a search is for, loaded there if it is installed."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from attention.io.targets import target
-from orchestrator.promotion.state import Entry
 from orchestrator.serving.check import CheckError
 from orchestrator.serving.engine import EngineError
 from orchestrator.serving.engines import engine
 from orchestrator.serving.export import export_checkpoint
+from orchestrator.storage.promotion_record import GateChecks
 
 FOLDER = "served"
-TOLD = ("version", "kv_bytes_per_token", "kv_bytes_per_token_promised", "capacity", "memory")
-"""Of an engine's check, what a promotion tells."""
 
 
-def check_engine(entry: Entry, name: str) -> None:
-    """Export what the gate has written to target `name`, beside it. Fills in `entry.served` and what the engine has
-    shown; adds a reason if the export fails or the engine finds something else. An engine that is not installed is told
-    and refuses nothing: the export has been read back and compared all the same."""
-    assert entry.model is not None
-    out, missing = Path(entry.model).parent / FOLDER, _missing(name)
+def export_for_engine(
+    model: str, name: str, trial_name: str
+) -> tuple[str | None, GateChecks, str | None]:
+    """Export a checkpoint to target `name`, into a folder beside it, and load it in the engine.
+
+    An engine that is not installed is reported and refuses nothing: the export has been read back
+    and compared all the same.
+
+    Returns:
+        The folder, what was measured, and None; without a folder, the reason why the export failed
+        or the engine refused it.
+    """
+    out = Path(model).parent / FOLDER
+    missing = _missing(name)
     try:
-        record = export_checkpoint(entry.model, name, out, overwrite=True, check=missing is None)
+        record = export_checkpoint(model, name, out, overwrite=True, check=missing is None)
     except (ValueError, CheckError, EngineError) as error:
-        entry.reasons.append(f"export to {name} failed: {error}")
-        return
-    entry.served = str(out)
-    entry.checks |= {"target": name, "engine_kv_heads": list(record["kv_heads"])}
+        return None, {}, f"export to {name} failed: {error}"
+    checks: GateChecks = {"target": name, "engine_kv_heads": list(record["kv_heads"])}
     if missing is not None:
-        entry.checks["engine"] = f"not checked: {missing}"
-        print(f"promotion: {entry.name}: {name} not loaded in its engine: {missing}", flush=True)
-        return
-    check: dict[str, Any] = record["check"]
-    entry.checks |= {"engine": check["engine"]} | {f"engine_{key}": check[key] for key in TOLD}
+        checks["engine"] = f"not checked: {missing}"
+        print(f"promotion: {trial_name}: {name} not loaded in its engine: {missing}", flush=True)
+        return str(out), checks, None
+    check = record["check"]
+    checks["engine"] = check["engine"]
+    checks["engine_version"] = check["version"]
+    checks["engine_kv_bytes_per_token"] = check["kv_bytes_per_token"]
+    checks["engine_kv_bytes_per_token_promised"] = check["kv_bytes_per_token_promised"]
+    checks["engine_capacity"] = check["capacity"]
+    checks["engine_memory"] = check["memory"]
+    return str(out), checks, None
 
 
 def _missing(name: str) -> str | None:
-    """Why the engine of a target cannot be asked, and how to install it; None if it is there."""
+    """Return why the engine of a target cannot run, and how to install it; None if it is there."""
     try:
         engine(target(name).engines[0]).find(None)
     except EngineError as error:

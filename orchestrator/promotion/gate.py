@@ -1,4 +1,4 @@
-"""The gate of a promotion: what a trained candidate must show before it becomes a registered version."""
+"""The gate of a promotion: the checks that a trained candidate passes before it is registered."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,152 +23,262 @@ from attention.modeling.model_classes import PREFIX, plan_of
 from attention.plan import AttentionPlan
 from orchestrator import checkpoints
 from orchestrator.cluster.placement import task_options
-from orchestrator.cluster.tasks import on_cluster
+from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.evaluation.extras import NOTHING_MORE
 from orchestrator.evaluation.task_files import placed
-from orchestrator.promotion.engine_export import check_engine
-from orchestrator.promotion.measuring import extras_of, measure_finalist
-from orchestrator.promotion.state import Entry
+from orchestrator.promotion.engine_export import export_for_engine
+from orchestrator.promotion.measuring import extras_of, limit_violations, score_finalist
+from orchestrator.promotion.state import GateRecord, PromotionEntry, TrainedModel
 from orchestrator.search.trials.context import SearchSession, TrialContext
 from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.promotion_record import FinalistScores, GateChecks
 from trainers.evaluation import evaluate, measure_cache
 from trainers.text.data import read_sequences
 
 OK = "passed"
 
 
-def check_candidate(entry: Entry, session: SearchSession) -> dict[str, str]:
-    """Export a trained candidate and check it, in a task of the cluster. Fills in the entry's `gate`, `checks`,
-    `reasons` (none: passed), and what is said of the model that was written; returns the digests of plan, trained and
-    exported weights."""
+@dataclass(frozen=True)
+class ModelDigests:
+    """Digests of the plan and of the weights before and after the export."""
+
+    plan: str
+    trained: str
+    exported: str | None
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """What the gate says of a candidate; it has passed if there are no `reasons` against it."""
+
+    record: GateRecord
+    reasons: list[str]
+    digests: ModelDigests
+
+
+def check_candidate(entry: PromotionEntry, session: SearchSession) -> GateResult:
+    """Export a trained candidate and check it, in a task of the cluster."""
     config = session.config
     section = config.promotion.model_copy(update={"tasks": placed(config.promotion.tasks)})
     config = config.model_copy(update={"promotion": section})  # the task may run in another folder
-    what = f"gate of {entry.name}"
-    seen, digests = on_cluster(task_options(config), what, examine, entry, config, session.folder, session.context)
-    vars(entry).update(vars(seen))
-    return digests
+    label = f"gate of {entry.name}"
+    options = task_options(config)
+    return on_cluster(options, label, examine, entry, config, session.folder, session.context)
 
 
 def examine(
-    entry: Entry, config: SearchConfig, folder: SearchFolder, context: TrialContext
-) -> tuple[Entry, dict[str, str]]:
-    """The checks, where the weights may be loaded. One model at a time is held."""
-    entry.gate, entry.checks, entry.reasons = {}, {}, []
-    with _check(entry, "loss"):
-        _check_loss(entry, config)
-    assert entry.folder is not None
-    plan = AttentionPlan.from_json((folder.trial(entry.trial_id) / "plan.json").read_text(encoding="utf-8"))
-    digests = {"plan_digest": plan.digest, "trained_digest": checkpoint.weights_digest(entry.folder)}
-    model, dtype = checkpoints.load_model(entry.folder), checkpoints.dtype_of(context.dtype)
-    round_weights(model, dtype)  # what is shipped; training may have computed in a wider dtype
-    with _check(entry, "cache"):
-        _check_cache(model, plan, dtype, entry)
-    held_out = read_sequences(context.eval_file)[:]
-    with torch.no_grad():
-        expected = [model(held_out[:2]).logits, probe(model)]
-    plain = checkpoint.plain_form(model.config, plan) is not None
-    del model
-    with _check(entry, "export"):
-        target = folder.promoted / f"{entry.trial_id}-{entry.steps}" / ("exported" if plain else "headfold")
+    entry: PromotionEntry, config: SearchConfig, folder: SearchFolder, context: TrialContext
+) -> GateResult:
+    """Check a candidate, where its weights may be loaded; one model at a time is in memory."""
+    return _Gate(entry, config, folder, context).run()
+
+
+class _Gate:
+    """The checks of one candidate, and what they have found so far."""
+
+    def __init__(
+        self,
+        entry: PromotionEntry,
+        config: SearchConfig,
+        folder: SearchFolder,
+        context: TrialContext,
+    ) -> None:
+        assert entry.trained is not None
+        self.entry = entry
+        self.trained: TrainedModel = entry.trained
+        self.config = config
+        self.folder = folder
+        self.context = context
+        self.dtype = checkpoints.dtype_of(context.dtype)
+        self.outcomes: dict[str, str] = {}
+        self.reasons: list[str] = []
+        self.checks: GateChecks = {}
+        self.scores: FinalistScores = {}
+        self.model: str | None = None
+        self.plain = False
+        self.served: str | None = None
+
+    @cached_property
+    def plan(self) -> AttentionPlan:
+        """The plan of the trial."""
+        file = self.folder.trial(self.entry.trial_id) / "plan.json"
+        return AttentionPlan.from_json(file.read_text(encoding="utf-8"))
+
+    def run(self) -> GateResult:
+        with self._check("loss"):
+            self._check_loss()
+        plan_digest = self.plan.digest
+        trained_digest = checkpoint.weights_digest(self.trained.folder)
+        model = checkpoints.load_model(self.trained.folder)
+        round_weights(
+            model, self.dtype
+        )  # what is shipped; training may have computed in a wider dtype
+        with self._check("cache"):
+            self._check_cache(model)
+        held_out = read_sequences(self.context.eval_file)[:]
+        with torch.no_grad():
+            expected = [model(held_out[:2]).logits, probe(model)]
+        plain = checkpoint.plain_form(model.config, self.plan) is not None
+        del model
+        with self._check("export"):
+            self._export("exported" if plain else "headfold")
+        exported_digest = None
+        if self.model is not None:
+            with self._check("logits"):
+                self._check_logits(self.model, expected, held_out)
+            if self.config.search.target != "any":
+                with self._check("engine"):
+                    self._check_engine(self.model)
+            if extras_of(self.config.promotion) != NOTHING_MORE:
+                with self._check("worth"):
+                    self._check_scores(self.model)
+            exported_digest = checkpoint.weights_digest(self.model)
+        record = GateRecord(
+            outcomes=self.outcomes,
+            checks=self.checks,
+            scores=self.scores,
+            model=self.model,
+            plain=self.plain,
+            served=self.served,
+            kv_bytes_per_token=self.plan.kv_bytes_per_token(self.dtype),
+        )
+        digests = ModelDigests(plan_digest, trained_digest, exported_digest)
+        return GateResult(record, self.reasons, digests)
+
+    @contextlib.contextmanager
+    def _check(self, name: str) -> Iterator[None]:
+        """Take the reasons that are added within for the outcome of a check."""
+        before = len(self.reasons)
+        yield
+        self.outcomes[name] = "; ".join(self.reasons[before:]) or OK
+
+    def _check_loss(self) -> None:
+        """Compare with the baseline at the same KV ratio and with the untrained conversion.
+
+        Candidate and baseline count with the best measured step of equally many.
+        """
+        entry = self.entry
+        loss = self.trained.loss
+        untrained_loss = self.trained.untrained_loss
+        baseline_loss = entry.baseline.loss if entry.baseline else None
+        margin = self.config.promotion.margin
+        baseline = self.config.search.baseline
+        self.checks.update(entry.comparison)
+        self.checks["loss"] = loss
+        self.checks["shipped"] = self.trained.description
+        self.checks["margin"] = margin
+        if entry.recipe == baseline:
+            self.reasons.append(
+                f"it is the baseline {entry.recipe} itself; nothing was better at this KV ratio"
+            )
+        elif baseline_loss is None:
+            self.reasons.append(f"there is no baseline {baseline} at this KV ratio to compare with")
+        elif loss is None or not math.isfinite(loss):
+            self.reasons.append(f"held-out loss is {loss}")
+        elif not loss < baseline_loss - margin:
+            self.reasons.append(
+                f"held-out loss {loss:.4f} is not below the baseline's {baseline_loss:.4f} by more "
+                f"than {margin:g}, each at its best step of the same {entry.steps}"
+            )
+        elif untrained_loss is not None and loss > untrained_loss:
+            self.reasons.append(
+                f"held-out loss {loss:.4f} is above the {untrained_loss:.4f} of its own untrained "
+                "conversion, whose weights are gone"
+            )
+
+    def _check_cache(self, model: Any) -> None:
+        """Compare the bytes of a real cache, in the dtype that is shipped, with the plan."""
+        planned = self.plan.kv_bytes_per_token(self.dtype)
+        tokens = checkpoints.CACHE_TOKENS
+        window = window_of(model.config)
+        if window > 1:
+            tokens = min(tokens, window - 1)  # all that is still in view
+        cast_weights(model, self.dtype)
+        measured = measure_cache(model, tokens)
+        cast_weights(model, torch.float32)
+        self.checks["kv_bytes_per_token"] = planned
+        self.checks["cache_bytes_measured"] = measured
+        self.checks["cache_tokens"] = tokens
+        if measured != planned * tokens:
+            self.reasons.append(
+                f"the cache holds {measured} bytes after {tokens} tokens, planned were "
+                f"{planned * tokens}"
+            )
+
+    def _export(self, name: str) -> None:
+        """Write plain GQA where plan and family allow it, else Headfold's own format.
+
+        Args:
+            name: Of the folder: `exported` or `headfold`.
+        """
+        out = self.folder.promoted / f"{self.entry.trial_id}-{self.entry.steps}" / name
         try:
-            _export(target, dtype, entry, context.model)
+            exact = self._write(out, plain=name == "exported")
         except ValueError as error:
-            entry.reasons.append(f"export failed: {error}")
-    if entry.model is not None:
-        with _check(entry, "logits"):
-            _check_logits(expected, held_out, entry, context, config.promotion.logit_tolerance)
-        if config.search.target != "any":
-            with _check(entry, "engine"):
-                check_engine(entry, config.search.target)
-        if extras_of(config.promotion) != NOTHING_MORE:
-            with _check(entry, "worth"):
-                measure_finalist(entry, config, context, folder.promoted)
-        digests["weights_digest"] = checkpoint.weights_digest(entry.model)
-    return entry, digests
+            self.reasons.append(f"export failed: {error}")
+            return
+        self.checks["export"] = "gqa" if name == "exported" else "headfold"
+        self.checks["exact"] = exact
+        self.model = str(out)
+        self.plain = not Checkpoint.open(out).config.model_type.startswith(PREFIX)
 
+    def _write(self, out: Path, *, plain: bool) -> bool:
+        """Return whether the export computes exactly what the trained model does."""
+        trained = self.trained.folder
+        tokenizer = self.context.model
+        shutil.rmtree(out, ignore_errors=True)  # what a check that was killed has left there
+        if plain:
+            return export(trained, "gqa", out, tokenizer, dtype=self.dtype).exact
+        model = checkpoint.load(trained, torch.float32)
+        cast_weights(model, self.dtype)
+        checkpoint.save(model, out, tokenizer, record=checkpoint.carried(trained))
+        return True
 
-@contextlib.contextmanager
-def _check(entry: Entry, name: str) -> Iterator[None]:
-    """Whatever reason is added within is that check's."""
-    before = len(entry.reasons)
-    yield
-    entry.gate[name] = "; ".join(entry.reasons[before:]) or OK
+    def _check_logits(self, exported: str, expected: list[Tensor], held_out: Tensor) -> None:
+        """Compare the exported checkpoint, read back, with the trained model, in float32.
 
+        Args:
+            exported: Folder of the checkpoint.
+            expected: Logits of the trained model.
+            held_out: Tokens `[N, T]`.
+        """
+        tolerance = self.config.promotion.logit_tolerance
+        model = checkpoints.load_model(exported, device=self.context.device)
+        self.checks["exported_loss"] = evaluate(model, held_out).loss
+        model.cpu()  # where the trained model's logits were computed
+        with torch.no_grad():
+            logits = [model(held_out[:2]).logits, probe(model)]
+        difference = max(map(largest_difference, expected, logits))
+        self.checks["max_logit_difference"] = difference
+        self.checks["logit_tolerance"] = tolerance
+        if not difference <= tolerance:
+            self.reasons.append(
+                "logits of the exported checkpoint differ from the trained model's by "
+                f"{difference:.2g}, allowed are {tolerance:g}"
+            )
+        exported_bytes = plan_of(model).kv_bytes_per_token(self.dtype)
+        planned = self.plan.kv_bytes_per_token(self.dtype)
+        if exported_bytes != planned:
+            self.reasons.append(
+                f"the exported checkpoint serves {exported_bytes} KV bytes per token, planned were "
+                f"{planned}"
+            )
 
-def _check_loss(entry: Entry, config: SearchConfig) -> None:
-    """Better than the baseline at the same KV ratio, each at its best measured step of equally many, and no worse than
-    its own untrained conversion. How far the original model is away is recorded."""
-    margin, baseline = config.promotion.margin, config.search.baseline
-    entry.checks |= entry.compared | {"loss": entry.loss, "shipped": entry.shipped, "margin": margin}
-    if entry.recipe == baseline:
-        entry.reasons.append(f"it is the baseline {entry.recipe} itself; nothing was better at this KV ratio")
-    elif entry.baseline_loss is None:
-        entry.reasons.append(f"there is no baseline {baseline} at this KV ratio to compare with")
-    elif entry.loss is None or not math.isfinite(entry.loss):
-        entry.reasons.append(f"held-out loss is {entry.loss}")
-    elif not entry.loss < entry.baseline_loss - margin:
-        entry.reasons.append(
-            f"held-out loss {entry.loss:.4f} is not below the baseline's {entry.baseline_loss:.4f} by more than "
-            f"{margin:g}, each at its best step of the same {entry.steps}"
+    def _check_engine(self, exported: str) -> None:
+        """Export for the engine that the search is for, and load the result there."""
+        served, checks, reason = export_for_engine(
+            exported, self.config.search.target, self.entry.name
         )
-    elif entry.untrained_loss is not None and entry.loss > entry.untrained_loss:
-        entry.reasons.append(
-            f"held-out loss {entry.loss:.4f} is above the {entry.untrained_loss:.4f} of its own untrained conversion, "
-            "whose weights are gone"
+        self.served = served
+        self.checks.update(checks)
+        if reason is not None:
+            self.reasons.append(reason)
+
+    def _check_scores(self, exported: str) -> None:
+        """Measure tasks, generated text and long contexts, and hold them to the gate's limits."""
+        baseline = self.entry.baseline.folder if self.entry.baseline else None
+        self.scores = score_finalist(
+            exported, baseline, self.config, self.context, self.folder.promoted
         )
-
-
-def _check_cache(model: Any, plan: AttentionPlan, dtype: torch.dtype, entry: Entry) -> None:
-    """The bytes that the cache really holds in the dtype that is shipped, against the plan of the trial."""
-    planned, window = plan.kv_bytes_per_token(dtype), window_of(model.config)
-    tokens = (
-        min(checkpoints.CACHE_TOKENS, window - 1) if window > 1 else checkpoints.CACHE_TOKENS
-    )  # all that is still in view
-    cast_weights(model, dtype)
-    held = measure_cache(model, tokens)
-    cast_weights(model, torch.float32)
-    entry.kv_bytes_per_token = planned
-    entry.checks |= {"kv_bytes_per_token": planned, "cache_bytes_measured": held, "cache_tokens": tokens}
-    if held != planned * tokens:
-        entry.reasons.append(f"the cache holds {held} bytes after {tokens} tokens, planned were {planned * tokens}")
-
-
-def _export(target: Path, dtype: torch.dtype, entry: Entry, tokenizer: str) -> None:
-    """Plain GQA where plan and family allow it; else Headfold's own format, under a name that says so."""
-    trained, plain = str(entry.folder), target.name == "exported"
-    shutil.rmtree(target, ignore_errors=True)  # what a check that was killed has left there
-    exact = True
-    if plain:
-        exact = export(trained, "gqa", target, tokenizer, dtype=dtype).exact
-    else:
-        whole = checkpoint.load(trained, torch.float32)
-        cast_weights(whole, dtype)
-        checkpoint.save(whole, target, tokenizer, record=checkpoint.carried(trained))
-    entry.checks |= {"export": "gqa" if plain else "headfold", "exact": exact}
-    entry.model, entry.plain = str(target), not Checkpoint.open(target).config.model_type.startswith(PREFIX)
-    entry.exported = entry.model if entry.plain else None
-
-
-def _check_logits(
-    expected: list[Tensor], held_out: Tensor, entry: Entry, context: TrialContext, tolerance: float
-) -> None:
-    """Logits of the exported checkpoint, read back, against the trained model's on held-out text, in float32."""
-    back = checkpoints.load_model(str(entry.model), device=context.device)
-    entry.checks["exported_loss"] = evaluate(back, held_out).loss
-    back.cpu()  # where the trained model's were computed
-    with torch.no_grad():
-        logits = [back(held_out[:2]).logits, probe(back)]
-    difference = max(map(largest_difference, expected, logits))
-    entry.checks |= {"max_logit_difference": difference, "logit_tolerance": tolerance}
-    if not difference <= tolerance:
-        entry.reasons.append(
-            f"logits of the exported checkpoint differ from the trained model's by {difference:.2g}, allowed are "
-            f"{tolerance:g}"
-        )
-    served = plan_of(back).kv_bytes_per_token(checkpoints.dtype_of(context.dtype))
-    if entry.kv_bytes_per_token != served:
-        entry.reasons.append(
-            f"the exported checkpoint serves {served} KV bytes per token, planned were {entry.kv_bytes_per_token}"
-        )
+        self.reasons += limit_violations(self.scores, self.config.promotion)

@@ -1,13 +1,17 @@
-"""What a finalist is worth beside its loss: tasks of lm-evaluation-harness, generated text and long contexts, beside
-the original model and the baseline, and how much of that the gate lets go."""
+"""The scores of a finalist beside its loss, and the limits that the gate has for them.
+
+Tasks of lm-evaluation-harness, generated text and long contexts, of the finalist, the original
+model and the baseline.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -19,99 +23,141 @@ from orchestrator.evaluation.extras import Extras
 from orchestrator.evaluation.long_context import TEXTS
 from orchestrator.evaluation.task_files import accuracy_of, task_specs
 from orchestrator.evaluation.tasks import Scores
-from orchestrator.promotion.state import Entry
+from orchestrator.promotion.state import GateRecord
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.storage.json_files import read_json, write_json
+from orchestrator.storage.promotion_record import FinalistScores
 from trainers.text.data import read_sequences
+
+_ModelScores = dict[str, Any]
+"""Of one model, by measurement (`orchestrator.evaluation.extras.PreparedExtras.of`)."""
 
 
 def extras_of(section: PromotionSection) -> Extras:
-    """What is asked of finalists, as the verb `evaluate` has it."""
+    """Return the measurements of finalists, as the verb `evaluate` names them."""
     lengths = ",".join(map(str, section.context_lengths)) or None
     return Extras(tuple(section.tasks), tuple(section.prompts), lengths)
 
 
-def measure_finalist(entry: Entry, config: SearchConfig, context: TrialContext, promoted: Path) -> None:
-    """Fill in `entry.measured` for the model that was written, and reasons if it breaks a limit of the gate. One model
-    at a time is held; what the others reach is kept in `promoted` for the next finalist."""
+def score_finalist(
+    model: str,
+    baseline: str | None,
+    config: SearchConfig,
+    context: TrialContext,
+    cache_folder: Path,
+) -> FinalistScores:
+    """Measure an exported model, the original and the baseline; one at a time is in memory.
+
+    Args:
+        baseline: The weights of the baseline at the same KV ratio, if there are any.
+        cache_folder: Keeps the scores of the other two for the next finalist.
+    """
     extras = extras_of(config.promotion)
+    seed = config.search.seed
     held_out = read_sequences(context.eval_file)[:]
     original = checkpoints.open_checkpoint(context.model, "model.path")
-    positions, tokenizer = original.geometry.max_positions, checkpoints.load_tokenizer(original)
-    prepared = extras.prepare(tokenizer, positions, lambda length: recut(held_out, length), config.search.seed)
-    asked = hashlib.sha256(repr((extras, task_specs(extras.tasks), config.search.seed)).encode()).hexdigest()
+    prepared = extras.prepare(
+        checkpoints.load_tokenizer(original),
+        original.geometry.max_positions,
+        lambda length: _recut(held_out, length),
+        seed,
+    )
+    request = repr((extras, task_specs(extras.tasks), seed))
+    request_digest = hashlib.sha256(request.encode()).hexdigest()
 
-    def of(path: str) -> dict[str, Any]:
+    def measure(path: str) -> _ModelScores:
         return prepared.of(checkpoints.load_working(path, context.dtype, context.device))
 
-    models = {"checkpoint": of(str(entry.model))}
-    for name, path in (("original", context.model), ("baseline", entry.baseline_folder)):
+    scores = {"checkpoint": measure(model)}
+    for name, path in (("original", context.model), ("baseline", baseline)):
         if path is not None:
-            models[name] = _kept(promoted / f"measured-{name}.json", path, asked, of)
-    entry.measured = prepared.record(models)
-    judge(entry, config.promotion)
+            file = cache_folder / f"measured-{name}.json"
+            scores[name] = _cached(file, path, request_digest, measure)
+    return cast(FinalistScores, prepared.record(scores))
 
 
-def recut(held_out: Tensor, length: int) -> Tensor:
-    """The first tokens of held-out text `[N, T]` as `[TEXTS, length]`; there are enough (`search.validation`)."""
+def _recut(held_out: Tensor, length: int) -> Tensor:
+    """Return the first tokens of held-out text `[N, T]` as `[TEXTS, length]`.
+
+    There are enough: `orchestrator.search.validation` has counted them.
+    """
     return held_out.flatten()[: TEXTS * length].view(TEXTS, length)
 
 
-def _kept(file: Path, path: str, asked: str, of: Any) -> dict[str, Any]:
-    """What a model gives, by a file of the finalist before."""
-    known, key = (
-        read_json(file) if file.is_file() else {},
-        [checkpoint.weights_digest(Checkpoint.open(path).folder), asked],
-    )
-    if known.get("of") == key:
-        return known["found"]
-    found = of(path)
-    write_json(file, {"of": key, "found": found})
-    return found
+def _cached(
+    file: Path, path: str, request_digest: str, measure: Callable[[str], _ModelScores]
+) -> _ModelScores:
+    """Return the scores of a model, from a file if they are of the same weights and request."""
+    key = [checkpoint.weights_digest(Checkpoint.open(path).folder), request_digest]
+    if file.is_file():
+        record = read_json(file)
+        if record.get("of") == key:
+            return record["found"]
+    scores = measure(path)
+    write_json(file, {"of": key, "found": scores})
+    return scores
 
 
-def judge(entry: Entry, section: PromotionSection) -> None:
-    """Reasons of a gate that has limits."""
-    for name, drop in drops(entry.measured.get("tasks", {})).items():
+def limit_violations(scores: FinalistScores, section: PromotionSection) -> list[str]:
+    """Return a reason for each limit of the gate that is exceeded."""
+    reasons = []
+    for name, drop in _accuracy_drops(scores.get("tasks", {})).items():
         if (limit := section.max_task_drop) is not None and not drop <= limit:
-            entry.reasons.append(f"task {name}: accuracy is {drop:.3f} below the original's, allowed are {limit:g}")
-    recall = entry.measured.get("long_context", {}).get("recall", {})
-    for length, depths in recall.get("original", {}).items():
-        drop = mean_recall(depths) - mean_recall(recall["checkpoint"][length])
-        if (limit := section.max_recall_drop) is not None and not drop <= limit:
-            entry.reasons.append(
-                f"context of {length}: recall is {drop:.3f} below the original's, allowed are {limit:g}"
+            reasons.append(
+                f"task {name}: accuracy is {drop:.3f} below the original's, allowed are {limit:g}"
             )
+    recall = scores["long_context"]["recall"] if "long_context" in scores else {}
+    for length, depths in recall.get("original", {}).items():
+        drop = _mean_recall(depths) - _mean_recall(recall["checkpoint"][length])
+        if (limit := section.max_recall_drop) is not None and not drop <= limit:
+            reasons.append(
+                f"context of {length}: recall is {drop:.3f} below the original's, allowed are "
+                f"{limit:g}"
+            )
+    return reasons
 
 
-def drops(tasks: dict[str, Scores]) -> dict[str, float]:
-    """By how much the accuracy of each task that has one is below the original model's."""
-    found = {}
+def _accuracy_drops(tasks: Mapping[str, Scores]) -> dict[str, float]:
+    """Return how far each task that has an accuracy is below the original model."""
+    drops = {}
     for name, scores in tasks.get("original", {}).items():
         if metric := accuracy_of(scores):
-            found[name] = scores[metric] - tasks["checkpoint"][name][metric]
-    return found
+            drops[name] = scores[metric] - tasks["checkpoint"][name][metric]
+    return drops
 
 
-def mean_recall(depths: list[dict[str, float]]) -> float:
-    """Over the depths at which a line was hidden."""
+def _mean_recall(depths: list[dict[str, float]]) -> float:
+    """Return the mean over the depths at which a line was hidden."""
     return sum(depth["recall"] for depth in depths) / len(depths)
 
 
-def metrics_of(entry: Entry) -> dict[str, float]:
-    """For MLflow, of the finalist: `task_NAME_METRIC` without standard errors, `recall_at_LENGTH`, the loss of the last
-    positions of the longest context, and what its engine holds."""
-    scores = entry.measured.get("tasks", {}).get("checkpoint", {})
-    values = {f"task_{name}_{key}": value for name, found in scores.items() for key, value in found.items()}
-    found = {key: v for key, v in values.items() if "_stderr" not in key and not key.endswith("_items")}
-    if long := entry.measured.get("long_context"):
-        found |= {f"recall_at_{length}": mean_recall(depths) for length, depths in long["recall"]["checkpoint"].items()}
-        found["loss_last_positions"] = long["loss_by_position"]["checkpoint"][-1]["loss"]
-    engine = ("engine_kv_bytes_per_token", "engine_capacity")
-    found |= {name: float(entry.checks[name]) for name in engine if name in entry.checks}
-    return {re.sub(r"[^\w./-]", "_", key): value for key, value in found.items()}  # what MLflow takes for a name
+def metrics_of(gate: GateRecord) -> dict[str, float]:
+    """Return what MLflow shows of a finalist as metrics.
+
+    They are `task_NAME_METRIC` without standard errors, `recall_at_LENGTH`, the loss at the last
+    positions of the longest context, and the engine's bytes per token and capacity.
+    """
+    metrics: dict[str, float] = {}
+    for task, scores in gate.scores.get("tasks", {}).get("checkpoint", {}).items():
+        for key, value in scores.items():
+            name = f"task_{task}_{key}"
+            if "_stderr" not in name and not name.endswith("_items"):
+                metrics[name] = value
+    if "long_context" in gate.scores:
+        long_context = gate.scores["long_context"]
+        for length, depths in long_context["recall"]["checkpoint"].items():
+            metrics[f"recall_at_{length}"] = _mean_recall(depths)
+        metrics["loss_last_positions"] = long_context["loss_by_position"]["checkpoint"][-1]["loss"]
+    for name in ("engine_kv_bytes_per_token", "engine_capacity"):
+        if (value := gate.checks.get(name)) is not None:
+            metrics[name] = float(value)
+    # MLflow takes no other characters in names
+    return {re.sub(r"[^\w./-]", "_", key): value for key, value in metrics.items()}
 
 
-def artifacts_of(entry: Entry) -> dict[str, str]:
-    """For MLflow: `tasks.json`, `generations.json`, `long_context.json`, of all models side by side."""
-    return {f"{name}.json": json.dumps(found, indent=1, sort_keys=True) for name, found in entry.measured.items()}
+def artifacts_of(gate: GateRecord) -> dict[str, str]:
+    """Return `tasks.json`, `generations.json` and `long_context.json`, of all models."""
+    return {
+        f"{name}.json": json.dumps(scores, indent=1, sort_keys=True)
+        for name, scores in gate.scores.items()
+    }

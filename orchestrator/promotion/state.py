@@ -1,8 +1,12 @@
-"""How far a promotion has come: `promotion.json`, written after each step, so that a killed one goes on from there."""
+"""The state of a promotion, `promotion.json`.
+
+It is written after each step, so that a promotion that was killed goes on from there.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,13 @@ from attention.ratios import percent
 from orchestrator.config.parsing import ConfigError
 from orchestrator.reporting.promoted_models import promoted_models
 from orchestrator.storage.json_files import read_json, write_json
+from orchestrator.storage.promotion_record import (
+    EntryRecord,
+    FinalistScores,
+    GateChecks,
+    LineageRecord,
+    PromotionRecord,
+)
 from orchestrator.storage.records import TrialRecord
 
 PENDING, TRAINED, PASSED, REGISTERED = "pending", "trained", "passed", "registered"
@@ -17,24 +28,82 @@ PROMOTED, REFUSED, FAILED = "promoted", "refused", "failed"
 BASELINE, CANDIDATE = "baseline", "candidate"
 
 
+@dataclass(frozen=True)
+class TrainedModel:
+    """The result of a full training: the best model that was measured, which is the one shipped.
+
+    Losses are held out, in nats per token.
+
+    Attributes:
+        folder: Of the weights.
+        step: Cumulative training steps behind them.
+        description: What the model is, in words.
+        loss: Of this model.
+        kl: KL divergence from the original model.
+        data_position: Sequences of the training data behind it.
+        last_loss: After all steps.
+        untrained_loss: Of the conversion before any step.
+        original_loss: Of the original model.
+    """
+
+    folder: str
+    loss: float | None
+    kl: float | None = None
+    step: int | None = None
+    description: str | None = None
+    data_position: int | None = None
+    last_loss: float | None = None
+    untrained_loss: float | None = None
+    original_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class BaselineModel:
+    """The best measured model of the baseline at the same KV ratio."""
+
+    folder: str | None
+    loss: float | None
+    step: int | None
+
+
+@dataclass(frozen=True)
+class GateRecord:
+    """What the gate has found.
+
+    Attributes:
+        outcomes: `passed`, or the reasons against it, by the name of the check.
+        checks: The measurements.
+        scores: Tasks, generated text and long contexts, where the configuration names them.
+        model: The exported folder; None if the export failed.
+        plain: Whether stock transformers loads it.
+        served: Folder of the same model for the engine of `search.target`.
+        kv_bytes_per_token: By the plan, in the dtype that is shipped.
+    """
+
+    outcomes: Mapping[str, str]
+    checks: GateChecks
+    scores: FinalistScores
+    model: str | None
+    plain: bool
+    served: str | None
+    kv_bytes_per_token: int | None
+
+
 @dataclass
-class Entry:
-    """One trial's way through the promotion: pending → trained → passed → registered → promoted.
+class PromotionEntry:
+    """One trial in a promotion: pending → trained → passed → registered → promoted.
 
-    Ends as refused by the gate, or failed in training. `steps` are cumulative; losses are held out, in nats per token;
-    `reasons`: why refused or failed, or why not yet registered; `gate`: the outcome of each check by name.
+    It ends as refused by the gate, or failed in training.
 
-    What is shipped is the best measured step: `loss`, `kl`, `folder` and `data_position` (sequences of the training
-    data) are of it, `best_step` says which it is and `shipped` what, in words; `last_loss` is that after all `steps`,
-    `untrained_loss` that of the conversion before any. `baseline_loss` is of the baseline's best measured step,
-    `baseline_step`; `original_loss` of the original model. `model`: the folder that the gate has written; `exported`:
-    the same, if stock transformers loads it (`plain`); `served`: the same model for the engine of `search.target`.
-    `measured`: tasks, generated text and long contexts, where asked for, of `checkpoint`, `original` and `baseline`, as
-    the verb `evaluate` records them; `baseline_folder`: the weights of that baseline.
-    `relaxation_remaining`: share of its way that the trial's relaxation had left when its heads were fused.
-    `used_kv_ratio`: what its plan keeps, at most `kv_ratio`.
-    `trained_at`: when the training was over, in seconds since 1970. `name`, `label`: of the trial and its recipe, as
-    people read them.
+    Attributes:
+        kv_ratio: The ratio that was requested; `used_kv_ratio`, that of its plan, is at most this.
+        steps: Cumulative training steps.
+        relaxation_remaining: Share of the relaxation that was left when its heads were fused.
+        name: The trial as people read it; `label`: its recipe.
+        reasons: Why it was refused or failed, or is not registered yet.
+        run_id: Of its MLflow run.
+        trained_at: When the training ended, in seconds since 1970.
+        version: In the model registry; `model_uri` is its address there.
     """
 
     trial_id: str
@@ -43,121 +112,271 @@ class Entry:
     steps: int
     role: str = CANDIDATE
     status: str = PENDING
-    loss: float | None = None
-    kl: float | None = None
-    best_step: int | None = None
-    shipped: str | None = None
-    last_loss: float | None = None
-    untrained_loss: float | None = None
-    baseline_loss: float | None = None
-    baseline_step: int | None = None
-    baseline_folder: str | None = None
-    original_loss: float | None = None
-    folder: str | None = None
-    data_position: int | None = None
-    model: str | None = None
-    exported: str | None = None
-    served: str | None = None
-    plain: bool = False
-    kv_bytes_per_token: int | None = None
-    gate: dict[str, str] = field(default_factory=dict)
-    checks: dict[str, Any] = field(default_factory=dict)
-    measured: dict[str, Any] = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)
-    lineage: dict[str, Any] = field(default_factory=dict)
-    version: str | None = None
-    model_uri: str | None = None
-    run_id: str | None = None
-    trained_at: float | None = None
+    used_kv_ratio: float | None = None
+    relaxation_remaining: float | None = None
     name: str = ""
     label: str = ""
-    relaxation_remaining: float | None = None
-    used_kv_ratio: float | None = None
+    reasons: list[str] = field(default_factory=list)
+    run_id: str | None = None
+    trained_at: float | None = None
+    trained: TrainedModel | None = None
+    baseline: BaselineModel | None = None
+    gate: GateRecord | None = None
+    lineage: LineageRecord | None = None
+    version: str | None = None
+    model_uri: str | None = None
 
     def __post_init__(self) -> None:
         self.label = self.label or self.recipe
         self.name = self.name or f"{self.label} · {percent(self.kv_ratio)}"
 
     @classmethod
-    def of(cls, trial: TrialRecord, steps: int, role: str = CANDIDATE) -> Entry:
-        """Of a trial that is to be trained to so many steps."""
-        facts = {
-            "name": trial.name,
-            "label": trial.label,
-            "relaxation_remaining": trial.relaxation_remaining,
-            "used_kv_ratio": trial.actual_kv_ratio,
-        }
-        return cls(trial.trial_id, trial.recipe, trial.kv_ratio, steps, role, **facts)
+    def of(cls, trial: TrialRecord, steps: int, role: str = CANDIDATE) -> PromotionEntry:
+        """Return the entry of a trial that is to be trained to so many steps."""
+        return cls(
+            trial.trial_id,
+            trial.recipe,
+            trial.kv_ratio,
+            steps,
+            role,
+            used_kv_ratio=trial.actual_kv_ratio,
+            relaxation_remaining=trial.relaxation_remaining,
+            name=trial.name,
+            label=trial.label,
+        )
 
     @property
-    def compared(self) -> dict[str, float | int | None]:
-        """What a promotion compares, beside the `loss` that is shipped."""
-        losses = ("untrained_loss", "last_loss", "baseline_loss", "original_loss")
-        return {name: getattr(self, name) for name in (*losses, "best_step", "baseline_step")}
+    def loss(self) -> float | None:
+        """Held-out loss of the model that is shipped."""
+        return self.trained.loss if self.trained else None
+
+    @property
+    def model(self) -> str | None:
+        """Folder of the exported model."""
+        return self.gate.model if self.gate else None
+
+    @property
+    def exported(self) -> str | None:
+        """Folder of the exported model, if stock transformers loads it."""
+        return self.gate.model if self.gate and self.gate.plain else None
+
+    @property
+    def kv_bytes_per_token(self) -> int | None:
+        """KV bytes per token of its plan, once the gate has counted them."""
+        return self.gate.kv_bytes_per_token if self.gate else None
+
+    @property
+    def comparison(self) -> GateChecks:
+        """The losses that a promotion compares with `loss`, and the steps of best models."""
+        trained, baseline = self.trained, self.baseline
+        return {
+            "untrained_loss": trained.untrained_loss if trained else None,
+            "last_loss": trained.last_loss if trained else None,
+            "baseline_loss": baseline.loss if baseline else None,
+            "original_loss": trained.original_loss if trained else None,
+            "best_step": trained.step if trained else None,
+            "baseline_step": baseline.step if baseline else None,
+        }
 
     @property
     def unfinished(self) -> bool:
-        """Whether a step has failed that running the promotion again may carry out."""
+        """Whether a step has failed that another run of the promotion may carry out."""
         return self.status in (FAILED, PASSED, REGISTERED)
+
+    def to_record(self) -> EntryRecord:
+        """Return the entry as it lies in `promotion.json`."""
+        trained, baseline, gate = self.trained, self.baseline, self.gate
+        return {
+            "trial_id": self.trial_id,
+            "recipe": self.recipe,
+            "kv_ratio": self.kv_ratio,
+            "steps": self.steps,
+            "role": self.role,
+            "status": self.status,
+            "loss": self.loss,
+            "kl": trained.kl if trained else None,
+            "best_step": trained.step if trained else None,
+            "shipped": trained.description if trained else None,
+            "last_loss": trained.last_loss if trained else None,
+            "untrained_loss": trained.untrained_loss if trained else None,
+            "baseline_loss": baseline.loss if baseline else None,
+            "baseline_step": baseline.step if baseline else None,
+            "baseline_folder": baseline.folder if baseline else None,
+            "original_loss": trained.original_loss if trained else None,
+            "folder": trained.folder if trained else None,
+            "data_position": trained.data_position if trained else None,
+            "model": self.model,
+            "exported": self.exported,
+            "served": gate.served if gate else None,
+            "plain": bool(gate and gate.plain),
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "gate": dict(gate.outcomes) if gate else {},
+            "checks": gate.checks if gate else {},
+            "measured": gate.scores if gate else {},
+            "reasons": self.reasons,
+            "lineage": self.lineage or {},
+            "version": self.version,
+            "model_uri": self.model_uri,
+            "run_id": self.run_id,
+            "trained_at": self.trained_at,
+            "name": self.name,
+            "label": self.label,
+            "relaxation_remaining": self.relaxation_remaining,
+            "used_kv_ratio": self.used_kv_ratio,
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> PromotionEntry:
+        """Return the entry that `to_record` wrote, perhaps by an earlier version with fewer keys.
+
+        Raises:
+            KeyError: If the trial is not named, or for a key of another version.
+        """
+        if unknown := sorted(record.keys() - EntryRecord.__annotations__.keys()):
+            raise KeyError(f"unknown {', '.join(unknown)}")
+        trained = baseline = gate = None
+        if record.get("folder") is not None:
+            trained = TrainedModel(
+                folder=record["folder"],
+                loss=record.get("loss"),
+                kl=record.get("kl"),
+                step=record.get("best_step"),
+                description=record.get("shipped"),
+                data_position=record.get("data_position"),
+                last_loss=record.get("last_loss"),
+                untrained_loss=record.get("untrained_loss"),
+                original_loss=record.get("original_loss"),
+            )
+        if record.get("baseline_folder") is not None or record.get("baseline_loss") is not None:
+            baseline = BaselineModel(
+                folder=record.get("baseline_folder"),
+                loss=record.get("baseline_loss"),
+                step=record.get("baseline_step"),
+            )
+        if record.get("gate") or record.get("model"):
+            gate = GateRecord(
+                outcomes=record.get("gate", {}),
+                checks=record.get("checks", {}),
+                scores=record.get("measured", {}),
+                model=record.get("model"),
+                plain=record.get("plain", False),
+                served=record.get("served"),
+                kv_bytes_per_token=record.get("kv_bytes_per_token"),
+            )
+        return cls(
+            record["trial_id"],
+            record["recipe"],
+            record["kv_ratio"],
+            record["steps"],
+            role=record.get("role", CANDIDATE),
+            status=record.get("status", PENDING),
+            used_kv_ratio=record.get("used_kv_ratio"),
+            relaxation_remaining=record.get("relaxation_remaining"),
+            name=record.get("name", ""),
+            label=record.get("label", ""),
+            reasons=record.get("reasons", []),
+            run_id=record.get("run_id"),
+            trained_at=record.get("trained_at"),
+            trained=trained,
+            baseline=baseline,
+            gate=gate,
+            lineage=record.get("lineage") or None,
+            version=record.get("version"),
+            model_uri=record.get("model_uri"),
+        )
 
 
 @dataclass
 class PromotionState:
-    """`promotion.json`. `earlier`: entries that a later promotion of the same trial has taken the place of."""
+    """The content of `promotion.json`.
 
-    candidates: dict[str, Entry] = field(default_factory=dict)
-    baselines: dict[str, Entry] = field(default_factory=dict)
+    Attributes:
+        candidates: By trial id.
+        baselines: By KV ratio.
+        exported: The promoted checkpoint of the smallest cache that stock transformers loads.
+        earlier: Entries that a later promotion of the same trial has replaced.
+    """
+
+    candidates: dict[str, PromotionEntry] = field(default_factory=dict)
+    baselines: dict[str, PromotionEntry] = field(default_factory=dict)
     exported: str | None = None
-    earlier: list[Entry] = field(default_factory=list)
+    earlier: list[PromotionEntry] = field(default_factory=list)
 
     @classmethod
     def load(cls, path: Path) -> PromotionState:
-        record = read_json(path) if path.exists() else {}
+        """Read the state; it is empty if there is no file.
+
+        Raises:
+            ConfigError: If the file holds anything else.
+        """
+        record: Mapping[str, Any] = read_json(path) if path.exists() else {}
+        read = PromotionEntry.from_record
         try:
-            candidates, baselines = (
-                {key: Entry(**entry) for key, entry in record.get(kind, {}).items()}
-                for kind in ("candidates", "baselines")
+            return cls(
+                {key: read(entry) for key, entry in record.get("candidates", {}).items()},
+                {key: read(entry) for key, entry in record.get("baselines", {}).items()},
+                record.get("exported"),
+                [read(entry) for entry in record.get("earlier", [])],
             )
-            earlier = [Entry(**entry) for entry in record.get("earlier", [])]
-        except (TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} does not hold the state of a promotion: {error}") from None
-        return cls(candidates, baselines, record.get("exported"), earlier)
 
     def save(self, path: Path) -> None:
-        write_json(path, self.to_dict())
+        """Write the state."""
+        write_json(path, self.to_record())
 
-    def to_dict(self) -> dict[str, Any]:
-        failed = [e.trial_id for e in (*self.candidates.values(), *self.baselines.values()) if e.unfinished]
-        return asdict(self) | {"failed": failed}
+    def to_record(self) -> PromotionRecord:
+        """Return the state as it is written."""
+        entries = (*self.candidates.values(), *self.baselines.values())
+        return {
+            "candidates": {key: entry.to_record() for key, entry in self.candidates.items()},
+            "baselines": {key: entry.to_record() for key, entry in self.baselines.items()},
+            "exported": self.exported,
+            "earlier": [entry.to_record() for entry in self.earlier],
+            "failed": [entry.trial_id for entry in entries if entry.unfinished],
+        }
 
-    def before(self, entry: Entry) -> list[Entry]:
-        """The earlier entries that were there before this one."""
-        return self.earlier[: next((i for i, known in enumerate(self.earlier) if known is entry), None)]
+    def attempt(self, entry: PromotionEntry) -> int:
+        """Return which attempt at the same goal an entry is; the first one is 1."""
+        before = self.earlier
+        for index, known in enumerate(self.earlier):
+            if known is entry:
+                before = self.earlier[:index]
+                break
+        goal = (entry.trial_id, entry.role, entry.steps)
+        return 1 + sum((other.trial_id, other.role, other.steps) == goal for other in before)
 
-    def add(self, entries: dict[str, Entry], key: str, fresh: Entry) -> None:
-        """Take an entry up, unless it is known and on its way; one with other steps, or failed, is kept as earlier."""
+    def add(self, entries: dict[str, PromotionEntry], key: str, entry: PromotionEntry) -> None:
+        """Add an entry, unless there is one with the same goal that has not failed."""
         if (known := entries.get(key)) is not None:
-            if known.status != FAILED and (known.trial_id, known.steps) == (fresh.trial_id, fresh.steps):
+            same = (known.trial_id, known.steps) == (entry.trial_id, entry.steps)
+            if same and known.status != FAILED:
                 return
             self.earlier.append(known)
-        entries[key] = fresh
+        entries[key] = entry
 
 
 @dataclass(frozen=True)
 class PromoteOutcome:
-    """What `promote_search` returns. `chosen`: the trials that it was to promote; `exit_code` is 0 if at least one of
-    them was promoted and nothing failed."""
+    """The result of `headfold promote`.
+
+    Attributes:
+        folder: Of the search.
+        chosen: Ids of the trials that it was to promote.
+    """
 
     folder: Path
-    promotion: dict[str, Any]
+    promotion: PromotionRecord
     chosen: tuple[str, ...]
 
     @property
     def exit_code(self) -> int:
+        """0 if at least one of the trials was promoted and nothing has failed."""
         candidates = self.promotion["candidates"]
         states = [candidates[trial_id]["status"] for trial_id in self.chosen]
         return 0 if PROMOTED in states and not self.promotion["failed"] else 1
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Mapping[str, Any]:
+        """Return the result as `--json` writes it."""
         promoted = promoted_models(self.promotion)
         return {"folder": str(self.folder), **self.promotion, "promoted": promoted}

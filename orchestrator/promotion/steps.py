@@ -1,10 +1,11 @@
-"""The steps of a promotion: train, check, register. Each is written down when it is done, and done once."""
+"""The steps of a promotion: train, check, register. Each is written down when it is done."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,18 @@ from attention.base.progress import ProgressStage, stage
 from attention.io import checkpoint
 from orchestrator.checkpoints import base_of
 from orchestrator.cluster.placement import task_options
-from orchestrator.cluster.tasks import on_cluster
+from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.promotion.gate import check_candidate
 from orchestrator.promotion.measuring import artifacts_of, metrics_of
 from orchestrator.promotion.model_card import write_promoted_card
-from orchestrator.promotion.registry import LINEAGE, gate_tags, lineage_of, lineage_tags, register, settle_aliases
+from orchestrator.promotion.registry import (
+    LINEAGE,
+    gate_tags,
+    lineage_of,
+    lineage_tags,
+    register_candidate,
+    settle_aliases,
+)
 from orchestrator.promotion.state import (
     BASELINE,
     FAILED,
@@ -29,8 +37,10 @@ from orchestrator.promotion.state import (
     REFUSED,
     REGISTERED,
     TRAINED,
-    Entry,
+    BaselineModel,
+    PromotionEntry,
     PromotionState,
+    TrainedModel,
 )
 from orchestrator.promotion.training import Training, best_model, run_all
 from orchestrator.search.trials.context import SearchSession
@@ -55,143 +65,220 @@ class PromotionSteps:
     trials: dict[str, TrialRecord]
 
     def save(self) -> None:
+        """Write `promotion.json`."""
         self.state.save(self.session.folder.promotion)
 
     def train(self) -> None:
-        """Bring every pending entry to its full number of steps; a trial that is candidate and baseline once."""
-        entries: dict[str, list[Entry]] = {}
+        """Train every pending entry to its number of steps.
+
+        A trial that is candidate and baseline is trained once.
+        """
+        entries: dict[str, list[PromotionEntry]] = {}
         for entry in (*self.state.baselines.values(), *self.state.candidates.values()):
             if entry.status == PENDING:
                 entries.setdefault(entry.trial_id, []).append(entry)
-        trainings = [Training.of(self.trials[i], mine[0].steps, self.session) for i, mine in entries.items()]
+        trainings = [
+            Training.of(self.trials[trial_id], alike[0].steps, self.session)
+            for trial_id, alike in entries.items()
+        ]
         if trainings:
-            print(f"\npromotion: {len(trainings)} training(s) to {trainings[0].total} steps", flush=True)
+            total = trainings[0].total
+            print(f"\npromotion: {len(trainings)} training(s) to {total} steps", flush=True)
 
-        def done(training: Training, loss: float | None, error: str | None) -> None:
+        def on_end(training: Training, loss: float | None, error: str | None) -> None:
             for entry in entries[training.trial.trial_id]:
-                self._trained(entry, training, loss, error)
+                self._end_training(entry, training, loss, error)
             self.save()
             if error is None and training.job is not None:  # what is shipped are the weights
                 CheckpointStore.of(training.job).keep_only(None)
 
-        def going_on(training: Training) -> None:
-            with contextlib.suppress(OSError):  # the address of its checkpoints is away: the next time
+        def on_progress(training: Training) -> None:
+            # Where the address of its checkpoints is away: the next time
+            with contextlib.suppress(OSError):
                 for entry in entries[training.trial.trial_id]:
-                    self._tell(entry)
-                told.to(sum(one.reached() - one.start for one in trainings))
+                    self._track(entry)
+                progress.to(sum(one.reached() - one.start for one in trainings))
 
-        told = ProgressStage("full trainings")
-        for training in (t for t in trainings if t.job is not None):
-            going_on(training)  # the run is there before the training is
+        progress = ProgressStage("full trainings")
+        for training in trainings:
+            if training.job is not None:
+                on_progress(training)  # the run is there before the training is
+        steps = sum(one.total - one.start for one in trainings)
         try:
-            with stage("full trainings", sum(one.total - one.start for one in trainings), "steps") as told:
-                run_all(trainings, self.session, done, going_on)
+            with stage("full trainings", steps, "steps") as progress:
+                run_all(trainings, self.session, on_end, on_progress)
         except (KeyboardInterrupt, SystemExit):
-            for entry in (entry for mine in entries.values() for entry in mine if entry.status == PENDING):
-                self.session.mlflow.put(replace(self.run_of(entry), status=records.KILLED))
+            for alike in entries.values():
+                for entry in alike:
+                    if entry.status == PENDING:
+                        run = replace(self.run_of(entry), status=records.KILLED)
+                        self.session.mlflow.put(run)
             raise
 
-    def _trained(self, entry: Entry, training: Training, last_loss: float | None, error: str | None) -> None:
-        """Take over what a training gave. The best of all that was measured on a trial's way is what is shipped, and
-        what a baseline counts with."""
-        trial, entry.trained_at = training.trial, time.time()
+    def _end_training(
+        self, entry: PromotionEntry, training: Training, last_loss: float | None, error: str | None
+    ) -> None:
+        """Enter the result of a training.
+
+        The best of all that was measured on the way of the trial is what is shipped, and what a
+        baseline counts with.
+        """
+        trial = training.trial
+        entry.trained_at = time.time()
         best = None
         if last_loss is not None:
-            best = best_model(trial, self.session.folder.trial(trial.trial_id), training.reports())
+            folder = self.session.folder.trial(trial.trial_id)
+            best = best_model(trial, folder, training.reports())
         if best is None:
-            entry.status, entry.reasons = FAILED, [error or "no weights are left of any step that was measured"]
+            entry.status = FAILED
+            entry.reasons = [error or "no weights are left of any step that was measured"]
         else:
-            entry.status, entry.folder, entry.best_step, entry.shipped = TRAINED, str(best.folder), best.step, best.what
-            entry.loss, entry.kl, entry.data_position, entry.last_loss = best.loss, best.kl, best.position, last_loss
-            entry.untrained_loss = (trial.untrained or {}).get("loss")
-            entry.original_loss = self.session.context.original_loss
+            entry.status = TRAINED
+            entry.trained = TrainedModel(
+                folder=str(best.folder),
+                loss=best.loss,
+                kl=best.kl,
+                step=best.step,
+                description=best.what,
+                data_position=best.position,
+                last_loss=last_loss,
+                untrained_loss=trial.untrained.get("loss") if trial.untrained else None,
+                original_loss=self.session.context.original_loss,
+            )
             if best.step == 0:
-                words = f"no training made it better; what counts is the {best.what}"
-                print(f"promotion: {training.trial.name}: {words}", flush=True)
+                note = f"no training made it better; what counts is the {best.what}"
+                print(f"promotion: {trial.name}: {note}", flush=True)
         self.save()
-        self._tell(entry)
+        self._track(entry)
 
     def catch_up(self) -> None:
-        """Bring MLflow to where the promotion is: a driver may have been killed, or the store away."""
-        for entry in (*self.state.earlier, *self.state.baselines.values(), *self.state.candidates.values()):
+        """Bring MLflow up to date: a driver may have been killed, or the store away."""
+        state = self.state
+        for entry in (*state.earlier, *state.baselines.values(), *state.candidates.values()):
             if entry.trained_at is not None:
-                self._tell(entry)
+                self._track(entry)
 
-    def _tell(self, entry: Entry) -> None:
+    def _track(self, entry: PromotionEntry) -> None:
         entry.run_id = self.session.mlflow.put(self.run_of(entry)) or entry.run_id
 
-    def run_of(self, entry: Entry) -> Run:
-        """What MLflow is to hold of an entry."""
-        trial_id, steps = entry.trial_id, entry.steps
-        tags = {"headfold.kind": f"promotion {entry.role}", "trial_id": trial_id, "promotion_steps": steps}
-        goal = (trial_id, entry.role, steps)
-        if again := sum((e.trial_id, e.role, e.steps) == goal for e in self.state.before(entry)):
-            tags["promotion_attempt"] = again + 1
-        training, texts = Training.of(self.trials[trial_id], steps, self.session), {}
-        reports = training.reports()
-        original = self.session.context.original_loss
-        points = [point(_of_report(r, original), r["step"], r["time"]) for r in (*reports, *training.curve())]
-        if entry.trained_at is not None:
-            values = entry.compared | {"best_loss": entry.loss} | metrics_of(entry)
-            if not reports:  # the trial had got there before
-                values |= _of_report({"loss": entry.last_loss}, original)
-            values |= {"kv_bytes_per_token": entry.kv_bytes_per_token or self.trials[trial_id].kv_bytes_per_token}
-            points.append(point(values, steps, entry.trained_at))
-        if entry.shipped is not None:
-            tags["shipped"] = entry.shipped
+    def run_of(self, entry: PromotionEntry) -> Run:
+        """Return the MLflow run of an entry."""
+        trial = self.trials[entry.trial_id]
+        training = Training.of(trial, entry.steps, self.session)
+        texts: dict[str, str] = {}
+        if entry.gate is not None:
+            texts["gate.yaml"] = yaml.safe_dump(dict(entry.gate.checks), sort_keys=True)
+            texts[LINEAGE] = json.dumps(entry.lineage or {}, indent=1, sort_keys=True)
+            texts |= artifacts_of(entry.gate)
+        files = [self.session.folder.trial(entry.trial_id) / "plan.json"]
+        if entry.model:
+            files.append(Path(entry.model) / "README.md")
+        return Run(
+            f"{entry.name} · {entry.role}",
+            self._tags(entry),
+            _run_status(entry),
+            params_of(trial) | training.params | {"promotion_steps": entry.steps},
+            self._points(entry, training),
+            texts,
+            files,
+            self._datasets(),
+        )
+
+    def _tags(self, entry: PromotionEntry) -> dict[str, Any]:
+        note = (
+            f"Full training of trial `{entry.trial_id}` as {entry.role} of a promotion: "
+            f"{entry.name} of the checkpoint's KV."
+        )
+        tags: dict[str, Any] = {
+            "headfold.kind": f"promotion {entry.role}",
+            "trial_id": entry.trial_id,
+            "promotion_steps": entry.steps,
+        }
+        if (attempt := self.state.attempt(entry)) > 1:
+            tags["promotion_attempt"] = attempt
+        if entry.trained is not None and entry.trained.description is not None:
+            tags["shipped"] = entry.trained.description
+            note += f"\n\nShipped: {entry.trained.description}."
         if entry.status == FAILED:
             tags["error"] = entry.reasons[0]
-        if entry.gate:
-            tags |= {**lineage_tags(entry.lineage), **gate_tags(entry), "reasons": "; ".join(entry.reasons)}
-            texts = {
-                "gate.yaml": yaml.safe_dump(entry.checks, sort_keys=True),
-                LINEAGE: json.dumps(entry.lineage, indent=1, sort_keys=True),
-            }
-        texts |= artifacts_of(entry)
+        if entry.gate is not None and entry.lineage is not None:
+            tags |= lineage_tags(entry.lineage)
+            tags |= gate_tags(entry.gate)
+            tags["reasons"] = "; ".join(entry.reasons)
         if entry.status == PROMOTED:
-            tags |= {"gate": PROMOTED, "version": entry.version}
-        over = entry.status in (REFUSED, PROMOTED) or (entry.role == BASELINE and entry.status == TRAINED)
-        status = records.FAILED if entry.status == FAILED else records.DONE if over else records.RUNNING
-        trial = self.trials[trial_id]
-        params = params_of(trial) | training.params | {"promotion_steps": steps}
-        what = (
-            f"Full training of trial `{trial_id}` as {entry.role} of a promotion: {entry.name} of the checkpoint's KV"
-        )
-        tags[NOTE] = f"{what}.\n\nShipped: {entry.shipped}." if entry.shipped else f"{what}."
-        files = [self.session.folder.trial(trial_id) / "plan.json"]
-        files += [Path(entry.model) / "README.md"] if entry.model else []
-        return Run(f"{entry.name} · {entry.role}", tags, status, params, points, texts, files, self._datasets())
+            tags["gate"] = PROMOTED
+            tags["version"] = entry.version
+        tags[NOTE] = note
+        return tags
+
+    def _points(self, entry: PromotionEntry, training: Training) -> list[dict[str, Any]]:
+        """Return the course of a training, and a last point once it has ended."""
+        reports = training.reports()
+        original = self.session.context.original_loss
+        points = [
+            point(_report_metrics(report, original), report["step"], report["time"])
+            for report in (*reports, *training.curve())
+        ]
+        if entry.trained_at is not None:
+            trial = self.trials[entry.trial_id]
+            metrics: dict[str, float | None] = {**entry.comparison, "best_loss": entry.loss}
+            if entry.gate is not None:
+                metrics |= metrics_of(entry.gate)
+            if not reports:  # the trial had reached these steps before
+                last_loss = entry.trained.last_loss if entry.trained else None
+                metrics |= _report_metrics({"loss": last_loss}, original)
+            metrics["kv_bytes_per_token"] = entry.kv_bytes_per_token or trial.kv_bytes_per_token
+            points.append(point(metrics, entry.steps, entry.trained_at))
+        return points
 
     def _datasets(self) -> list[Dataset]:
-        """The texts of a promotion, whose training text may be its own."""
+        """Return the texts of a promotion, whose training text may be its own."""
         context = self.session.context
-        files = {"train": context.promotion_file or context.train_file, "eval": context.eval_file}
-        return datasets_of(self.session.config, files | {"calibration": context.calibration_file}, promotion=True)
+        files = {
+            "train": context.promotion_file or context.train_file,
+            "eval": context.eval_file,
+            "calibration": context.calibration_file,
+        }
+        return datasets_of(self.session.config, files, promotion=True)
 
-    def check(self, entry: Entry) -> None:
-        """The gate, for a trained candidate; what it refuses is kept with the reasons."""
+    def check(self, entry: PromotionEntry) -> None:
+        """Check a trained candidate; one that is refused stays, with the reasons."""
         if entry.status != TRAINED:
             return
         baseline = self.state.baselines.get(f"{entry.kv_ratio:g}")
-        if baseline is not None and baseline.folder is not None:
-            entry.baseline_loss, entry.baseline_step = baseline.loss, baseline.best_step
-            entry.baseline_folder = baseline.folder
-        digests = check_candidate(entry, self.session)
-        entry.lineage = lineage_of(entry, self.trials[entry.trial_id], digests, self.session)
-        if entry.model is not None:
-            write_json(Path(entry.model) / LINEAGE, entry.lineage)
-            if not entry.reasons:
-                write_mlmodel(entry.model, str(base_of(entry.lineage["model"]["path"])["base"]))
-            for written in filter(None, (entry.model, entry.served)):
-                if not entry.reasons:
-                    write_promoted_card(entry, self.session.config, self.session.folder.original, written)
-                on_cluster(task_options(self.session.config), "digests", checkpoint.write_digests, written)
-        entry.status = REFUSED if entry.reasons else PASSED
+        if baseline is not None and (trained := baseline.trained) is not None:
+            entry.baseline = BaselineModel(trained.folder, trained.loss, trained.step)
+        result = check_candidate(entry, self.session)
+        trial = self.trials[entry.trial_id]
+        entry.gate = result.record
+        entry.reasons = result.reasons
+        entry.lineage = lineage_of(entry, trial, result.digests, self.session)
+        passed = not entry.reasons
+        if result.record.model is not None:
+            self._complete_folders(entry, result.record.model, result.record.served, passed)
+        entry.status = PASSED if passed else REFUSED
         self.save()
-        self._tell(entry)
+        self._track(entry)
+
+    def _complete_folders(
+        self, entry: PromotionEntry, model: str, served: str | None, passed: bool
+    ) -> None:
+        """Write lineage, model card and digests into what the gate has exported."""
+        assert entry.lineage is not None
+        config = self.session.config
+        write_json(Path(model) / LINEAGE, entry.lineage)
+        if passed:
+            write_mlmodel(model, str(base_of(entry.lineage["model"]["path"])["base"]))
+        for folder in filter(None, (model, served)):
+            if passed:
+                write_promoted_card(entry, config, self.session.folder.original, folder)
+            on_cluster(task_options(config), "digests", checkpoint.write_digests, folder)
 
     def register(self) -> None:
-        """Versions, then aliases. A registry that refuses is told; the next run goes on from the same place."""
+        """Register versions, then set aliases.
+
+        If the registry refuses, that is reported; the next run goes on from there.
+        """
         entries = list(self.state.candidates.values())
         if not any(entry.status in (PASSED, REGISTERED) for entry in entries):
             return
@@ -199,24 +286,39 @@ class PromotionSteps:
             registry = self.session.mlflow.registry()
             for entry in entries:
                 if entry.status == PASSED:
-                    self._tell(entry)  # its version needs the id of its run
-                    register(entry, self.session, registry)
+                    self._track(entry)  # its version needs the id of its run
+                    register_candidate(entry, self.session, registry)
                     self.save()
             settle_aliases(self.state, self.session.config, registry)
         except TrackingError as error:
             for entry in entries:
-                entry.reasons = [str(error)] if entry.status in (PASSED, REGISTERED) else entry.reasons
-            print(f"promotion: {error}; run `headfold promote {self.session.folder.root}` to finish it", flush=True)
+                if entry.status in (PASSED, REGISTERED):
+                    entry.reasons = [str(error)]
+            remedy = f"run `headfold promote {self.session.folder.root}` to finish it"
+            print(f"promotion: {error}; {remedy}", flush=True)
             self.save()
             return
         for entry in entries:
             if entry.status == PROMOTED:
                 entry.reasons = []
-                self._tell(entry)
+                self._track(entry)
 
 
-def _of_report(report: dict[str, Any], original: float) -> dict[str, Any]:
-    """A report with the increase of its loss over the original model's, and without the best so far, which has a point
-    of its own at the end."""
-    values = {key: value for key, value in report.items() if not key.startswith("best_")}
-    return values | ({} if values.get("loss") is None else {"loss_increase": values["loss"] - original})
+def _run_status(entry: PromotionEntry) -> str:
+    if entry.status == FAILED:
+        return records.FAILED
+    ended = entry.status in (REFUSED, PROMOTED)
+    if ended or (entry.role == BASELINE and entry.status == TRAINED):
+        return records.DONE
+    return records.RUNNING
+
+
+def _report_metrics(report: Mapping[str, Any], original_loss: float) -> dict[str, Any]:
+    """Return a report with the increase of its loss over the original model's.
+
+    The best step so far is left out: it has a point of its own at the end.
+    """
+    metrics = {key: value for key, value in report.items() if not key.startswith("best_")}
+    if metrics.get("loss") is not None:
+        metrics["loss_increase"] = metrics["loss"] - original_loss
+    return metrics

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from orchestrator.cluster.placement import Demand
-from orchestrator.cluster.pool_client import train
+from orchestrator.cluster.pool_client import dispatch_training
 from orchestrator.cluster.session import last_error, prepare_process
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.resume import LOSSES, lost
@@ -159,7 +159,7 @@ def run_all(
 def _train(job: TrainJob, pool: str | None) -> float:
     """A Ray task: carry out a job. Returns the loss after the last step."""
     prepare_process()
-    return train(pool, job)["loss"]
+    return dispatch_training(pool, job)["loss"]
 
 
 # ---- what is shipped -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ray.tune import Callback
 from attention.base.progress import ProgressStage
 from attention.base.text import compact
 from attention.ratios import percent
-from orchestrator.cluster.relay import progress_of
+from orchestrator.cluster.ray_tasks import published_progress
 from orchestrator.reporting.status import tokens_per_second
 from orchestrator.storage import records as results
 from orchestrator.storage.journal import INTERRUPT, RUN, Journal
@@ -73,7 +73,9 @@ class SearchLog(Callback):
         trials = self.journal.history.records  # by a thread of its own, which gives no names
         running = [r for r in list(trials.values()) if r.status == results.RUNNING and not r.rungs]
         folder = self.journal.path.parent / "trials"
-        lines = [(r.name, progress_of(str(folder / r.trial_id))) for r in running[:_MOST_SHOWN]]
+        lines = [
+            (r.name, published_progress(str(folder / r.trial_id))) for r in running[:_MOST_SHOWN]
+        ]
         return "; ".join(f"{name}: {line}" for name, line in lines if line)
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:

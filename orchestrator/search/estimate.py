@@ -8,8 +8,8 @@ import shlex
 import sys
 from pathlib import Path
 
+from orchestrator.cluster.capacity import concurrency
 from orchestrator.cluster.placement import Demand
-from orchestrator.cluster.room import concurrency
 from orchestrator.cluster.session import local_nodes
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.resources.disk import Storage

@@ -25,9 +25,9 @@ from attention.io import checkpoint
 from attention.io.precision import cast_weights
 from attention.ratios import own_heads
 from orchestrator import checkpoints
+from orchestrator.cluster.capacity import cluster_nodes, slots
 from orchestrator.cluster.placement import Demand, task_options, worker_options
-from orchestrator.cluster.room import capacity, slots
-from orchestrator.cluster.tasks import on_cluster
+from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import dha_distances
 from orchestrator.conversion.calibrating import Workers, checkpoint_calibration
@@ -246,7 +246,8 @@ CurveTask = tuple[Candidate, int]
 
 def slots_of(config: SearchConfig) -> int:
     """Return for how many tasks of one trial's CPUs and GPUs the cluster has room."""
-    return slots(capacity(), Demand.of(config).task | {"CPU": config.train.cpus_per_worker})
+    resources = Demand.of(config).task.bundle | {"CPU": config.train.cpus_per_worker}
+    return slots(cluster_nodes(), resources)
 
 
 def calibration_workers(config: SearchConfig) -> Workers | None:

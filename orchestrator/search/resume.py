@@ -206,7 +206,7 @@ class JournaledSearch(SearchGenerator):
     ) -> None:
         if trial_id in self._history.ends:
             return
-        ended_before = trial_id in self._history.told
+        ended_before = trial_id in self._history.completed
         reason = trace = None
         was_lost = False
         if error:

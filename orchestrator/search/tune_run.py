@@ -14,10 +14,10 @@ from ray import tune
 from ray.tune import Callback
 
 from attention.base.progress import stage
+from orchestrator.cluster.capacity import ConcurrencyLimit
 from orchestrator.cluster.placement import Demand, task_options
-from orchestrator.cluster.room import Room
+from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.cluster.session import last_error
-from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.search.callbacks import SearchLog
 from orchestrator.search.candidates import Candidate, CandidateConfig
@@ -75,7 +75,9 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
         rungs.params if rungs.stop else None,
     )
     copying = CopyingSearcher(searcher, scheduler.copies)
-    scheduler.slots.capacity = Room(Demand.of(config), config.resources.max_concurrent).trials
+    scheduler.slots.capacity = ConcurrencyLimit(
+        Demand.of(config), config.resources.max_concurrent
+    ).trials
     settle(journal)
     remove_leftovers(config, folder, history)
     log.catch_up()
@@ -141,7 +143,9 @@ def _own(
     workers train.
     """
     trains = trained(Candidate.from_config(config), rungs)
-    return tune.PlacementGroupFactory([{"CPU": demand.process_cpus} if trains else demand.task])
+    return tune.PlacementGroupFactory(
+        [{"CPU": demand.process_cpus} if trains else demand.task.bundle]
+    )
 
 
 def stops_in_training(config: SearchConfig) -> bool:

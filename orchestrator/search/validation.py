@@ -11,7 +11,7 @@ from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
 from attention.io.targets import target
 from orchestrator import checkpoints
-from orchestrator.cluster.room import room_for
+from orchestrator.cluster.capacity import search_concurrency
 from orchestrator.cluster.session import local_nodes, starts_ray
 from orchestrator.config.schema import ConfigError, SearchConfig, check_training
 from orchestrator.evaluation.generations import encode_prompts
@@ -110,7 +110,7 @@ def check_search(config: SearchConfig) -> Prepared:
     check_decode_time(config, geometry)
     check_accelerators(setup)
     if starts_ray():
-        room_for(config, local_nodes())
+        search_concurrency(config, local_nodes())
     storage = storage_path(config.storage)
     check_writable(storage)
     texts = SearchTexts.check(config, model, storage / "cache" / "tokens")

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
+from orchestrator.cluster.pending_resources import watch_pending
 from orchestrator.cluster.placement import Demand
-from orchestrator.cluster.waiting import watched
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
@@ -37,5 +37,5 @@ def report_waiting(
     gauges.tell(gauges.WAITS, 0, search=folder.root.name)
     if waits_for(folder.waiting):  # of a driver that was killed
         report(None)
-    with watched(Demand.of(config), report):
+    with watch_pending(Demand.of(config), report):
         yield

@@ -1,1 +1,1 @@
-"""Files of a search: where they lie, records, locks, mirrors of remote storage, what is trusted."""
+"""Files of a search: paths, records, locks, mirrors of remote storage, what is trusted."""

@@ -11,9 +11,14 @@ from attention.io.files import written_whole
 
 
 def back_up(database: Path, backup: Path, scratch: Path | None = None) -> None:
-    """Copy a database that is in use, whole or not at all. `scratch`: a folder on a local disk (its own)."""
+    """Copy a database that is in use, whole or not at all.
+
+    Args:
+        scratch: A folder on a local disk, since sqlite and network file systems do not go together
+            (None: the folder of the database).
+    """
     backup.parent.mkdir(parents=True, exist_ok=True)
-    local = (scratch or database.parent) / f".{backup.name}.copy"  # sqlite and network file systems do not go together
+    local = (scratch or database.parent) / f".{backup.name}.copy"
     local.unlink(missing_ok=True)
     with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(local)) as target:
         source.backup(target)
@@ -23,7 +28,7 @@ def back_up(database: Path, backup: Path, scratch: Path | None = None) -> None:
 
 
 def restore(database: Path, backup: Path) -> bool:
-    """Take the database from its backup, if only that exists. Whether it did."""
+    """Restore a database from its backup, if only that exists; return whether it did."""
     if database.exists() or not backup.exists():
         return False
     with written_whole(database) as fresh:

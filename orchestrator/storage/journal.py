@@ -1,23 +1,26 @@
 """The journal of a search, its only record: what was tried, reported, decided and ended, in order.
 
-`journal.jsonl` in the folder of the search: one JSON object a line, only ever appended, on disk before anybody acts on
-it. All else is a fold over it: the records of trials (`load_trials`), and the state of a resumed search (`History`).
-Events, by their `event`; each has its `time`, in seconds since 1970:
+`journal.jsonl` in the folder of the search has one JSON object per line, is only ever appended to,
+and is on disk before anybody acts on it. All else is a fold over it: the records of trials
+(`load_trials`), and the state of a resumed search (`History`). Events, by their `event`; each has
+its `time`, in seconds since 1970:
 
-    search  the first line: `format` of the journal, and `rungs`, how many a trial has
-    trial   a searcher's suggestion: `trial` (its id), `config`
-    report  a trial's scores at a rung: `trial`, `result`, and the scheduler's `decision`; with `copy_of` in the result
-            the trial is stopped as a copy of that one
-    advance a paused trial goes on: `trial`
-    end     a trial has ended: `trial`, `error` (None, or what went wrong), `trace` (the place of its traceback), and
-            `lost`: whether it was its machines that went wrong, so that another try may end otherwise
-    again   such another try: `trial`
+    search     the first line: `format` of the journal, and `rungs`, how many a trial has
+    trial      a searcher's suggestion: `trial` (its id), `config`
+    report     a trial's scores at a rung: `trial`, `result`, and the scheduler's `decision`; with
+               `copy_of` in the result the trial is stopped as a copy of that one
+    advance    a paused trial goes on: `trial`
+    end        a trial has ended: `trial`, `error` (None without one), `trace` (the file of its
+               traceback), `lost`: whether its machines have failed, so that another try may
+               succeed, and `bare`: whether Tune gave no result with it
+    again      such another try: `trial`
     interrupt  the driver was stopped (Ctrl-C): trials that have not ended wait to be resumed
-    resume  they go on
-    run     the MLflow run of a trial: `trial`, `run_id`
+    resume     they go on
+    run        the MLflow run of a trial: `trial`, `run_id`
 
-Searcher and scheduler are deterministic, so told these events again, in this order, they are in the state that they
-were in. Ray Tune's own snapshot is not needed: it may be older than the last report, and it would have to be unpickled.
+Searcher and scheduler are deterministic: after the same events in the same order they are in the
+same state. Ray Tune's own snapshot is not needed: it may be older than the last report, and it
+would have to be unpickled.
 """
 
 from __future__ import annotations
@@ -30,27 +33,28 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from orchestrator.config.parsing import ConfigError
 from orchestrator.storage import records
 from orchestrator.storage.json_files import finite
-from orchestrator.storage.records import TrialRecord
+from orchestrator.storage.records import RungReport, TrialRecord
 from orchestrator.storage.trial_names import name_trials
 
-FORMAT = 2
-"""Of the journal. A search of another format is refused: it would be half understood."""
+JOURNAL_FORMAT = 2
+"""A search with a journal of another format is refused: it would be half understood."""
 NAME = "journal.jsonl"
 SEARCH, TRIAL, REPORT, ADVANCE, END, AGAIN = "search", "trial", "report", "advance", "end", "again"
 INTERRUPT, RESUME, RUN = "interrupt", "resume", "run"
 PAUSE = "PAUSE"  # as Tune spells it
-OF_TUNE = {
-    "config", "date", "done", "experiment_id", "experiment_tag", "hostname", "iterations_since_restore", "node_ip",
-    "pid", "should_checkpoint", "time_since_restore", "time_this_iter_s", "time_total_s", "timestamp", "trial_id",
+_TUNE_METADATA = {
+    "config", "date", "done", "experiment_id", "experiment_tag", "hostname", "pid", "timestamp",
+    "iterations_since_restore", "node_ip", "should_checkpoint", "time_since_restore",
+    "time_this_iter_s", "time_total_s", "trial_id",
 }  # fmt: skip
-"""Metadata that Tune adds to a result; no decision rests on it."""
+"""What Tune adds to a result; no decision rests on it."""
 _REMEDY = "restore the file from a copy, or start a new search"
 
 
@@ -58,9 +62,31 @@ class JournalError(ConfigError):
     """A journal that cannot be written or read. The message names the file and the remedy."""
 
 
-def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """The events of a journal; none if there is no file. A last line that a kill or a full disk has cut short is
-    dropped: nobody has acted on it. Raises JournalError for any other broken line, and for a journal of another format.
+class JournalEvent(TypedDict):
+    """One line of a journal; which keys an event has besides `event` and `time` says the module."""
+
+    event: str
+    time: float
+    format: int
+    rungs: int
+    trial: str
+    config: dict[str, Any]
+    result: RungReport
+    decision: str
+    error: str | None
+    trace: str | None
+    lost: bool
+    bare: bool
+    run_id: str
+
+
+def read_events(path: str | Path) -> list[JournalEvent]:
+    """Return the events of a journal; none if there is no file.
+
+    A last line that a kill or a full disk has cut short is dropped: nobody has acted on it.
+
+    Raises:
+        JournalError: For any other broken line, and for a journal of another format.
     """
     path = Path(path)
     if not path.exists():
@@ -73,7 +99,9 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
         except ValueError:
             event = None
         if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-            raise JournalError(f"{path}: line {number} of {len(lines)} is no event of a search; {_REMEDY}")
+            raise JournalError(
+                f"{path}: line {number} of {len(lines)} is no event of a search; {_REMEDY}"
+            )
         events.append(event)
     if events:
         check_format(path)
@@ -81,66 +109,95 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_history(path: str | Path) -> History:
-    """What a journal tells. Raises JournalError as `read_events` does, and for an event that lacks something."""
+    """Return the state of a search after all events of its journal.
+
+    Raises:
+        JournalError: As `read_events` does, and for an event that lacks something.
+    """
     history = History()
     for number, event in enumerate(read_events(path), 1):
         try:
             history.add(event)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             problem = f"{type(error).__name__}: {error}"
-            raise JournalError(f"{path}: line {number} is no event of a search ({problem}); {_REMEDY}") from None
+            raise JournalError(
+                f"{path}: line {number} is no event of a search ({problem}); {_REMEDY}"
+            ) from None
     return history
 
 
 def check_format(path: Path) -> None:
-    """Raise JournalError unless a journal begins with an event of the format that is read here."""
+    """Check that a journal begins with an event of the format that is read here.
+
+    Raises:
+        JournalError: If it does not.
+    """
     version = None
     if path.is_file():
         with path.open("rb") as stream, contextlib.suppress(ValueError):
             first = json.loads(stream.readline())
-            version = first.get("format") if isinstance(first, dict) and first.get("event") == SEARCH else None
-    if version != FORMAT:
-        whose = "a former version" if version is None else f"another version (journal format {version!r}, not {FORMAT})"
+            if isinstance(first, dict) and first.get("event") == SEARCH:
+                version = first.get("format")
+    if version != JOURNAL_FORMAT:
+        writer = "a former version"
+        if version is not None:
+            writer = f"another version (journal format {version!r}, not {JOURNAL_FORMAT})"
         raise JournalError(
-            f"{path.parent} was started by {whose} of Headfold, and is not what this one reads: finish it with the "
-            "version that started it, or start a new search without --resume"
+            f"{path.parent} was started by {writer} of Headfold, and is not what this one reads: "
+            "finish it with the version that started it, or start a new search without --resume"
         )
 
 
 def load_trials(folder: str | Path) -> list[TrialRecord]:
-    """The records of the search in a folder; none if no trial has started. A copy has the scores, and the failure, of
-    the trial that it is a copy of; a loss that is not finite is None. Raises JournalError."""
+    """Return the records of the search in a folder; none if no trial has started.
+
+    A copy has the scores, and the failure, of the trial that it is a copy of; a loss that is not
+    finite is None.
+
+    Raises:
+        JournalError: As `read_history` does.
+    """
     trials = read_history(Path(folder) / NAME).records
     for copy in trials.values():
         first = trials.get(copy.copy_of or "")
         if first is not None:
-            copy.rungs, copy.relaxation, copy.notes = first.rungs, first.relaxation, first.notes
+            copy.rungs = first.rungs
+            copy.relaxation = first.relaxation
+            copy.notes = first.notes
             if first.status == records.FAILED:
                 copy.status = records.FAILED
-                copy.error = f"the same model as {first.trial_id}, which failed: {first.error}"
+                reason = f"which failed: {first.error}"
+                copy.error = f"the same model as {first.trial_id}, {reason}"
     name_trials(trials.values())
     return [TrialRecord(**finite(asdict(record))) for record in trials.values()]
 
 
 class Journal:
-    """The one writer of a journal, and what it holds: `history` is what a reader of the file would make of it.
+    """The one writer of a journal.
 
-    `failed`: why an event could not be written, once one could not; from then on nothing more is taken.
+    Attributes:
+        history: The state that a reader of the file would come to.
+        failed: Why an event could not be written, once one could not; none is written from then on.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.failed: str | None = None
         self.history = read_history(path)
-        self._length = self.path.read_bytes().rfind(b"\n") + 1 if self.path.exists() else 0  # of the whole lines
+        content = self.path.read_bytes() if self.path.exists() else b""
+        self._length = content.rfind(b"\n") + 1  # of the whole lines
 
     def begin(self, rungs: int) -> None:
         """Write the first line, if there is none."""
         if not self.history.events:
-            self.append(SEARCH, format=FORMAT, rungs=rungs)
+            self.append(SEARCH, format=JOURNAL_FORMAT, rungs=rungs)
 
     def append(self, event: str, **fields: Any) -> None:
-        """Write an event to disk. Raises JournalError if the disk is full or gone; the file stays whole then."""
+        """Write an event to disk.
+
+        Raises:
+            JournalError: If the disk is full or gone; the file stays whole then.
+        """
         if self.failed is not None:
             raise JournalError(self.failed)
         record = {"event": event, "time": round(time.time(), 3), **fields}
@@ -169,11 +226,12 @@ class Journal:
 
 
 def unwritable(reason: str) -> str:
+    """Return why a file cannot be written, and the remedy."""
     return f"cannot be written ({reason}); mend that and go on with the same command and --resume"
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy as plain ones."""
+    """Return numbers of numpy as plain ones."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, (np.ndarray, set, frozenset)):
@@ -181,42 +239,53 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def result_of(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A Tune result without what Tune has added to it, nested again, as plain JSON values."""
-    nested: dict[str, Any] = {}
+def result_of(flat: Mapping[str, Any]) -> Any:
+    """Return the report in a Tune result: nested again, as plain JSON values, without metadata."""
+    nested: Any = {}
     for key, value in flat.items():
         *parents, last = key.split("/")
-        if (parents or [last])[0] in OF_TUNE:
+        if (parents or [last])[0] in _TUNE_METADATA:
             continue
-        place = nested
+        parent_dict = nested
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+            parent_dict = parent_dict.setdefault(parent, {})
+        parent_dict[last] = value
     return json.loads(json.dumps(nested, default=_plain))
 
 
 class History:
     """The state of a search after some events, by trial id in the order of the suggestions.
 
-    `rungs`: how many a trial has; `records`: of the trials, each with what was measured of itself. `decisions` are by
-    trial and step, `ends` are `end` events; `paused` trials wait to advance; `told` are the trials whose end the
-    searcher has learnt. `interrupted`: see the event.
+    Attributes:
+        rungs: How many a trial has.
+        records: Of the trials, each with its own measurements.
+        configs: As the searcher suggested them.
+        decisions: By trial and step.
+        ends: The `end` event of each trial that has ended.
+        paused: Trials that wait to advance.
+        completed: Trials whose end the searcher knows.
+        interrupted: Whether the driver was stopped, see the event.
     """
 
     def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
+        self.events: list[JournalEvent] = []
         self.rungs = 0
         self.records: dict[str, TrialRecord] = {}
         self.configs: dict[str, dict[str, Any]] = {}
         self.decisions: dict[tuple[str, int], str] = {}
-        self.ends: dict[str, dict[str, Any]] = {}
+        self.ends: dict[str, JournalEvent] = {}
         self.paused: set[str] = set()
-        self.told: set[str] = set()
+        self.completed: set[str] = set()
         self.interrupted = False
 
-    def add(self, event: dict[str, Any]) -> None:
-        """Raises KeyError, TypeError or ValueError for what is no event."""
-        kind, trial = event["event"], event.get("trial", "")
+    def add(self, event: JournalEvent) -> None:
+        """Add an event.
+
+        Raises:
+            KeyError: For what is no event; likewise TypeError and ValueError.
+        """
+        kind = event["event"]
+        trial = event.get("trial", "")
         if kind == SEARCH:
             self.rungs = int(event["rungs"])
         elif kind in (INTERRUPT, RESUME):
@@ -228,8 +297,9 @@ class History:
         elif kind == RUN:
             self.records[trial].run_id = event["run_id"]
         elif kind == REPORT:
-            self.records[trial].add({**event["result"], "timestamp": event.get("time")})
-            self.decisions[trial, int(event["result"]["step"])] = event["decision"]
+            result = event["result"]
+            self.records[trial].add({**result, "timestamp": event.get("time")})
+            self.decisions[trial, int(result["step"])] = event["decision"]
             if event["decision"] == PAUSE:
                 self.paused.add(trial)
         elif kind == ADVANCE:
@@ -237,29 +307,34 @@ class History:
         elif kind == END:
             self.paused.discard(trial)
             self.ends[trial] = event
-            self.told.add(trial)
+            self.completed.add(trial)
         elif kind == AGAIN:
             self.ends.pop(trial, None)
         else:
             raise ValueError(f"{kind!r} is unknown")
-        for each in self.open if kind in (SEARCH, INTERRUPT, RESUME) else [event["trial"]]:
-            self._settle(each)
+        changed = self.open if kind in (SEARCH, INTERRUPT, RESUME) else [event["trial"]]
+        for trial_id in changed:
+            self._update(trial_id)
         self.events.append(event)
 
-    def _settle(self, trial: str) -> None:
-        """Status and error of a record, from all that is known of its trial."""
-        record, end = self.records[trial], self.ends.get(trial)
-        record.error, record.error_log = (end["error"], end["trace"]) if end else (None, None)
+    def _update(self, trial: str) -> None:
+        """Set status and error of a record, from all events of its trial."""
+        record = self.records[trial]
+        end = self.ends.get(trial)
+        record.error = end["error"] if end else None
+        record.error_log = end["trace"] if end else None
         record.ended = end.get("time") if end else None
-        if end is None:
-            going = records.WAITING if trial in self.paused else records.RUNNING
-            record.status = records.KILLED if self.interrupted else going
+        if end is None and self.interrupted:
+            record.status = records.KILLED
+        elif end is None:
+            record.status = records.WAITING if trial in self.paused else records.RUNNING
         elif record.error is not None:
             record.status = records.FAILED
         elif record.rungs and not math.isfinite(record.last_loss):
             record.status = records.FAILED
             record.error = (
-                f"diverged: the held-out loss after {record.step} steps is not finite; lower the learning rate"
+                f"diverged: the held-out loss after {record.step} steps is not finite; lower the "
+                "learning rate"
             )
         elif record.copy_of is not None:
             record.status = records.COPY
@@ -270,5 +345,5 @@ class History:
 
     @property
     def open(self) -> list[str]:
-        """Trials that have not ended."""
+        """The trials that have not ended."""
         return [trial for trial in self.configs if trial not in self.ends]

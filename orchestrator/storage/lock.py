@@ -1,9 +1,9 @@
-"""One driver a search: a second one is refused, and told who is at work.
+"""One driver per search: a second one is refused, and told which process runs it.
 
-Two things are asked, since a shared file system may lock on one machine only. `flock`: the kernel gives it back when
-its holder dies, however it dies. And, where the holder was on another machine, its heartbeat: a count in the file that
-increases while it lives. Whoever comes watches whether the count moves, by a clock of his own; no two clocks are
-compared.
+Two things are checked, since a shared file system may lock on one machine only: `flock`, which the
+kernel releases when the holder dies, however it dies; and, where the holder was on another machine,
+its heartbeat, a count in the file that increases while it lives. The newcomer watches by its own
+clock whether the count moves; no two clocks are compared.
 """
 
 from __future__ import annotations
@@ -19,26 +19,51 @@ import time
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from orchestrator.config.schema import ConfigError
 
-BEAT_SECONDS = 2.0
-PATIENCE = 5
-"""Heartbeats that must be missed on end before a holder on another machine counts as dead."""
+_BEAT_SECONDS = 2.0
+_MISSED_BEATS = 5  # in a row, after which a holder on another machine counts as dead
+
+
+class LockHolder(TypedDict):
+    """The content of a lock file.
+
+    Attributes:
+        since: When it was acquired, in ISO 8601.
+        token: Of the lock that wrote it.
+        beat: The count of heartbeats.
+    """
+
+    host: str
+    pid: int
+    since: str
+    token: str
+    beat: int
 
 
 class SearchLock(contextlib.AbstractContextManager):
-    """Held from `acquire` to `release`, or to the death of the process."""
+    """Locked from `acquire` to `release`, or to the death of the process."""
 
-    def __init__(self, path: str | Path, *, beat: float = BEAT_SECONDS, host: str | None = None) -> None:
-        self.path, self._beat, self._host = Path(path), beat, host or socket.gethostname()
-        self._token, self._descriptor = uuid.uuid4().hex, -1
-        self._ended, self._thread = threading.Event(), None
+    def __init__(
+        self, path: str | Path, *, beat: float = _BEAT_SECONDS, host: str | None = None
+    ) -> None:
+        self.path = Path(path)
+        self._beat = beat
+        self._host = host or socket.gethostname()
+        self._token = uuid.uuid4().hex
+        self._descriptor = -1
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
         self._since = datetime.now(UTC).isoformat(timespec="seconds")
 
     def acquire(self, what: str = "this search") -> SearchLock:
-        """Raises ConfigError naming the holder if there is one. Waits some heartbeats for one that may be dead."""
+        """Acquire the lock, after some heartbeats if its holder may be dead.
+
+        Raises:
+            ConfigError: If there is a holder, which is named; `what` is its subject.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -47,18 +72,22 @@ class SearchLock(contextlib.AbstractContextManager):
             os.close(self._descriptor)
             self._descriptor = -1
             raise
-        self._thread = threading.Thread(target=self._keep_beating, name="search-lock", daemon=True)
+        self._thread = threading.Thread(target=self._send_beats, name="search-lock", daemon=True)
         self._thread.start()
         return self
 
     def release(self) -> None:
-        """Idempotent. The file stays, empty: removing it would let two hold locks on two files of one name."""
+        """Release the lock; does nothing the second time.
+
+        The file stays, empty: removing it would let two acquire locks on two files of one name.
+        """
         if self._descriptor < 0:
             return
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        if self._read().get("token") == self._token:
+        holder = self._read()
+        if holder is not None and holder["token"] == self._token:
             os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
         self._descriptor = -1
@@ -74,43 +103,56 @@ class SearchLock(contextlib.AbstractContextManager):
         except OSError:
             pass  # a file system without locks: the heartbeat alone decides
         holder = self._read()
-        if holder and holder["host"] != self._host and self._lives(holder):
+        elsewhere = holder is not None and holder["host"] != self._host
+        if holder is not None and elsewhere and self._is_alive(holder):
             raise ConfigError(_refusal(what, self._read()))
         self._write(0)
-        if holder and holder["host"] != self._host:
-            time.sleep(self._beat)  # another one may have waited for the same dead holder: the last to write has it
-            if self._read().get("token") != self._token:
-                raise ConfigError(_refusal(what, self._read()))
+        if elsewhere:
+            # Another one may have waited for the same dead holder: the last to write has the lock
+            time.sleep(self._beat)
+            holder = self._read()
+            if holder is None or holder["token"] != self._token:
+                raise ConfigError(_refusal(what, holder))
 
-    def _lives(self, holder: dict[str, Any]) -> bool:
-        for _ in range(PATIENCE):
+    def _is_alive(self, holder: LockHolder) -> bool:
+        for _ in range(_MISSED_BEATS):
             time.sleep(self._beat)
             now = self._read()
             if now and (now["token"], now["beat"]) != (holder["token"], holder["beat"]):
                 return True
         return False
 
-    def _keep_beating(self) -> None:
+    def _send_beats(self) -> None:
         for beat in itertools.count(1):
             if self._ended.wait(self._beat):
                 return
-            with contextlib.suppress(OSError):  # a full disk: the lock itself holds on
+            with contextlib.suppress(OSError):  # a full disk: the lock itself stays
                 self._write(beat)
 
     def _write(self, beat: int) -> None:
-        record = {"host": self._host, "pid": os.getpid(), "since": self._since, "token": self._token, "beat": beat}
+        record: LockHolder = {
+            "host": self._host,
+            "pid": os.getpid(),
+            "since": self._since,
+            "token": self._token,
+            "beat": beat,
+        }
         # Of one length, so that a reader never sees the end of an old one
         os.pwrite(self._descriptor, json.dumps(record).ljust(256).encode(), 0)
 
-    def _read(self) -> dict[str, Any]:
-        """Who holds it, as the file says; empty if nobody does."""
+    def _read(self) -> LockHolder | None:
+        """Return the holder, as the file says; None if there is none."""
         try:
             # Opened anew: over NFS an open descriptor may show what its own machine has cached
-            return json.loads(self.path.read_text(encoding="utf-8") or "{}")
+            return json.loads(self.path.read_text(encoding="utf-8") or "null")
         except (OSError, ValueError):
-            return {}
+            return None
 
 
-def _refusal(what: str, holder: dict[str, Any]) -> str:
-    who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}" if holder else "another process"
-    return f"{what} is being run by {who}; wait for it or stop it, or give this one another name"
+def _refusal(what: str, holder: LockHolder | None) -> str:
+    process = "another process"
+    if holder is not None:
+        process = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    return (
+        f"{what} is being run by {process}; wait for it or stop it, or give this one another name"
+    )

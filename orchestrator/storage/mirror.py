@@ -1,8 +1,9 @@
-"""Storage at an address (`s3://bucket/path`, `gs://...`): a working folder, and a copy of it that is kept up to date.
+"""Storage at an address (`s3://bucket/path`, `gs://...`): a working folder and its copy there.
 
-Trials, workers and stock tools read and write files, and sqlite and memory-mapped tensors are files, so a search works
-in a folder: below HEADFOLD_HOME, which every node sees. What has changed there goes to the address every minute and at
-the end. A working folder that is empty (a new head, a new machine) is filled from the address first.
+Trials, workers and stock tools read and write files, and sqlite and memory-mapped tensors are
+files, so a search works in a folder: below HEADFOLD_HOME, which every node sees. What has changed
+there goes to the address every minute and at the end. A working folder that is empty (a new head, a
+new machine) is filled from the address first.
 """
 
 from __future__ import annotations
@@ -30,159 +31,212 @@ from trainers.jobs.addresses import CHECKPOINT_INDEX, NATIVE, open_location
 
 logger = logging.getLogger(__name__)
 
-SECRET_SETTINGS = ("access_key", "secret_key", "session_token", "token", "password")
-PROBE = ".headfold-probe"
-BULK = ("trials", "train", "promoted", "data", "calibration", "cache", "mlartifacts", "tune")
-"""Folders whose files the records of a search refer to: they go first, so that no record comes before what it names."""
+_SECRET_SETTINGS = ("access_key", "secret_key", "session_token", "token", "password")
+_PROBE = ".headfold-probe"
+_BULK_FOLDERS = (
+    "trials",
+    "train",
+    "promoted",
+    "data",
+    "calibration",
+    "cache",
+    "mlartifacts",
+    "tune",
+)
+"""Folders of files that the records of a search name: they go first, before these records."""
 
-OF_WORKERS = re.compile(rf"(^|/)train/[^/]+/(checkpoint_\d+/|{re.escape(CHECKPOINT_INDEX)}$)")
-"""What workers write to an address, and read from there, themselves: training checkpoints."""
+_TRAINING_CHECKPOINTS = re.compile(
+    rf"(^|/)train/[^/]+/(checkpoint_\d+/|{re.escape(CHECKPOINT_INDEX)}$)"
+)
+"""Paths that workers write to an address, and read from there, themselves."""
+
+_FileStamp = tuple[int, int]
+"""Size in bytes, and time of the last change in nanoseconds."""
 
 
 def is_remote(storage: str) -> bool:
-    """Whether a `storage` setting is an address, and not a folder of this machine."""
+    """Return whether a `storage` setting is an address, and not a folder of this machine."""
     address = urlparse(storage)
     return len(address.scheme) > 1 and address.scheme != "file"
 
 
 def working_folder(storage: str, home: Path) -> Path:
-    """Where the files of an address lie while a search runs: the same folder for the same address."""
+    """Return the folder in which a search with this address works, always the same one."""
     address = urlparse(storage)
-    place = f"{address.netloc}{address.path}".rstrip("/")
-    readable = re.sub(r"[^A-Za-z0-9.-]+", "-", f"{address.scheme}-{place}").strip("-.")[:60]
-    return home / f"{readable}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+    path = f"{address.netloc}{address.path}".rstrip("/")
+    readable = re.sub(r"[^A-Za-z0-9.-]+", "-", f"{address.scheme}-{path}").strip("-.")[:60]
+    return home / f"{readable}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
 
 
 def check_address(storage: str) -> None:
-    """Raises ConfigError for an address that holds a secret; the message does not repeat it."""
+    """Check an address.
+
+    Raises:
+        ConfigError: If it contains a secret, which the message does not repeat, names no bucket, or
+            is of an unknown kind.
+    """
     from fsspec.registry import known_implementations
 
     address = urlparse(storage)
     shown = f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
-    if "@" in address.netloc or set(parse_qs(address.query)) & set(SECRET_SETTINGS):
+    if "@" in address.netloc or set(parse_qs(address.query)) & set(_SECRET_SETTINGS):
         raise ConfigError(
-            f"storage: the address of {shown} holds credentials, which would end up in records; give them to the "
-            "environment instead (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role of the machine)"
+            f"storage: the address of {shown} holds credentials, which would end up in records; "
+            "give them to the environment instead (for S3 AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or a role of the machine)"
         )
     if address.scheme not in (*NATIVE, *known_implementations):
         raise ConfigError(
-            f"storage: got {shown!r}; {address.scheme}:// is no known kind of address: give a folder that every node "
-            "sees, or s3://bucket/path, gs://bucket/path"
+            f"storage: got {shown!r}; {address.scheme}:// is no known kind of address: give a "
+            "folder that every node sees, or s3://bucket/path, gs://bucket/path"
         )
     if not address.netloc:
-        raise ConfigError(f"storage: got {shown!r}; an address must name a bucket, e.g. s3://bucket/headfold")
+        raise ConfigError(
+            f"storage: got {shown!r}; an address must name a bucket, e.g. s3://bucket/headfold"
+        )
 
 
-def without_query(storage: str) -> str:
+def _without_query(storage: str) -> str:
     return storage.partition("?")[0]
 
 
 def open_address(storage: str) -> tuple[Any, str]:
-    """The file system of an address, and the path in it. Raises ConfigError for a kind that nothing here serves."""
+    """Return the file system of an address, and the path in it.
+
+    Raises:
+        ConfigError: If it cannot be opened.
+    """
     check_address(storage)
     scheme = urlparse(storage).scheme
     try:
         return open_location(storage)
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
         if scheme in NATIVE:
-            raise ConfigError(f"storage: cannot use {without_query(storage)}: {reason(error)}") from None
-        raise ConfigError(f"storage: cannot use {scheme}:// here: {error}; s3:// and gs:// need nothing more") from None
+            address = _without_query(storage)
+            raise ConfigError(f"storage: cannot use {address}: {reason(error)}") from None
+        raise ConfigError(
+            f"storage: cannot use {scheme}:// here: {error}; s3:// and gs:// need nothing more"
+        ) from None
 
 
 @dataclass
 class Mirror:
-    """A working folder (`local`) and its copy at `root` of `filesystem`; `known`: what lies there, by our own doing."""
+    """A working folder (`local`) and its copy at `root` of `filesystem`.
+
+    Attributes:
+        sent: The stamp of each file when it was sent, by its path in the working folder.
+    """
 
     filesystem: Any
     root: str
     local: Path
-    known: dict[str, tuple[int, int]] = field(default_factory=dict)
+    sent: dict[str, _FileStamp] = field(default_factory=dict)
 
     @classmethod
     def of(cls, storage: str, local: Path) -> Mirror:
-        """Open an address and write there once. Raises ConfigError if it cannot be read or written."""
-        filesystem, root = open_address(storage)
-        made = cls(filesystem, root.rstrip("/"), local)
-        try:
-            made._write(PROBE, b"")
-            filesystem.delete_file(made._at(PROBE))
-        except Exception as error:  # each file system raises its own kinds
-            raise ConfigError(f"storage: cannot write to {without_query(storage)}: {reason(error)}") from None
-        return made
+        """Open an address and write there once.
 
-    def _at(self, name: str) -> str:
+        Raises:
+            ConfigError: If it cannot be read or written.
+        """
+        filesystem, root = open_address(storage)
+        mirror = cls(filesystem, root.rstrip("/"), local)
+        try:
+            mirror._write(_PROBE, b"")
+            filesystem.delete_file(mirror._path(_PROBE))
+        except Exception as error:  # each file system raises its own kinds
+            address = _without_query(storage)
+            raise ConfigError(f"storage: cannot write to {address}: {reason(error)}") from None
+        return mirror
+
+    def _path(self, name: str) -> str:
         return f"{self.root}/{name}"
 
     def _open(self, name: str) -> Any:
-        """A stream to a file at the address. Object stores have no folders to be made."""
+        """Return a stream to a file at the address; object stores need no folders."""
         if self.filesystem.type_name not in ("s3", "gcs"):
-            self.filesystem.create_dir(str(PurePosixPath(self._at(name)).parent), recursive=True)
-        return self.filesystem.open_output_stream(self._at(name))
+            folder = PurePosixPath(self._path(name)).parent
+            self.filesystem.create_dir(str(folder), recursive=True)
+        return self.filesystem.open_output_stream(self._path(name))
 
     def _write(self, name: str, content: bytes) -> None:
         with self._open(name) as stream:
             stream.write(content)
 
     def names(self) -> list[str]:
-        """The files that lie at the address."""
+        """Return the files at the address."""
         from pyarrow import fs
 
         selector = fs.FileSelector(self.root, recursive=True, allow_not_found=True)
-        paths = [i.path for i in self.filesystem.get_file_info(selector) if i.type == fs.FileType.File]
-        return sorted(str(PurePosixPath(path).relative_to(self.root)) for path in paths)
+        return sorted(
+            str(PurePosixPath(info.path).relative_to(self.root))
+            for info in self.filesystem.get_file_info(selector)
+            if info.type == fs.FileType.File
+        )
 
     def pull(self) -> int:
-        """Fetch what the working folder does not have. Returns how many files came."""
-        came = 0
+        """Fetch what the working folder does not have; return the number of files."""
+        count = 0
         for name in self.names():
             target = self.local / name
-            if ".." in PurePosixPath(name).parts or OF_WORKERS.search(name) or target.exists():
+            outside = ".." in PurePosixPath(name).parts
+            if outside or _TRAINING_CHECKPOINTS.search(name) or target.exists():
                 continue
-            stream = self.filesystem.open_input_stream(self._at(name))
+            stream = self.filesystem.open_input_stream(self._path(name))
             with stream as source, written_whole(target) as fresh, fresh.open("wb") as out:
                 shutil.copyfileobj(source, out, 1 << 22)
-            came += 1
-        return came
+            count += 1
+        return count
 
     def push(self) -> int:
-        """Send what has changed, files before the records that name them, then drop what is gone. Files sent.
+        """Send what has changed, and remove what is gone; return the number of files sent.
 
-        Records are read before anything is sent: a record at the address never names what came to be after it.
+        Files go before the records that name them. Records are read before anything is sent: one at
+        the address never names a file that was written after it.
         """
         before = self._files()
-        records = {name: self._read(name) for name in before if not _is_bulk(name) and self._changed(name, before)}
+        records = {name: self._read(name) for name in self._changed(before) if not _is_bulk(name)}
         files = self._files()
-        sent = sum(self._send(name, files[name]) for name in files if _is_bulk(name) and self._changed(name, files))
+        count = sum(
+            self._send(name, files[name]) for name in self._changed(files) if _is_bulk(name)
+        )
         for name, content in records.items():
             if content is not None:
                 self._write(name, content)
-                self.known[name] = before[name]
-                sent += 1
-        for name in [name for name in self.known if name not in files]:
+                self.sent[name] = before[name]
+                count += 1
+        for name in [name for name in self.sent if name not in files]:
             with contextlib.suppress(FileNotFoundError):
-                self.filesystem.delete_file(self._at(name))
-            del self.known[name]
-        return sent
+                self.filesystem.delete_file(self._path(name))
+            del self.sent[name]
+        return count
 
-    def _changed(self, name: str, files: dict[str, tuple[int, int]]) -> bool:
-        return self.known.get(name) != files[name]
+    def _changed(self, files: dict[str, _FileStamp]) -> list[str]:
+        return [name for name, stamp in files.items() if self.sent.get(name) != stamp]
 
-    def _files(self) -> dict[str, tuple[int, int]]:
-        """Size and time of each file. Hidden ones are half-written, locks, or ours; links are made anew; what workers
-        send themselves is theirs."""
-        stamps = {}
+    def _files(self) -> dict[str, _FileStamp]:
+        """Return the stamp of each file to send.
+
+        Hidden ones are half-written, locks, or ours; links are made anew; what workers send
+        themselves is theirs.
+        """
+        stamps: dict[str, _FileStamp] = {}
         for folder, folders, names in os.walk(self.local):
             folders[:] = [f for f in folders if not f.startswith(".")]
             for name in names:
                 path = Path(folder) / name
-                if name.startswith(".") or name.endswith((".lock", "-wal", "-shm", "-journal")) or path.is_symlink():
+                relative = path.relative_to(self.local).as_posix()
+                if name.startswith(".") or name.endswith((".lock", "-wal", "-shm", "-journal")):
                     continue
-                if OF_WORKERS.search(path.relative_to(self.local).as_posix()):
+                if path.is_symlink() or _TRAINING_CHECKPOINTS.search(relative):
                     continue
                 with contextlib.suppress(FileNotFoundError):
-                    stat, log = path.stat(), path.with_name(f"{name}-wal")
-                    newest = max(stat.st_mtime_ns, log.stat().st_mtime_ns if log.exists() else 0)  # sqlite's
-                    stamps[path.relative_to(self.local).as_posix()] = (stat.st_size, newest)
+                    stat = path.stat()
+                    newest = stat.st_mtime_ns
+                    log = path.with_name(f"{name}-wal")  # sqlite's
+                    if log.exists():
+                        newest = max(newest, log.stat().st_mtime_ns)
+                    stamps[relative] = (stat.st_size, newest)
         return stamps
 
     def _read(self, name: str) -> bytes | None:
@@ -197,7 +251,7 @@ class Mirror:
         except (FileNotFoundError, sqlite3.Error):
             return None
 
-    def _send(self, name: str, stamp: tuple[int, int]) -> bool:
+    def _send(self, name: str, stamp: _FileStamp) -> bool:
         """Send one file; one that is written to meanwhile is sent again the next time."""
         path = self.local / name
         try:
@@ -207,33 +261,38 @@ class Mirror:
         except FileNotFoundError:
             return False  # a checkpoint that was dropped for a newer one
         if (stat.st_size, stat.st_mtime_ns) == stamp:
-            self.known[name] = stamp
+            self.sent[name] = stamp
         return True
 
 
 def _is_bulk(name: str) -> bool:
-    """Whether a file lies in one of the bulk folders, of the storage or of a search."""
-    return any(part in BULK for part in PurePosixPath(name).parts[:-1][:2])
+    """Return whether a file lies in one of the bulk folders, of the storage or of a search."""
+    return any(part in _BULK_FOLDERS for part in PurePosixPath(name).parts[:-1][:2])
 
 
 @contextlib.contextmanager
 def mirrored(storage: str, local: Path, seconds: float | None = None) -> Iterator[Mirror | None]:
-    """Keep the address of a `storage` setting up to date with its working folder; nothing to do for a folder.
+    """Keep the address of a `storage` setting up to date with its working folder.
 
-    An address that is away for a while is told once and tried again; the files are in the working folder all the while.
+    For a folder there is nothing to do. An address that is away for a while is reported once and
+    tried again; the files are in the working folder all the while.
     """
     if not is_remote(storage):
         yield None
         return
-    mirror, shown = Mirror.of(storage, local), without_query(storage)
-    if came := mirror.pull():
-        print(f"storage  {came} file(s) fetched from {shown} to {local}", flush=True)
+    mirror = Mirror.of(storage, local)
+    address = _without_query(storage)
+    if count := mirror.pull():
+        print(f"storage  {count} file(s) fetched from {address} to {local}", flush=True)
         print(
-            "         training checkpoints there are pickles: go on only if you trust who writes to that address",
+            "         training checkpoints there are pickles: go on only if you trust who writes "
+            "to that address",
             flush=True,
         )
-    over, failed = threading.Event(), False
-    period = float(os.environ.get("HEADFOLD_SYNC_SECONDS", 60)) if seconds is None else seconds
+    ended = threading.Event()
+    failed = False
+    if seconds is None:
+        seconds = float(os.environ.get("HEADFOLD_SYNC_SECONDS", 60))
 
     def push() -> None:
         nonlocal failed
@@ -242,21 +301,26 @@ def mirrored(storage: str, local: Path, seconds: float | None = None) -> Iterato
             failed = False
         except Exception as error:  # each file system raises its own kinds
             if not failed:
-                logger.warning("storage: cannot send to %s: %s; the files are in %s", shown, reason(error), local)
+                logger.warning(
+                    "storage: cannot send to %s: %s; the files are in %s",
+                    address,
+                    reason(error),
+                    local,
+                )
             failed = True
 
-    def keep() -> None:
-        while not over.wait(period):
+    def push_repeatedly() -> None:
+        while not ended.wait(seconds):
             push()
 
-    thread = threading.Thread(target=keep, name="headfold-mirror", daemon=True)
+    thread = threading.Thread(target=push_repeatedly, name="headfold-mirror", daemon=True)
     thread.start()
     try:
         yield mirror
     finally:
-        over.set()
+        ended.set()
         thread.join()
         failed = False
         push()
         if not failed:
-            print(f"storage  {shown} (working folder {local})", flush=True)
+            print(f"storage  {address} (working folder {local})", flush=True)

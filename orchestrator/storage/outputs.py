@@ -1,7 +1,8 @@
-"""Where a verb may write, asked before any work. Folders of checkpoints: `attention.io.replacing`; here single files.
+"""The single files that a verb writes, checked before any work.
 
-A file is replaced if Headfold wrote it: a JSON object, a page or a picture with our mark. Any other is not, by any
-option; nor is a link, and nothing is put into the folder of a checkpoint.
+`attention.io.replacing` has the folders of checkpoints. A file is replaced if Headfold wrote it: a
+JSON object, a page or a picture with our mark. Any other is not, by any option; nor is a link, and
+nothing is put into the folder of a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.storage.json_files import write_json
 
 Kind = Literal["json", "page", "picture"]
-EXAMPLES = {"json": "result.json", "page": "inspection.html", "picture": "curve.png"}
-MARK = "written_by"
+_EXAMPLES = {"json": "result.json", "page": "inspection.html", "picture": "curve.png"}
+_MARK = "written_by"
 SOFTWARE = "headfold"
 GENERATOR = f'<meta name="generator" content="{SOFTWARE}">'
-HEAD = 4096  # bytes at the start of a page or picture that hold the mark
-LARGEST = 2**30  # bytes of a JSON file that is looked into
+_HEAD_BYTES = 4096  # of a page or picture, which contain the mark
+_MAX_JSON_BYTES = 2**30  # of a file that is read to look for the mark
 
 
 class Interrupted(KeyboardInterrupt):
@@ -32,11 +33,19 @@ class Interrupted(KeyboardInterrupt):
 
 
 def check_results(
-    json: str | Path | None = None, *, page: str | Path | None = None, folder: str | Path | None = None
+    json: str | Path | None = None,
+    *,
+    page: str | Path | None = None,
+    folder: str | Path | None = None,
 ) -> None:
-    """Raise ConfigError unless a verb can write its result to the file `json` and its page to `page`.
+    """Check that a verb can write its result to the file `json` and its page to `page`.
 
-    `folder`: what the verb's --out names; neither file may lie in it, for it is replaced as a whole.
+    Args:
+        folder: What the verb's --out names; neither file may lie in it, for it is replaced as a
+            whole.
+
+    Raises:
+        ConfigError: If it cannot.
     """
     if json is not None:
         check_file(json, "json", "json")
@@ -45,78 +54,97 @@ def check_results(
     if json is None:
         return
     for other in filter(None, (page, folder)):
-        one, two = resolved(json), resolved(other)
-        if two in (one, *one.parents) or one in two.parents:
-            raise ConfigError(f"json: {str(json)!r} and --out {str(other)!r} are in each other's way; name another")
+        file, output = resolved(json), resolved(other)
+        if output in (file, *file.parents) or file in output.parents:
+            raise ConfigError(
+                f"json: {str(json)!r} and --out {str(other)!r} are in each other's way; name "
+                "another"
+            )
 
 
 def check_file(file: str | Path, kind: Kind, key: str) -> Path:
-    """The absolute path of a file that may be written: free, empty, or one of this kind that we wrote earlier.
+    """Return the absolute path of a file that may be written.
 
-    That it can be written is tried, without a trace. Raises ConfigError, whose message starts with `key`.
+    It is free, empty, or one of this kind that we wrote earlier. Writing is tried, without a trace.
+
+    Raises:
+        ConfigError: If it may not; the message starts with `key`.
     """
     try:
-        place = resolved(file)
-        if os.path.lexists(place):
-            _check_taken(place, kind, key)
-        if (around := checkpoint_around(place)) is not None:
-            raise ConfigError(f"{key}: {str(file)!r} lies within a checkpoint, {str(around)!r}; name a file outside")
-        with parents_made(place, keep=False):
-            trial = unused(place)
+        path = resolved(file)
+        if os.path.lexists(path):
+            _check_existing(path, kind, key)
+        if (around := checkpoint_around(path)) is not None:
+            raise ConfigError(
+                f"{key}: {str(file)!r} lies within a checkpoint, {str(around)!r}; name a file "
+                "outside"
+            )
+        with parents_made(path, keep=False):
+            trial = unused(path)
             trial.touch()
             trial.unlink()
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(str(cannot_write(file, error, key))) from None
-    return place
+    return path
 
 
-def _check_taken(place: Path, kind: Kind, key: str) -> None:
-    status = place.lstat()
+def _check_existing(path: Path, kind: Kind, key: str) -> None:
+    status = path.lstat()
+    name = f"{key}: {str(path)!r}"
     if stat.S_ISLNK(status.st_mode):
-        raise ConfigError(f"{key}: {str(place)!r} is a link to {str(place.readlink())!r}; name a file itself")
+        raise ConfigError(f"{name} is a link to {str(path.readlink())!r}; name a file itself")
     if stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{key}: {str(place)!r} is a folder; name a file, e.g. {str(place / EXAMPLES[kind])!r}")
+        example = str(path / _EXAMPLES[kind])
+        raise ConfigError(f"{name} is a folder; name a file, e.g. {example!r}")
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{key}: {str(place)!r} is not a regular file; name one")
-    if status.st_size and not is_ours(place, kind):
+        raise ConfigError(f"{name} is not a regular file; name one")
+    if status.st_size and not _has_mark(path, kind):
         raise ConfigError(
-            f"{key}: {str(place)!r} exists, and Headfold did not write it; remove it, or name another file"
+            f"{name} exists, and Headfold did not write it; remove it, or name another file"
         )
 
 
-def is_ours(file: Path, kind: Kind) -> bool:
-    """Whether a file has the mark of what we write of this kind."""
+def _has_mark(file: Path, kind: Kind) -> bool:
+    """Return whether a file has the mark of what we write of this kind."""
     if kind == "json":
         return bool(read_result(file))
     with file.open("rb") as stream:
-        head = stream.read(HEAD)
+        head = stream.read(_HEAD_BYTES)
     if kind == "page":
         return GENERATOR.encode() in head
     return head.startswith(b"\x89PNG") and b"Software\0" + SOFTWARE.encode() in head
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """The JSON object that `write_result` wrote; empty if the file is anything else, or not there."""
+    """Return the JSON object that `write_result` wrote; empty if the file is anything else."""
     try:
-        if file.stat().st_size > LARGEST:
+        if file.stat().st_size > _MAX_JSON_BYTES:
             return {}
         record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return record if isinstance(record, dict) and record.get(MARK) == SOFTWARE else {}
+    return record if isinstance(record, dict) and record.get(_MARK) == SOFTWARE else {}
 
 
 def write_result(file: str | Path, record: Mapping[str, Any], key: str = "json") -> Path:
-    """Write a result as one JSON object with our mark, atomically. Raises ConfigError as `check_file` does."""
-    place = check_file(file, "json", key)
-    write_json(place, {**record, MARK: SOFTWARE})
-    return place
+    """Write a result as one JSON object with our mark, atomically, and return its path.
+
+    Raises:
+        ConfigError: As `check_file` does.
+    """
+    path = check_file(file, "json", key)
+    write_json(path, {**record, _MARK: SOFTWARE})
+    return path
 
 
 def write_page(file: str | Path, content: str) -> Path:
-    """Write a page, atomically. Raises ConfigError as `check_file` does."""
-    place = check_file(file, "page", "out")
-    write_whole(place, content)
-    return place
+    """Write a page, atomically, and return its path.
+
+    Raises:
+        ConfigError: As `check_file` does.
+    """
+    path = check_file(file, "page", "out")
+    write_whole(path, content)
+    return path

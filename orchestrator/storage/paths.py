@@ -1,15 +1,17 @@
-"""Where the files of a search lie.
+"""The files of a search.
 
-<storage>/mlflow.db, mlartifacts/     the MLflow store, unless tracking.uri names another
-<storage>/<name>/                     one search; a second one of the same name becomes <name>-2
-    search.yaml, versions.json        snapshot of the configuration, package versions
-    original.json, data/, calibration/    the original model's scores; token sequences and statistics that trials share
-    decode_times.json                 seconds a token by KV heads, where decode time is an objective
-    journal.jsonl                     what was tried, reported, decided and ended: the only record of the search
-    trials/<id>/                      recipe, plan, converted and trained checkpoint of each trial
-    state.json, driver.lock           when and how the search began and ended; who runs it
-    tune/, train/                     files of Ray Tune and Ray Train
-    promotion.json, promoted/         the promotion's steps and checkpoints: `exported` (stock software), or `headfold`
+<storage>/mlflow.db, mlartifacts/    the MLflow store, unless tracking.uri names another
+<storage>/<name>/                    one search; a second one of the same name becomes <name>-2
+    search.yaml, versions.json       snapshot of the configuration, package versions
+    original.json                    the original model's scores
+    data/, calibration/              token sequences and statistics that trials share
+    decode_times.json                seconds per token by KV heads, where that is an objective
+    journal.jsonl                    what was tried, reported, decided and ended: the only record
+    trials/<id>/                     recipe, plan, converted and trained checkpoint of each trial
+    state.json, driver.lock          when and how the search began and ended; which process runs it
+    tune/, train/                    files of Ray Tune and Ray Train
+    promotion.json, promoted/        the promotion's steps and checkpoints: `exported` for stock
+                                     software, or `headfold`
     report.html
 """
 
@@ -34,20 +36,26 @@ from trainers.jobs.addresses import below
 
 
 def in_ray_job() -> bool:
-    """Whether this process was started by `ray job submit`."""
+    """Return whether this process was started by `ray job submit`."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
 def home() -> Path:
-    """Where relative storage of a Ray job goes (its working folder is Ray's and vanishes), and that of addresses."""
+    """Return the folder of HEADFOLD_HOME, by default ~/headfold.
+
+    It has the relative storage of Ray jobs, whose working folder is Ray's and vanishes, and the
+    working folders of addresses.
+    """
     return Path(os.environ.get("HEADFOLD_HOME", "~/headfold")).expanduser().absolute()
 
 
 def storage_path(storage: str) -> Path:
-    """The absolute folder of a `storage` setting; for an address (s3://...) the folder that the search works in.
+    """Return the absolute folder of a `storage` setting; for an address its working folder.
 
-    Relative paths count from the working folder, in a Ray job from HEADFOLD_HOME (default ~/headfold). Raises
-    ConfigError for an address that holds credentials or names no bucket.
+    Relative paths count from the current folder, in a Ray job from `home`.
+
+    Raises:
+        ConfigError: For an address that contains credentials or names no bucket.
     """
     if is_remote(storage):
         check_address(storage)
@@ -60,23 +68,38 @@ def storage_path(storage: str) -> Path:
 
 
 def check_writable(folder: Path, key: str = "storage") -> None:
-    """Try to create `folder` and to write a file into it; no trace of it is left. Raises ConfigError if either fails,
-    or if it lies in a checkpoint."""
+    """Try to create `folder` and to write a file into it, without a trace.
+
+    Raises:
+        ConfigError: If either fails, or if it lies in a checkpoint.
+    """
     if (around := checkpoint_around(folder.resolve() / "search")) is not None:
-        raise ConfigError(f"{key}: {str(folder)!r} lies within a checkpoint, {str(around)!r}; give a folder outside")
+        raise ConfigError(
+            f"{key}: {str(folder)!r} lies within a checkpoint, {str(around)!r}; give a folder "
+            "outside"
+        )
     try:
-        with parents_made(folder / "file", keep=False), tempfile.NamedTemporaryFile(dir=folder, prefix=".headfold"):
+        with (
+            parents_made(folder / "file", keep=False),
+            tempfile.NamedTemporaryFile(dir=folder, prefix=".headfold"),
+        ):
             pass
     except OSError as error:
         raise ConfigError(
-            f"{key}: cannot write to {str(folder)!r} ({error.strerror or error}); give a folder that can be written"
+            f"{key}: cannot write to {str(folder)!r} ({error.strerror or error}); give a folder "
+            "that can be written"
         ) from None
 
 
 @dataclass
 class SearchFolder:
-    """The files of one search. `waiting`: nodes that it waits for, since when; `estimate`: what it was said to take
-    before it began; `origin`: where it was made, see `orchestrator.storage.trust`."""
+    """The files of one search.
+
+    Attributes:
+        waiting: The nodes that it waits for, and since when.
+        estimate: The estimate before it began.
+        origin: The folder in which it was made, see `orchestrator.storage.trust`.
+    """
 
     root: Path
 
@@ -100,10 +123,10 @@ class SearchFolder:
 
     @classmethod
     def fresh(cls, storage: Path, name: str) -> SearchFolder:
-        """The first of <name>, <name>-2, ... that is not taken; created."""
+        """Create the first of <name>, <name>-2, ... that does not exist."""
         storage.mkdir(parents=True, exist_ok=True)
         while True:
-            root = cls.free_place(storage, name)
+            root = cls.free_path(storage, name)
             with contextlib.suppress(FileExistsError):  # by another search in this moment
                 root.mkdir()
                 break
@@ -112,9 +135,10 @@ class SearchFolder:
         return folder
 
     @staticmethod
-    def free_place(storage: Path, name: str) -> Path:
-        """The first of <name>, <name>-2, ... that is not taken, in a storage that need not be there."""
-        number, root = 1, storage / name
+    def free_path(storage: Path, name: str) -> Path:
+        """Return the first of <name>, <name>-2, ... that does not exist."""
+        number = 1
+        root = storage / name
         while root.exists() or root.is_symlink():
             number += 1
             root = storage / f"{name}-{number}"
@@ -122,83 +146,113 @@ class SearchFolder:
 
     @classmethod
     def newest(cls, storage: Path, name: str) -> SearchFolder:
-        """The newest search of that name. Raises ConfigError if there is none."""
+        """Return the newest search of a name.
+
+        Raises:
+            ConfigError: If there is none.
+        """
         searches = cls._of(storage, name)
         if not searches:
-            raise ConfigError(f"--resume: no search named {name!r} in {storage}; {cls._told(storage)}")
+            others = cls._describe(storage)
+            raise ConfigError(f"--resume: no search named {name!r} in {storage}; {others}")
         return searches[-1]
 
     @classmethod
     def named(cls, storage: Path, folder: str) -> SearchFolder:
-        """The search in a folder of the storage, given by its name there or by its path. Raises ConfigError."""
+        """Return the search in a folder of the storage, named by its name there or by its path.
+
+        Raises:
+            ConfigError: If there is none.
+        """
         for root in (storage / folder, Path(folder).expanduser().absolute()):
             if (root / "search.yaml").is_file() and root.parent.resolve() == storage.resolve():
                 return cls(storage / root.name)
-        raise ConfigError(f"--resume: no search {folder!r} in {storage}; {cls._told(storage)}")
+        raise ConfigError(f"--resume: no search {folder!r} in {storage}; {cls._describe(storage)}")
 
     @classmethod
     def unended(cls, storage: Path, name: str) -> list[SearchFolder]:
-        """The searches of that name that were killed, or run, oldest first."""
+        """Return the searches of a name that were killed, or run, oldest first."""
         return [folder for folder in cls._of(storage, name) if not folder.ended]
 
     @classmethod
-    def _told(cls, storage: Path) -> str:
-        """What can be resumed in a storage."""
-        searches = sorted((cls(p.parent) for p in storage.glob("*/search.yaml")), key=lambda folder: folder.root.name)
+    def _describe(cls, storage: Path) -> str:
+        """Return the searches in a storage, in words."""
+        searches = [cls(snapshot.parent) for snapshot in storage.glob("*/search.yaml")]
         if not searches:
             return "there is none at all; start one without --resume"
-        open_ones = [folder.root.name for folder in searches if not folder.ended]
-        ended = [folder.root.name for folder in searches if folder.ended]
-        return f"not ended: {', '.join(open_ones) or 'none'}; ended: {', '.join(ended) or 'none'}"
+        ended = sorted(folder.root.name for folder in searches if folder.ended)
+        others = sorted(folder.root.name for folder in searches if not folder.ended)
+        return f"not ended: {', '.join(others) or 'none'}; ended: {', '.join(ended) or 'none'}"
 
     @classmethod
     def _of(cls, storage: Path, name: str) -> list[SearchFolder]:
-        """The searches of a name, oldest first."""
-        pattern, searches = re.escape(name) + r"(-\d+)?", [cls(p.parent) for p in storage.glob("*/search.yaml")]
+        """Return the searches of a name, oldest first."""
+        pattern = re.escape(name) + r"(-\d+)?"
+        searches = [cls(snapshot.parent) for snapshot in storage.glob("*/search.yaml")]
+
+        def age(folder: SearchFolder) -> tuple[int, int, str]:
+            # By the number too: a file system's clock may be coarse
+            root = folder.root.name
+            return folder.snapshot.stat().st_mtime_ns, len(root), root
+
         # `fresh` has written its origin
-        searches = [f for f in searches if re.fullmatch(pattern, f.root.name) and f.origin.is_file()]
-        # By the number too: a file system's clock may be coarse
-        return sorted(searches, key=lambda f: (f.snapshot.stat().st_mtime_ns, len(f.root.name), f.root.name))
+        of_name = [f for f in searches if re.fullmatch(pattern, f.root.name) and f.origin.is_file()]
+        return sorted(of_name, key=age)
 
     @property
     def ended(self) -> bool:
         """Whether the search has run to its end, for better or worse."""
-        return self.state.exists() and "ended" in json.loads(self.state.read_text(encoding="utf-8"))
+        if not self.state.exists():
+            return False
+        return "ended" in json.loads(self.state.read_text(encoding="utf-8"))
 
     def sweep(self) -> None:
-        """Remove what killed writers have left unfinished. For the driver that holds the lock."""
-        for half in [p for p in self.root.rglob(".*.new") if not p.is_relative_to(self.tune)]:
-            if half.is_dir():
-                shutil.rmtree(half, ignore_errors=True)
+        """Remove what killed writers have left unfinished; for the driver that has the lock."""
+        for path in list(self.root.rglob(".*.new")):
+            if path.is_relative_to(self.tune):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
             else:
-                half.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
     @classmethod
     def existing(cls, root: str | Path) -> SearchFolder:
-        """The folder of a search that has run. Raises ConfigError if `root` is none."""
+        """Return the folder of a search that has run.
+
+        Raises:
+            ConfigError: If `root` is none.
+        """
         folder = cls(Path(root).expanduser().absolute())
         if not folder.snapshot.is_file():
             raise ConfigError(
-                f"{str(root)!r} is not the folder of a search (it has no search.yaml); give the folder that "
-                "`headfold search` printed, e.g. runs/demo"
+                f"{str(root)!r} is not the folder of a search (it has no search.yaml); give the "
+                "folder that `headfold search` printed, e.g. runs/demo"
             )
         journal.check_format(folder.journal)
         return folder
 
     def stored(self) -> dict[str, Any]:
-        """The configuration as it was kept. Raises ConfigError if it is none any more."""
+        """Return the snapshot of the configuration.
+
+        Raises:
+            ConfigError: If it cannot be read.
+        """
         return read_sections(self.snapshot, "cannot be read")
 
     @property
     def address(self) -> str | None:
-        """The address whose working folder holds this search; None for a folder that stands for itself."""
+        """The address whose working folder this search lies in; None without one."""
         storage = str(self.stored().get("storage")) if self.snapshot.is_file() else ""
-        return storage if is_remote(storage) and storage_path(storage) == self.storage else None
+        if is_remote(storage) and storage_path(storage) == self.storage:
+            return storage
+        return None
 
     @property
     def train_address(self) -> str | None:
-        """Where workers keep training checkpoints, where that is no folder."""
-        return below(self.address, f"{self.root.name}/{self.train.name}") if self.address else None
+        """The address of training checkpoints; None where that is a folder."""
+        address = self.address
+        return below(address, f"{self.root.name}/{self.train.name}") if address else None
 
     @property
     def readable(self) -> bool:
@@ -209,13 +263,21 @@ class SearchFolder:
         return False
 
     def trial(self, trial_id: str) -> Path:
-        """Raises ConfigError for an id that would lead out of the folder: records may come from elsewhere."""
+        """Return the folder of a trial.
+
+        Raises:
+            ConfigError: For an id that would lead out of the search: records may come from
+                elsewhere.
+        """
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", trial_id):
-            raise ConfigError(f"{self.journal}: {trial_id[:100]!r} is no trial's id; the file has been changed")
+            raise ConfigError(
+                f"{self.journal}: {trial_id[:100]!r} is no trial's id; the file has been changed"
+            )
         return self.root / "trials" / trial_id
 
 
 def disk_free(folder: Path) -> int:
-    """Bytes that are free where a folder lies or would lie."""
+    """Return the free bytes on the disk of a folder, which need not exist."""
     folder = folder.absolute()
-    return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(existing).free

@@ -1,4 +1,7 @@
-"""What came out of trials, for the table, the report and the promotion: `orchestrator.storage.journal.load_trials`."""
+"""The records of trials, for tables, reports and the promotion.
+
+`orchestrator.storage.journal.load_trials` reads them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from attention.conversion.relaxation_knobs import UNFINISHED
 from attention.ratios import is_met, percent
 from orchestrator.storage.json_files import read_json
 
-WAITING, RUNNING, DONE, STOPPED, FAILED, KILLED = "waiting", "running", "done", "stopped", "failed", "killed"
+WAITING, RUNNING = "waiting", "running"
+DONE, STOPPED, FAILED, KILLED = "done", "stopped", "failed", "killed"
 COPY = "copy"  # of a trial that leads to the same model: not trained again
 ENDED = (DONE, STOPPED, COPY, FAILED, KILLED)
 
@@ -43,9 +47,10 @@ class OriginalRecord(TypedDict):
 
 
 class RungReport(TypedDict):
-    """What a trial reports at a rung: rung 0 is the untrained conversion, the others are milestones.
+    """What a trial reports at a rung: 0 is the untrained conversion, the others are milestones.
 
-    The journal holds it whole; `TrialRecord.rungs` has the keys that differ between rungs (`RUNG_KEYS`) and the time.
+    The journal has it whole; `TrialRecord.rungs` has the keys that differ between rungs
+    (`RUNG_KEYS`) and the time.
     """
 
     step: int
@@ -118,14 +123,16 @@ class RungReport(TypedDict):
 
 
 RUNG_KEYS = (
-    "step", "rung", "loss", "loss_increase", "kl", "tokens", "train_loss", "learning_rate", "gradient_norm",
-    "tokens_per_second", "seconds",
-    "checkpoint_path", "data_position", "collapsed_loss", "relaxed_dir", "relaxation_steps", "relaxation_remaining",
-    "weights_digest", "best_step", "best_loss", "best_kl", "best_dir", "pooled", "timestamp",
+    "step", "rung", "loss", "loss_increase", "kl", "tokens", "train_loss", "learning_rate",
+    "gradient_norm", "tokens_per_second", "seconds", "checkpoint_path", "data_position",
+    "collapsed_loss", "relaxed_dir", "relaxation_steps", "relaxation_remaining", "weights_digest",
+    "best_step", "best_loss", "best_kl", "best_dir", "pooled", "timestamp",
 )  # fmt: skip
-"""What is kept of a report for each rung."""
-NOT_REPORTED = {"trial_id", "recipe", "kv_ratio", "learning_rate", "seconds", "status", "rungs", "error", "error_log",
-                "run_id", "choices", "relaxation", "label", "name", "started", "ended"}  # fmt: skip
+"""The keys of a report that a record has for each rung."""
+_NOT_REPORTED = {
+    "trial_id", "recipe", "kv_ratio", "learning_rate", "seconds", "status", "rungs", "error",
+    "error_log", "run_id", "choices", "relaxation", "label", "name", "started", "ended",
+}  # fmt: skip
 """Fields that no report of a trial sets directly."""
 
 
@@ -133,20 +140,25 @@ NOT_REPORTED = {"trial_id", "recipe", "kv_ratio", "learning_rate", "seconds", "s
 class TrialRecord:
     """One candidate and its scores.
 
-    `rungs` holds one mapping for each rung reached: step (training steps so far), loss (held-out, nats per token),
-    increase (over the original model), kl (to it), tokens (trained on), seconds and what else the trial reported.
-    `kv_bytes_per_token` is of the plan in the model's dtype; `cache_bytes_measured` of a prefill of `cache_tokens`.
-    `decode_seconds_per_token`: of its plan in the engine, where the search measures that.
-    `calibration_loss`: untrained, on calibration tokens, where the searcher made the plan. A `probe` was measured for
-    the searcher alone: it ends untrained, its plan may be unfinished, and it is no candidate for anything.
-    `relaxation`: points over a relaxation stage, each with step, train_loss and what the relaxation measures of itself.
-    `copy_of`: the first trial that leads to the same model; this one was not trained, its scores are those of that one.
-    `notes`: what its training met and went on from (out of memory, a damaged checkpoint).
-    `conversion_cost`: what the conversion took before any training (`orchestrator.conversion.steps.cost`).
-    `label` and `name`: what its recipe and itself are called where people read (`orchestrator.storage.trial_names`).
-    `started`, `ended`: in seconds since 1970, where the journal tells.
-    `similarity`: of the heads that share, before and after alignment
-    (`search_spaces.similarity.sharing.sharing_similarity`).
+    Attributes:
+        rungs: The reports of the rungs reached, with the keys of `RUNG_KEYS`.
+        kv_bytes_per_token: Of the plan in the model's dtype.
+        cache_bytes_measured: Bytes of a cache that was filled with `cache_tokens` tokens.
+        decode_seconds_per_token: Of its plan in the engine, where the search measures that.
+        calibration_loss: Untrained, on calibration tokens, where the searcher made the plan.
+        probe: Whether it was measured for the searcher alone: it ends untrained, its plan may be
+            unfinished, and it is no candidate for anything.
+        relaxation: Points over a relaxation stage, each with step, train_loss and what the
+            relaxation measures of itself.
+        copy_of: The first trial that leads to the same model; this one was not trained, its scores
+            are those of that one.
+        notes: What its training went on from (out of memory, a damaged checkpoint).
+        conversion_cost: Of the conversion before any training (`orchestrator.conversion.steps`).
+        label: Of its recipe where people read; `name`: of the trial
+            (`orchestrator.storage.trial_names`).
+        started: In seconds since 1970, like `ended`, where the journal has it.
+        similarity: Of the heads that share, before and after alignment
+            (`search_spaces.similarity.sharing.sharing_similarity`).
     """
 
     trial_id: str
@@ -155,7 +167,7 @@ class TrialRecord:
     learning_rate: float
     choices: dict[str, Any]
     status: str = WAITING
-    rungs: list[dict[str, Any]] = field(default_factory=list)
+    rungs: list[RungReport] = field(default_factory=list)
     kv_bytes_per_token: int | None = None
     cache_bytes_measured: int | None = None
     cache_tokens: int | None = None
@@ -170,7 +182,7 @@ class TrialRecord:
     error: str | None = None
     error_log: str | None = None
     run_id: str | None = None
-    relaxation: list[dict[str, Any]] = field(default_factory=list)
+    relaxation: list[dict[str, float]] = field(default_factory=list)
     similarity: dict[str, Any] | None = None
     conversion_cost: dict[str, float] | None = None
     notes: list[str] = field(default_factory=list)
@@ -186,53 +198,61 @@ class TrialRecord:
 
     @classmethod
     def of(cls, trial_id: str, config: Mapping[str, Any]) -> TrialRecord:
-        """A fresh record of a trial, from what the searcher has suggested."""
-        given = {name: config[name] for name in ("recipe", "kv_ratio", "learning_rate", "choices")}
-        more: dict[str, Any] = {"seed": config.get("seed"), "actual_kv_ratio": config.get("used_kv_ratio")}
-        return cls(trial_id, **given, probe=bool(config.get("probe", False)), **more)
+        """Return a fresh record of a trial, from the suggestion of the searcher."""
+        return cls(
+            trial_id,
+            config["recipe"],
+            config["kv_ratio"],
+            config["learning_rate"],
+            config["choices"],
+            actual_kv_ratio=config.get("used_kv_ratio"),
+            seed=config.get("seed"),
+            probe=bool(config.get("probe", False)),
+        )
 
     @property
-    def last(self) -> dict[str, Any]:
+    def last(self) -> Mapping[str, Any]:
         """The scores at the highest rung reached; empty before the first."""
         return max(self.rungs, key=lambda rung: rung["step"], default={})
 
     @property
-    def best(self) -> dict[str, Any]:
-        """The scores that count for this trial, those of lowest held-out loss (of equal ones the least trained); empty
-        before the first. Tables, figures, the front, the choice of what is promoted and the searcher read them here.
+    def best(self) -> Mapping[str, Any]:
+        """The scores that count for this trial; empty before the first.
 
-        They may be of the untrained conversion, or of the model that a relaxation came to before any recovery. A
-        conversion that no training starts from (`pooled`) counts only where nothing else was measured.
+        They are those of lowest held-out loss, of equal ones the least trained. Tables, figures,
+        the front, the choice of what is promoted and the searcher read them here. They may be of
+        the untrained conversion, or of the relaxed model before any recovery. A conversion that no
+        training starts from (`pooled`) counts only where nothing else was measured.
         """
         rungs = [rung for rung in self.rungs if not rung.get("pooled")] or self.rungs
         measured = [rung for rung in rungs if _is_finite(rung.get("loss"))]
-        measured += [
-            {"step": int(rung.get("relaxation_steps", 0)), "loss": rung["collapsed_loss"]}
-            for rung in rungs
-            if _is_finite(rung.get("collapsed_loss"))
-        ]
+        for rung in rungs:
+            if _is_finite(loss := rung.get("collapsed_loss")):
+                measured.append({"step": int(rung.get("relaxation_steps", 0)), "loss": loss})
         return min(measured, key=lambda rung: (rung["loss"], rung["step"]), default={})
 
     @property
     def loss(self) -> float:
-        """Held-out loss of the best measured step; infinite before the first and for a diverged trial."""
+        """Held-out loss of the best measured step; infinite before it and for a diverged trial."""
         return self.best["loss"] if math.isfinite(self.last_loss) else math.inf
 
     @property
     def last_loss(self) -> float:
-        """Held-out loss at the highest rung reached; infinite before the first and for a diverged trial."""
+        """Held-out loss at the highest rung reached; infinite before it and after a divergence."""
         value = self.last.get("loss")
         return value if _is_finite(value) else math.inf
 
     @property
     def remaining_distance(self) -> float | None:
-        """What PostShare's pull has left of the squared distance of the pairs; None without one that has ended."""
+        """Share of the squared distance of pairs that PostShare has left; None before it ends."""
         return self.relaxation[-1].get("distance") if self.relaxation else None
 
     @property
     def relaxation_remaining(self) -> float | None:
-        """Share of its way that the trial's relaxation had left when its heads were fused; None without one that has
-        ended. Of a search before this was reported: what its history tells."""
+        """Share of the relaxation that was left when heads were fused; None before it ends.
+
+        In a search before this was reported it follows from the points.
+        """
         if (left := self.last.get("relaxation_remaining")) is not None:
             return left
         last = self.relaxation[-1] if self.relaxation else {}
@@ -250,30 +270,36 @@ class TrialRecord:
 
     @property
     def cost(self) -> dict[str, float]:
-        """What it took up to the highest rung reached: `optimizer_steps` of single layers, `steps` of training, tokens
-        that went through a layer (`fit_tokens`) and through the model (`tokens`), `flops` of both (6 a parameter and
-        token; a teacher is left out) and `seconds` of the conversion, of training and of measuring."""
-        spent, tokens = self.conversion_cost or {}, int(self.last.get("tokens") or 0)
-        # A rung tells how long it trained so far; what came before is in the phases.
-        trained = float(self.last.get("seconds") or 0.0) if self.step else 0.0
+        """The cost up to the highest rung reached.
+
+        `optimizer_steps` of single layers, `steps` of training, tokens that went through a layer
+        (`fit_tokens`) and through the model (`tokens`), `flops` of both (6 per parameter and token;
+        a teacher is left out) and `seconds` of the conversion, of training and of measuring.
+        """
+        conversion = self.conversion_cost or {}
+        tokens = int(self.last.get("tokens") or 0)
+        # A rung has the seconds of its training so far; what came before is in the phases
+        training_seconds = float(self.last.get("seconds") or 0.0) if self.step else 0.0
         return {
-            "optimizer_steps": spent.get("optimizer_steps", 0),
+            "optimizer_steps": conversion.get("optimizer_steps", 0),
             "steps": self.step,
-            "fit_tokens": spent.get("tokens", 0),
+            "fit_tokens": conversion.get("tokens", 0),
             "tokens": tokens,
-            "flops": spent.get("flops", 0.0) + 6.0 * (self.parameters or 0) * tokens,
-            "seconds": sum(self.seconds.values()) + trained,
+            "flops": conversion.get("flops", 0.0) + 6.0 * (self.parameters or 0) * tokens,
+            "seconds": sum(self.seconds.values()) + training_seconds,
         }
 
     @property
-    def untrained(self) -> dict[str, Any] | None:
+    def untrained(self) -> RungReport | None:
         """The scores at step 0, before any training; None before they are there. See `relaxes`."""
         return next((rung for rung in self.rungs if rung["step"] == 0), None)
 
     @property
     def relaxes(self) -> bool:
-        """Whether its heads are fused while it trains: what was measured at step 0 is then the closed-form pooled
-        conversion, which the training does not start from."""
+        """Whether its heads are fused while it trains.
+
+        Step 0 is then the closed-form pooled conversion, which the training does not start from.
+        """
         return any(rung.get("pooled") or rung.get("relaxation_steps") for rung in self.rungs)
 
     @property
@@ -281,14 +307,19 @@ class TrialRecord:
         """Whether the trial has a score and weights of its own, did not fail, and is no probe."""
         return math.isfinite(self.loss) and self.status in (DONE, STOPPED) and not self.probe
 
-    def add(self, result: dict[str, Any]) -> None:
-        """Take over one report of the trial. A step that was reported before is replaced (a resumed trial)."""
-        for name in {f.name for f in fields(self)} & result.keys() - NOT_REPORTED:
-            setattr(self, name, result[name])
-        self.seconds.update(result.get("phases", {}))
-        self.relaxation = result.get("relaxation_history") or self.relaxation
-        rung = {key: result[key] for key in RUNG_KEYS if key in result}
-        self.rungs = sorted([r for r in self.rungs if r["step"] != rung["step"]] + [rung], key=lambda r: r["step"])
+    def add(self, report: Mapping[str, Any]) -> None:
+        """Add a report of the trial; a step that was reported before (a resumed trial) is replaced.
+
+        Args:
+            report: A `RungReport`.
+        """
+        for name in {f.name for f in fields(self)} & report.keys() - _NOT_REPORTED:
+            setattr(self, name, report[name])
+        self.seconds.update(report.get("phases", {}))
+        self.relaxation = report.get("relaxation_history") or self.relaxation
+        rung: Any = {key: report[key] for key in RUNG_KEYS if key in report}
+        others = [other for other in self.rungs if other["step"] != rung["step"]]
+        self.rungs = sorted([*others, rung], key=lambda rung: rung["step"])
 
 
 def _is_finite(value: float | None) -> TypeGuard[float]:
@@ -296,18 +327,24 @@ def _is_finite(value: float | None) -> TypeGuard[float]:
 
 
 def family(recipe: str) -> str:
-    """The name that a trial is drawn under: candidates of the searcher's own (joint-...) share one."""
+    """Return the family of a recipe: those that the searcher has drawn (joint-...) share one."""
     return "joint" if recipe.startswith("joint-") else recipe
 
 
 def unmet(point: Mapping[str, Any]) -> str:
-    """What to say of a ratio below the one that was requested; nothing where that is met."""
+    """Return a note on a ratio below the one that was requested; empty where that is met."""
     requested, used = point["kv_ratio_asked"], point["kv_ratio"]
-    return "" if is_met(requested, used) else f" ({point.get('ceiling') or f'requested {percent(requested)}'})"
+    if is_met(requested, used):
+        return ""
+    return f" ({point.get('ceiling') or f'requested {percent(requested)}'})"
 
 
 def waits_for(file: Path) -> str | None:
-    """What a search waits for, and since when, by its file; "" if it has waited and does no longer."""
+    """Return what a search waits for, and since when, from its file.
+
+    Returns:
+        An empty string if it has waited and does no longer, None if it has never waited.
+    """
     if not file.exists():
         return None
     record = read_json(file)
@@ -315,57 +352,67 @@ def waits_for(file: Path) -> str | None:
 
 
 POOLED_NOTE = (
-    "pooled: the closed-form conversion that was measured at step 0; the relaxation of such a trial starts from "
-    "unfused heads and not from it"
+    "pooled: the closed-form conversion that was measured at step 0; the relaxation of such a "
+    "trial starts from unfused heads and not from it"
 )
-
-
 UNFINISHED_MARK = "relaxation unfinished"
+_MOST_NAMED = 6
 
 
 def unfinished_note(trials: Iterable[TrialRecord]) -> str:
-    """Say which relaxations did not come to their end, and what that means; "" if all did."""
-    left = [f"{t.name} ({t.relaxation_remaining:.0%} left)" for t in trials if t.relaxation_unfinished]
-    if not left:
+    """Return which relaxations were not finished, and what that means; empty if all were."""
+    names = [
+        f"{trial.name} ({trial.relaxation_remaining:.0%} left)"
+        for trial in trials
+        if trial.relaxation_unfinished
+    ]
+    if not names:
         return ""
+    more = ", ..." if len(names) > _MOST_NAMED else ""
     return (
-        f"{UNFINISHED_MARK.capitalize()}: {', '.join(left[:MOST_NAMED])}{', ...' if len(left) > MOST_NAMED else ''}. "
-        "Its heads were fused before it had brought them together, so the method is not shown at its best: give it "
-        "more steps (rungs.steps) or a higher relaxation.rate."
+        f"{UNFINISHED_MARK.capitalize()}: {', '.join(names[:_MOST_NAMED])}{more}. "
+        "Its heads were fused before it had brought them together, so the method is not shown at "
+        "its best: give it more steps (rungs.steps) or a higher relaxation.rate."
     )
 
 
-MOST_NAMED = 6
-
-
 def without_probes(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
-    """The trials that stand for a candidate: those that a table or picture compares."""
+    """Return the trials that stand for a candidate: those that a table or picture compares."""
     return [trial for trial in trials if not trial.probe]
 
 
 def front(trials: Sequence[TrialRecord], *, timed: bool = True) -> list[TrialRecord]:
-    """The trials that no other one beats in all of KV bytes a token, held-out loss (of the best step of each) and, with
-    `timed` and where it was measured, decode time, by rising bytes."""
+    """Return the trials that no other one beats in all scores, by rising bytes.
+
+    Scores are KV bytes per token, held-out loss (of the best step of each) and, with `timed` and
+    where it was measured, decode time.
+    """
 
     def scores(trial: TrialRecord) -> tuple[float, ...]:
-        return trial.kv_bytes_per_token or 0, trial.loss, (trial.decode_seconds_per_token or 0.0) if timed else 0.0
+        seconds = (trial.decode_seconds_per_token or 0.0) if timed else 0.0
+        return trial.kv_bytes_per_token or 0, trial.loss, seconds
 
-    scored = [t for t in trials if t.usable and t.kv_bytes_per_token is not None]
+    def beats(other: TrialRecord, trial: TrialRecord) -> bool:
+        return all(a <= b for a, b in zip(scores(other), scores(trial), strict=True))
+
+    scored = [trial for trial in trials if trial.usable and trial.kv_bytes_per_token is not None]
     best: list[TrialRecord] = []
-    for trial in sorted(scored, key=lambda t: (scores(t), t.trial_id)):  # whoever beats it, or equals it, comes first
-        if not any(all(a <= b for a, b in zip(scores(kept), scores(trial), strict=True)) for kept in best):
+    # Whatever beats a trial, or equals it, comes before it
+    for trial in sorted(scored, key=lambda trial: (scores(trial), trial.trial_id)):
+        if not any(beats(other, trial) for other in best):
             best.append(trial)
     return best
 
 
 def ranked(trials: Sequence[TrialRecord]) -> dict[float, list[TrialRecord]]:
-    """The usable trials of each KV ratio by rising held-out loss; KV ratios falling."""
-    by_budget: dict[float, list[TrialRecord]] = {}
-    for trial in sorted((t for t in trials if t.usable), key=lambda t: (t.loss, t.trial_id)):
-        by_budget.setdefault(trial.kv_ratio, []).append(trial)
-    return dict(sorted(by_budget.items(), reverse=True))
+    """Return the usable trials of each KV ratio by rising held-out loss; KV ratios falling."""
+    usable = [trial for trial in trials if trial.usable]
+    by_ratio: dict[float, list[TrialRecord]] = {}
+    for trial in sorted(usable, key=lambda trial: (trial.loss, trial.trial_id)):
+        by_ratio.setdefault(trial.kv_ratio, []).append(trial)
+    return dict(sorted(by_ratio.items(), reverse=True))
 
 
 def best_per_budget(trials: Sequence[TrialRecord]) -> dict[float, TrialRecord]:
-    """The usable trial of lowest held-out loss at each KV ratio; KV ratios falling."""
+    """Return the usable trial of lowest held-out loss at each KV ratio; KV ratios falling."""
     return {kv_ratio: best[0] for kv_ratio, best in ranked(trials).items()}

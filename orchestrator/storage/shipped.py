@@ -1,7 +1,7 @@
-"""Files that come along with Headfold beside its packages: configurations, the demo checkpoint, the schema for editors.
+"""Files that come with Headfold beside its packages: configs, the demo checkpoint, the schema.
 
-In a checkout they lie where the repository has them; a wheel puts them into `share/headfold` of its environment
-(`tool.setuptools.data-files` in pyproject.toml).
+In a checkout they lie where the repository has them; a wheel puts them into `share/headfold` of its
+environment (`tool.setuptools.data-files` in pyproject.toml).
 """
 
 from __future__ import annotations
@@ -9,22 +9,28 @@ from __future__ import annotations
 from importlib import metadata
 from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-INSTALLED = "share/headfold/"
+_CHECKOUT = Path(__file__).resolve().parents[2]
+_INSTALLED = "share/headfold/"
 
 
 def shipped(name: str) -> Path:
-    """The absolute path of a file that comes along, by its path in the repository, e.g. `configs/demo.yaml`.
+    """Return the absolute path of a file.
 
-    Raises FileNotFoundError if this installation lacks it.
+    Args:
+        name: Its path in the repository, e.g. `configs/demo.yaml`.
+
+    Raises:
+        FileNotFoundError: If this installation lacks it.
     """
-    if (CHECKOUT / name).is_file():
-        return CHECKOUT / name
+    if (_CHECKOUT / name).is_file():
+        return _CHECKOUT / name
     try:
         files = metadata.files("headfold") or ()
     except metadata.PackageNotFoundError:
         files = ()
     for file in files:
-        if file.as_posix().endswith(INSTALLED + name):
+        if file.as_posix().endswith(_INSTALLED + name):
             return Path(str(file.locate())).resolve()
-    raise FileNotFoundError(f"this installation of Headfold lacks {name}; install it anew from its wheel")
+    raise FileNotFoundError(
+        f"this installation of Headfold lacks {name}; install it anew from its wheel"
+    )

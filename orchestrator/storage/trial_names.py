@@ -1,8 +1,9 @@
-"""What trials are called wherever somebody reads of them; files and `--trial` go by their ids.
+"""The names of trials wherever people read of them; files and `--trial` go by their ids.
 
-`label` is the recipe: `headfold`, or `joint · knapsack, least squares` for one that a searcher has drawn, by the
-choices that tell the drawn ones apart. `name` is the trial: `headfold · 25%`, with its learning rate and its seed where
-a recipe runs at a KV ratio with several. No two trials of a search have one name.
+`label` is the recipe: `headfold`, or `joint · knapsack, least squares` for one that a searcher has
+drawn, by the choices that tell the drawn ones apart. `name` is the trial: `headfold · 25%`, with
+its learning rate and its seed where a recipe runs at a KV ratio with several. No two trials of a
+search have one name.
 """
 
 from __future__ import annotations
@@ -14,66 +15,90 @@ from typing import Any, TypeVar
 from attention.ratios import percent
 from orchestrator.storage.records import TrialRecord, family
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
-DRAWN = "joint"
-FIRST = ("allocation", "grouping", "fusion")
-"""Axes that a drawn recipe is told by, where the drawn ones differ on them; on others only to tell equal ones apart."""
-ALONE = ("allocation", "fusion")
+_DRAWN = "joint"
+_LABEL_AXES = ("allocation", "grouping", "fusion")
+"""Choices that label a drawn recipe, where the drawn ones differ; others only tell equal ones
+apart."""
+_DEFAULT_AXES = ("allocation", "fusion")
 """Where they differ on none of those."""
-SIDES = ("together", "by")
-"""Choices that are told with their name: yes and no, keys and values say nothing alone."""
-NO_CHOICE = {"name", "settings"}
+_NAMED_CHOICES = ("together", "by")
+"""Choices that are shown with their name: yes and no, keys and values say nothing alone."""
+_NO_CHOICE = {"name", "settings"}
 
 
 def name_trials(trials: Iterable[TrialRecord]) -> None:
-    """Fill in `label` and `name` of all trials of a search, in the order in which they were suggested."""
+    """Fill in `label` and `name` of all trials of a search, in the order of their suggestion."""
     trials = list(trials)
-    labels = _labels({t.recipe: t.choices for t in trials})
+    labels = _labels({trial.recipe: trial.choices for trial in trials})
     for trial in trials:
         trial.label = labels[trial.recipe]
         trial.name = f"{trial.label} · {percent(trial.kv_ratio)}"
-    for what in (lambda t: f"lr {t.learning_rate:g}", lambda t: f"seed {t.seed}"):
-        for equal in _equal(trials, lambda t: t.name):
-            if len({what(t) for t in equal}) > 1:
-                for trial in equal:
-                    trial.name += f" · {what(trial)}"
-    for equal in _equal(trials, lambda t: t.name):
-        for number, trial in enumerate(equal[1:], 2):
+    for describe in (_learning_rate, _seed):
+        for alike in _groups(trials, lambda trial: trial.name):
+            if len({describe(trial) for trial in alike}) > 1:
+                for trial in alike:
+                    trial.name += f" · {describe(trial)}"
+    for alike in _groups(trials, lambda trial: trial.name):
+        for number, trial in enumerate(alike[1:], 2):
             trial.name += f" ({number})"
 
 
+def _learning_rate(trial: TrialRecord) -> str:
+    return f"lr {trial.learning_rate:g}"
+
+
+def _seed(trial: TrialRecord) -> str:
+    return f"seed {trial.seed}"
+
+
 def _labels(choices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Of each recipe by its own choices."""
-    drawn = [recipe for recipe in choices if family(recipe) == DRAWN]
-    differ = [axis for axis in FIRST if len({choices[recipe].get(axis) for recipe in drawn}) > 1] or ALONE
-    told = {recipe: [_word(choices[recipe].get(axis)) for axis in differ] for recipe in drawn}
-    for equal in _equal(drawn, lambda recipe: tuple(told[recipe])):
-        _tell_apart(equal, choices, told)
-    labels = {recipe: f"{DRAWN} · {', '.join(words)}" for recipe, words in told.items()}
-    for equal in _equal(drawn, labels.__getitem__):
-        for number, recipe in enumerate(equal[1:], 2):
+    """Return the label of each recipe by its own choices."""
+    drawn = [recipe for recipe in choices if family(recipe) == _DRAWN]
+    axes = [
+        axis for axis in _LABEL_AXES if len({choices[recipe].get(axis) for recipe in drawn}) > 1
+    ]
+    words = {
+        recipe: [_word(choices[recipe].get(axis)) for axis in axes or _DEFAULT_AXES]
+        for recipe in drawn
+    }
+    for alike in _groups(drawn, lambda recipe: tuple(words[recipe])):
+        _add_differences(alike, choices, words)
+    labels = {recipe: f"{_DRAWN} · {', '.join(parts)}" for recipe, parts in words.items()}
+    for alike in _groups(drawn, labels.__getitem__):
+        for number, recipe in enumerate(alike[1:], 2):
             labels[recipe] += f" ({number})"
     return {recipe: labels.get(recipe, recipe) for recipe in choices}
 
 
-def _tell_apart(equal: Sequence[str], choices: Mapping[str, Mapping[str, Any]], told: dict[str, list[str]]) -> None:
-    """Add what recipes of equal words differ in: choices first, then parameters, until no two are the same."""
-    flat = {recipe: {**choices[recipe], **choices[recipe].get("settings", {})} for recipe in equal}
-    fields = {key for one in flat.values() for key in one} - NO_CHOICE
-    for field in sorted(fields, key=lambda field: ("." in field, field in SIDES, field)):
-        if len({tuple(told[recipe]) for recipe in equal}) == len(equal):
+def _add_differences(
+    alike: Sequence[str], choices: Mapping[str, Mapping[str, Any]], words: dict[str, list[str]]
+) -> None:
+    """Add the choices in which recipes of equal words differ, until no two are the same.
+
+    Choices come first, then parameters.
+    """
+    flat = {recipe: {**choices[recipe], **choices[recipe].get("settings", {})} for recipe in alike}
+    fields = {key for fields in flat.values() for key in fields} - _NO_CHOICE
+
+    def order(field: str) -> tuple[bool, bool, str]:
+        return "." in field, field in _NAMED_CHOICES, field
+
+    for field in sorted(fields, key=order):
+        if len({tuple(words[recipe]) for recipe in alike}) == len(alike):
             return
-        if len({repr(flat[recipe].get(field)) for recipe in equal}) > 1:
-            for recipe in equal:
+        if len({repr(flat[recipe].get(field)) for recipe in alike}) > 1:
+            for recipe in alike:
                 word = _word(flat[recipe].get(field))
-                alone = "." not in field and field not in SIDES and word != "none"
-                told[recipe].append(word if alone else f"{_word(field)} {word}")
+                if "." in field or field in _NAMED_CHOICES or word == "none":
+                    word = f"{_word(field)} {word}"
+                words[recipe].append(word)
 
 
-def _equal(items: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
-    """The items that share a key with another one."""
-    groups: dict[Any, list[T]] = defaultdict(list)
+def _groups(items: Iterable[_T], key: Callable[[_T], Any]) -> list[list[_T]]:
+    """Return the items that share a key with another one, together."""
+    groups: dict[Any, list[_T]] = defaultdict(list)
     for item in items:
         groups[key(item)].append(item)
     return [group for group in groups.values() if len(group) > 1]

@@ -28,7 +28,7 @@ class Promote(Task[PromoteOptions, Mapping[str, Any]]):
         check_packages("promote", *SEARCH_PACKAGES)
 
     def rehearse(self) -> Iterable[Mapping[str, str]]:
-        from orchestrator.promotion.rehearsal import rehearse_promotion
+        from orchestrator.promotion.promote import rehearse_promotion
 
         options = self.options
         return [rehearse_promotion(options.search, trials=options.trial or (), top=options.top)]

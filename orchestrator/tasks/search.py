@@ -63,7 +63,7 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
         warn(estimate.warnings)
         estimate.check()
         check_disk(setup, parallel)
-        folder = SearchFolder.free_place(storage, config.name)
+        folder = SearchFolder.free_path(storage, config.name)
         taken = f" ({config.name!r} is there already; --resume goes on with the newest search of that name)"
         yield {"folder": f"{folder}{taken if folder.name != config.name else ''}"}
 

@@ -19,7 +19,7 @@ from attention.io.precision import DTYPES
 from attention.io.safetensors_files import open_safetensors, stored_tensors
 from attention.io.sources import check_source
 from orchestrator import checkpoints
-from orchestrator.cluster.tasks import on_cluster
+from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.config.schema import ConfigError, FineTuneSection, check_training, parse_section
 from orchestrator.training.task import (
     MEASURED,

@@ -22,8 +22,8 @@ from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
 from attention.io.replacing import check_folder
 from orchestrator import checkpoints
+from orchestrator.cluster.capacity import concurrency
 from orchestrator.cluster.placement import Demand
-from orchestrator.cluster.room import concurrency
 from orchestrator.cluster.session import connected, local_nodes, prepare_process, starts_ray
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import ConfigError, apply_train_options

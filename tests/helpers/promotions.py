@@ -12,8 +12,8 @@ import pytest
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion import promote
-from orchestrator.promotion.gate import check_candidate
-from orchestrator.promotion.state import TRAINED, Entry
+from orchestrator.promotion.gate import GateResult, check_candidate
+from orchestrator.promotion.state import TRAINED, BaselineModel, PromotionEntry, TrainedModel
 from orchestrator.search.trials.context import SearchSession, TrialContext
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, TrialRecord
@@ -29,16 +29,30 @@ def plan(layer: LayerPlan) -> AttentionPlan:
     return AttentionPlan((layer, layer), head_dim=8)
 
 
-def entry(folder: SearchFolder, name: str = "head", **more: Any) -> Entry:
-    settings = {"loss": 2.1, "baseline_loss": 2.5, "status": TRAINED, "folder": str(folder.trial(name) / "trained")}
-    return Entry(name, "headfold", 0.5, 4, **{**settings, **more})
+def entry(
+    folder: SearchFolder,
+    name: str = "head",
+    *,
+    recipe: str = "headfold",
+    loss: float = 2.1,
+    baseline_loss: float | None = 2.5,
+    trained: str | None = None,
+) -> PromotionEntry:
+    return PromotionEntry(
+        name,
+        recipe,
+        0.5,
+        4,
+        status=TRAINED,
+        trained=TrainedModel(trained or str(folder.trial(name) / "trained"), loss),
+        baseline=None if baseline_loss is None else BaselineModel(None, baseline_loss, None),
+    )
 
 
-def checked(one: Entry, config: SearchConfig, context: TrialContext, folder: SearchFolder) -> Entry:
-    """A candidate that the gate has seen."""
+def checked(one: PromotionEntry, config: SearchConfig, context: TrialContext, folder: SearchFolder) -> GateResult:
+    """What the gate says of a candidate."""
     mlflow: Any = None
-    check_candidate(one, SearchSession(config, folder, context, mlflow, 1))
-    return one
+    return check_candidate(one, SearchSession(config, folder, context, mlflow, 1))
 
 
 def trial(name: str, recipe: str, loss: float, budget: float = 0.5) -> TrialRecord:
@@ -49,7 +63,7 @@ def trial(name: str, recipe: str, loss: float, budget: float = 0.5) -> TrialReco
 def promoted(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, parent: str
 ) -> dict[str, Any]:
-    return promote.promote(SearchSession(config, folder, context, sync_of(tracker, folder, parent), 1))
+    return promote.promote_trials(SearchSession(config, folder, context, sync_of(tracker, folder, parent), 1))
 
 
 def sync_of(tracker: Tracker, folder: SearchFolder, parent: str) -> MlflowSync:

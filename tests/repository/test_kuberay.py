@@ -14,9 +14,9 @@ from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClien
 from typer.testing import CliRunner
 
 from orchestrator import pipeline
-from orchestrator.cluster import ray_private
+from orchestrator.cluster import ray_internals
+from orchestrator.cluster.capacity import Nodes, concurrency
 from orchestrator.cluster.placement import Demand
-from orchestrator.cluster.room import Nodes, concurrency
 from orchestrator.config.schema import read_search_config
 from orchestrator.main import app
 from orchestrator.tracking.mlflow_server import Settings
@@ -40,7 +40,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     known = {"rayclusters/headfold": CLUSTER | {"metadata": {"name": "headfold", "namespace": "ours"}}}
     monkeypatch.setattr(KubernetesHttpApiClient, "__init__", lambda self, namespace: None)
     monkeypatch.setattr(KubernetesHttpApiClient, "get", lambda self, path: known[path])
-    found = ray_private._read_config("no such address")
+    found = ray_internals._read_config("no such address")
     assert found is not None
     return found
 
@@ -60,9 +60,9 @@ def test_a_search_has_room_before_any_gpu_is_there(config: dict[str, Any], monke
     class Context:
         gcs_address = ""
 
-    monkeypatch.setattr(ray_private, "autoscaling_config", lambda address: config)
-    monkeypatch.setattr(ray_private.ray, "get_runtime_context", Context)
-    nodes = [Nodes(1, {"CPU": 8.0}), *(Nodes(*kind) for kind in ray_private.node_types())]
+    monkeypatch.setattr(ray_internals, "autoscaling_config", lambda address: config)
+    monkeypatch.setattr(ray_internals.ray, "get_runtime_context", Context)
+    nodes = [Nodes(1, {"CPU": 8.0}), *(Nodes(*kind) for kind in ray_internals.node_types())]
     assert concurrency(nodes, Demand.of(read_search_config(REPOSITORY / LLAMA))) == 2
 
 
@@ -70,10 +70,10 @@ def test_only_the_head_of_a_cluster_that_scales_asks_kubernetes(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_NODE_TYPE_NAME", "gpu-a100")
-    assert ray_private._read_config("no such address") is None
+    assert ray_internals._read_config("no such address") is None
     monkeypatch.setenv("RAY_NODE_TYPE_NAME", "headgroup")
     monkeypatch.delenv("RAY_enable_autoscaler_v2")
-    assert ray_private._read_config("no such address") is None
+    assert ray_internals._read_config("no such address") is None
 
 
 def test_pods_fill_the_machines_of_cluster_yaml() -> None:

@@ -66,14 +66,14 @@ def steps_of(storage: Path) -> dict[str, list[dict[str, Any]]]:
 SIZE = """
 import json
 from dataclasses import asdict
+from orchestrator.cluster.capacity import concurrency, live_nodes
 from orchestrator.cluster.placement import Demand
-from orchestrator.cluster.room import capacity, concurrency, present
 from orchestrator.cluster.session import connected
 from orchestrator.config.schema import read_search_config
 
 with connected() as nodes:
     room = concurrency(nodes, Demand.of(read_search_config("configs/llama2-7b.yaml")))
-    print(json.dumps({"room": room, "present": len(present()), "nodes": [asdict(some) for some in nodes]}))
+    print(json.dumps({"room": room, "present": len(live_nodes()), "nodes": [asdict(some) for some in nodes]}))
 """
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from ray import tune
 
 from attention.io import checkpoint
-from orchestrator.cluster.placement import run_task
-from orchestrator.cluster.pool_client import train
+from orchestrator.cluster.pool_client import dispatch_training
+from orchestrator.cluster.ray_tasks import run_task
 from orchestrator.cluster.session import prepare_process
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import work_digest
@@ -51,7 +51,7 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
         before = job.relaxation.total_steps if job.relaxation else 0
         kept = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
         rungs = ReportRungs(context, kept, before)
-        train(context.pool, job, rungs.tell, lambda: [ForwardRungs(rungs)])
+        dispatch_training(context.pool, job, rungs.tell, lambda: [ForwardRungs(rungs)])
 
 
 def trained(candidate: Candidate, rungs: Sequence[int]) -> bool:

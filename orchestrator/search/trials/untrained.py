@@ -18,7 +18,7 @@ from attention.plan import AttentionPlan
 from attention.ratios import own_heads
 from orchestrator import checkpoints
 from orchestrator.checkpoints import base_of
-from orchestrator.cluster.relay import relayed
+from orchestrator.cluster.ray_tasks import publish_progress
 from orchestrator.cluster.session import prepare_process
 from orchestrator.conversion import dha_distances
 from orchestrator.conversion.in_memory import plan_and_convert
@@ -132,5 +132,5 @@ def shared_pairs(context: TrialContext) -> Any:
 
 def watched_facts(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
     """`untrained_facts`, with its progress sent to the driver, which shows it."""
-    with relayed(str(folder), "planning"):
+    with publish_progress(str(folder), "planning"):
         return untrained_facts(candidate, context, folder)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bad_input import Bad, removes, renames, writes
 
-from orchestrator.storage.journal import FORMAT
+from orchestrator.storage.journal import JOURNAL_FORMAT
 
 SEARCH = "runs/mine"
 ORIGINAL = f"{SEARCH}/original.json"
 S = "search mine.yaml"
-BEGUN = f'{{"event": "search", "format": {FORMAT}, "rungs": 2}}\n'
+BEGUN = f'{{"event": "search", "format": {JOURNAL_FORMAT}, "rungs": 2}}\n'
 OLD = '{"config": {}, "event": "trial", "trial": "t0000"}\n'
 FORMER = ("started by a former version", "start a new search")
 
@@ -169,7 +169,7 @@ WATCHES = (
         "a search of a later version",
         f"watch {SEARCH} --once",
         ("another version (journal format 99", "start a new search"),
-        writes(f"{SEARCH}/journal.jsonl", BEGUN.replace(f'"format": {FORMAT}', '"format": 99')),
+        writes(f"{SEARCH}/journal.jsonl", BEGUN.replace(f'"format": {JOURNAL_FORMAT}', '"format": 99')),
     ),
     Bad("a number for a state", f"watch {SEARCH} --once", ("state.json", "got 3"), writes(f"{SEARCH}/state.json", "3")),
     Bad(

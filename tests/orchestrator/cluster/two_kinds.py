@@ -22,11 +22,12 @@ from ray._private.state import actors  # Ray's public list asks the dashboard
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from orchestrator.cluster.placement import Demand, bundle, run_task, task_options
+from orchestrator.cluster.capacity import cluster_nodes, concurrency, resolve_strategy
+from orchestrator.cluster.pending_resources import describe_pending
+from orchestrator.cluster.placement import Demand, ProcessResources, task_options
 from orchestrator.cluster.pool_client import open_pool, train_on_pool
-from orchestrator.cluster.ray_private import on_head
-from orchestrator.cluster.room import capacity, concurrency, settled
-from orchestrator.cluster.waiting import waits_for
+from orchestrator.cluster.ray_internals import on_head
+from orchestrator.cluster.ray_tasks import run_task
 from orchestrator.config.schema import ConfigError, SearchConfig
 from trainers.jobs.train_job import TrainJob
 
@@ -84,8 +85,8 @@ def orphan(folder: Path) -> bool:
 
 def lie(demand: Demand) -> list[str]:
     """The kinds of nodes on which a trial's workers lie."""
-    shape = settled(demand.shape, capacity())
-    group = placement_group([bundle(*shape[1:4])] * shape.workers, strategy=shape.strategy)
+    shape = resolve_strategy(demand.shape, cluster_nodes())
+    group = placement_group([ProcessResources.of_worker(shape).bundle] * shape.workers, strategy=shape.strategy)
     assert group.wait(30)
     kinds = [kind_of(node) for node in placement_group_table(group)["bundles_to_node_id"].values()]
     remove_placement_group(group)
@@ -114,30 +115,30 @@ def told(cluster: Any, job: TrainJob, folder: Path) -> dict[str, Any]:
     ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
     demand, out = Demand.of(CONFIG), {}
     try:
-        concurrency(capacity(), demand)
+        concurrency(cluster_nodes(), demand)
     except ConfigError as error:
         out["refused"] = str(error)
     out["planned_on"] = run_task(task_options(CONFIG), here)
     out["on_head"] = [on_head(), run_task(task_options(CONFIG), on_head)]
     out["orphan"] = orphan(folder)
-    wanted = placement_group([bundle(*demand.shape[1:4])] * 8, strategy="STRICT_PACK")
-    out["waits_for"] = until(lambda: waits_for(demand))
+    wanted = placement_group([demand.worker.bundle] * 8, strategy="STRICT_PACK")
+    out["waits_for"] = until(lambda: describe_pending(demand))
     remove_placement_group(wanted)
-    out["waits_no_more"] = until(lambda: waits_for(demand) is None)
+    out["waits_no_more"] = until(lambda: describe_pending(demand) is None)
     with open_pool(str(folder)) as pool:
         trained: dict[str, Any] = {}
         train = threading.Thread(target=lambda: trained.update(train_on_pool(pool, job, lambda report: None)))
         train.start()
         workers = Demand(0.05, 0, *job.shape[:3], job.accelerator_type)
-        out["trial_waits_for"] = until(lambda: waits_for(workers))
+        out["trial_waits_for"] = until(lambda: describe_pending(workers))
         time.sleep(float(os.environ["LATE_SECONDS"]))
         out["waited"] = train.is_alive()
         cluster.add_node(num_cpus=2, num_gpus=8, resources={"accelerator_type:A100": 1})
         train.join(120)
         out |= {"step": trained.get("step"), "trained_on": workers_on()}
-    out["room"] = concurrency(capacity(), demand)
+    out["room"] = concurrency(cluster_nodes(), demand)
     out["workers_lie_on"] = lie(demand)
-    out["capacity"] = [asdict(some) for some in capacity()]
+    out["capacity"] = [asdict(some) for some in cluster_nodes()]
     return out
 
 

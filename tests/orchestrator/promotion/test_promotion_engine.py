@@ -14,8 +14,8 @@ from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError, parse_config
-from orchestrator.promotion.gate import examine
-from orchestrator.promotion.state import TRAINED, Entry
+from orchestrator.promotion.gate import GateResult, examine
+from orchestrator.promotion.state import TRAINED, BaselineModel, PromotionEntry, TrainedModel
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.validation import validate_search
 from orchestrator.storage.json_files import write_json
@@ -30,7 +30,9 @@ def layer(keys: int, values: int | None = None) -> LayerPlan:
     return LayerPlan(*(tuple(head * count // 8 for head in range(8)) for count in (keys, values or keys)))
 
 
-def examined(demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, target: str, *layers: LayerPlan) -> Entry:
+def examined(
+    demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, target: str, *layers: LayerPlan
+) -> GateResult:
     """What the gate finds of the demo model with such layers; its loss is not looked at here."""
     folder, plan = SearchFolder.fresh(tmp_path / "runs", "small"), AttentionPlan(layers, head_dim=32)
     own = folder.trial("head")
@@ -44,16 +46,19 @@ def examined(demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, target
     shared: dict[str, Any] = {"train_file": "", "calibration_file": "", "calibration_cache": "", "train": {}}
     shared |= {"eval_file": str(tmp_path / "eval"), "rungs": (0, 4), "dtype": "float32", "original_loss": 2.0}
     context = TrialContext(folder=str(folder.root), model=str(demo_dir), **shared)
-    known: dict[str, Any] = {"loss": 2.1, "baseline_loss": 2.5, "status": TRAINED, "folder": str(own / "trained")}
-    return examine(Entry("head", "headfold_layers", 0.5, 4, **known), config, folder, context)[0]
+    entry = PromotionEntry("head", "headfold_layers", 0.5, 4, status=TRAINED)
+    entry.trained = TrainedModel(str(own / "trained"), loss=2.1)
+    entry.baseline = BaselineModel(None, 2.5, None)
+    return examine(entry, config, folder, context)
 
 
 def test_counts_of_each_layer_s_own_are_held_by_llama_cpp(
     demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    seen = examined(demo_dir, demo_model, tmp_path, "llama.cpp", *map(layer, COUNTS))
-    assert seen.reasons == []
-    assert seen.gate["engine"] == "passed"
+    result = examined(demo_dir, demo_model, tmp_path, "llama.cpp", *map(layer, COUNTS))
+    assert result.reasons == []
+    seen = result.record
+    assert seen.outcomes["engine"] == "passed"
     assert (seen.kv_bytes_per_token, seen.checks["engine_kv_heads"]) == (BYTES, list(COUNTS))
     told = [seen.checks[f"engine_kv_bytes_per_token{end}"] for end in ("", "_promised")]
     assert seen.checks["engine"] == "llama.cpp" and told[0] == told[1] > 0
@@ -68,8 +73,8 @@ def test_an_engine_that_is_not_there_is_told_and_its_folder_written(
     monkeypatch.delenv("HEADFOLD_VLLM_PYTHON", raising=False)
     monkeypatch.chdir(tmp_path)
     seen = examined(demo_dir, demo_model, tmp_path, "vllm", *map(layer, COUNTS))
-    assert seen.reasons == [] and (Path(str(seen.served)) / "config.json").is_file()
-    assert seen.checks["engine"].startswith("not checked: ")
+    assert seen.reasons == [] and (Path(str(seen.record.served)) / "config.json").is_file()
+    assert seen.record.checks["engine"].startswith("not checked: ")
     assert "headfold_layers · 50%: vllm not loaded in its engine" in capsys.readouterr().out
 
 
@@ -78,7 +83,7 @@ def test_a_plan_that_the_engine_does_not_hold_is_refused(
 ) -> None:
     seen = examined(demo_dir, demo_model, tmp_path, "gguf", *[layer(2, 4)] * 4)
     assert any(reason.startswith("export to gguf failed: ") for reason in seen.reasons)
-    assert seen.gate["engine"] != "passed" and seen.served is None
+    assert seen.record.outcomes["engine"] != "passed" and seen.record.served is None
 
 
 def test_a_search_for_an_engine_refuses_what_does_not_go_there(

@@ -26,16 +26,14 @@ pytestmark = pytest.mark.usefixtures("in_this_process")
 def test_a_sound_candidate_passes_and_is_exported_as_a_plain_model(
     config: SearchConfig, folder: SearchFolder, context: TrialContext
 ) -> None:
-    candidate = checked(entry(folder), config, context, folder)
-    assert candidate.reasons == []
-    assert candidate.plain
-    assert Path(candidate.model or "").name == "exported"
-    assert (
-        candidate.checks["cache_bytes_measured"]
-        == candidate.checks["kv_bytes_per_token"] * candidate.checks["cache_tokens"]
-    )
-    assert candidate.checks["max_logit_difference"] <= 1e-4
-    assert checkpoint.load_config(candidate.model or "").model_type == "llama"
+    result = checked(entry(folder), config, context, folder)
+    assert result.reasons == []
+    model, checks = result.record.model or "", result.record.checks
+    assert result.record.plain
+    assert Path(model).name == "exported"
+    assert checks["cache_bytes_measured"] == checks["kv_bytes_per_token"] * checks["cache_tokens"]
+    assert checks["max_logit_difference"] <= 1e-4
+    assert checkpoint.load_config(model).model_type == "llama"
 
 
 @pytest.mark.parametrize("name", ["head", "apart"])
@@ -44,15 +42,16 @@ def test_the_export_has_the_dtype_of_the_checkpoint_and_agrees_with_the_rounded_
 ) -> None:
     """Trained in float32, shipped in bfloat16: bytes and held-out loss are those of what is shipped."""
     context = dataclasses.replace(context, dtype="bfloat16")
-    candidate = checked(entry(folder, name), config, context, folder)
-    assert candidate.reasons == []
-    assert candidate.checks["max_logit_difference"] <= 1e-4
-    assert candidate.kv_bytes_per_token == plan(HALF).kv_bytes_per_token("bfloat16")
-    assert candidate.checks["cache_bytes_measured"] == candidate.kv_bytes_per_token * candidate.checks["cache_tokens"]
-    exported = checkpoint.load(candidate.model or "")
+    result = checked(entry(folder, name), config, context, folder)
+    assert result.reasons == []
+    record, checks = result.record, result.record.checks
+    assert checks["max_logit_difference"] <= 1e-4
+    assert record.kv_bytes_per_token == plan(HALF).kv_bytes_per_token("bfloat16")
+    assert checks["cache_bytes_measured"] == record.kv_bytes_per_token * checks["cache_tokens"]
+    exported = checkpoint.load(record.model or "")
     assert exported.dtype == torch.bfloat16
     shipped = evaluate(exported.float(), read_sequences(context.eval_file)[:])
-    assert candidate.checks["exported_loss"] == pytest.approx(shipped.loss, abs=1e-6)
+    assert checks["exported_loss"] == pytest.approx(shipped.loss, abs=1e-6)
 
 
 def test_a_check_that_was_killed_is_made_anew_and_keeps_the_trained_weights(
@@ -60,23 +59,24 @@ def test_a_check_that_was_killed_is_made_anew_and_keeps_the_trained_weights(
 ) -> None:
     place = folder.promoted / "head-4"
     shutil.copytree(folder.trial("head") / "trained", place / "trained")
-    candidate = dataclasses.replace(entry(folder), folder=str(place / "trained"))
-    first = dataclasses.replace(checked(candidate, config, context, folder))
-    (Path(first.model or "") / "lineage.json").write_text("{}")  # the kill came right after
+    candidate = entry(folder, trained=str(place / "trained"))
+    first = checked(candidate, config, context, folder)
+    (Path(first.record.model or "") / "lineage.json").write_text("{}")  # the kill came right after
     again = checked(candidate, config, context, folder)
     assert again.reasons == []
-    assert again.model == first.model == str(place / "exported")
+    assert again.record.model == first.record.model == str(place / "exported")
     assert checkpoint.intact(place / "trained")
 
 
 def test_a_plan_without_a_stock_form_is_kept_in_our_own(
     config: SearchConfig, folder: SearchFolder, context: TrialContext
 ) -> None:
-    candidate = checked(entry(folder, "apart"), config, context, folder)
-    assert candidate.reasons == []
-    assert not candidate.plain
-    assert Path(candidate.model or "").name == "headfold", "only what stock transformers loads is called exported"
-    assert checkpoint.load_config(candidate.model or "").model_type == "headfold_llama"
+    result = checked(entry(folder, "apart"), config, context, folder)
+    assert result.reasons == []
+    assert not result.record.plain
+    model = result.record.model or ""
+    assert Path(model).name == "headfold", "only what stock transformers loads is called exported"
+    assert checkpoint.load_config(model).model_type == "headfold_llama"
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,7 @@ def test_a_plan_without_a_stock_form_is_kept_in_our_own(
 def test_what_is_not_better_than_the_baseline_is_refused(
     config: SearchConfig, folder: SearchFolder, context: TrialContext, more: dict[str, Any], said: str
 ) -> None:
-    one = entry(folder)
-    for key, value in more.items():
-        setattr(one, key, value)
-    (reason,) = checked(one, config, context, folder).reasons
+    (reason,) = checked(entry(folder, **more), config, context, folder).reasons
     assert said in reason
 
 

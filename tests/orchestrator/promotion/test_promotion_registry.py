@@ -158,7 +158,7 @@ def test_what_was_refused_is_kept_when_the_trial_is_promoted_with_more_steps(
 
     def go(settings: SearchConfig) -> dict[str, Any]:
         session = SearchSession(settings, folder, context, sync_of(tracker, folder, parent), 1)
-        return promote.promote(session, chosen)
+        return promote.promote_trials(session, chosen)
 
     assert go(config)["candidates"]["head"]["status"] == REFUSED
     longer = config.model_copy(update={"promotion": config.promotion.model_copy(update={"steps": 3})})

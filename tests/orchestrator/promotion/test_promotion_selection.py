@@ -9,7 +9,7 @@ from promotions import entry, trial
 
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.promotion import promote
-from orchestrator.promotion.state import PROMOTED, REFUSED, PromoteOutcome, PromotionState
+from orchestrator.promotion.state import PROMOTED, REFUSED, PromoteOutcome, PromotionEntry, PromotionState
 from orchestrator.promotion.training import milestones
 from orchestrator.storage.paths import SearchFolder
 
@@ -52,6 +52,23 @@ def test_the_state_comes_back_from_disk(tmp_path: Path, folder: SearchFolder) ->
     state = PromotionState({"a": entry(folder)}, {"0.5": entry(folder, "base")}, exported="/x")
     state.save(tmp_path / "promotion.json")
     assert PromotionState.load(tmp_path / "promotion.json") == state
+
+
+def test_an_entry_of_an_earlier_version_is_read_and_written_unchanged(tmp_path: Path) -> None:
+    record = {
+        "trial_id": "t1", "recipe": "headfold", "kv_ratio": 0.5, "steps": 4, "role": "candidate", "status": "promoted",
+        "loss": 2.1, "kl": 0.1, "best_step": 4, "shipped": "step 4", "last_loss": 2.2, "untrained_loss": 3.0,
+        "baseline_loss": 2.5, "baseline_step": 3, "baseline_folder": "/b", "original_loss": 2.0, "folder": "/trained",
+        "data_position": 8, "model": "/out", "exported": "/out", "served": "/served", "plain": True,
+        "kv_bytes_per_token": 128, "gate": {"loss": "passed"}, "checks": {"margin": 0.0}, "measured": {"tasks": {}},
+        "reasons": [], "lineage": {"plan": {"digest": "ab"}}, "version": "1", "model_uri": "models:/small@kv50",
+        "run_id": "r1", "trained_at": 1.5, "name": "headfold · 50%", "label": "headfold",
+        "relaxation_remaining": 0.25, "used_kv_ratio": 0.5,
+    }  # fmt: skip
+    assert PromotionEntry.from_record(record).to_record() == record
+    (tmp_path / "promotion.json").write_text('{"candidates": {"t1": {"trial_id": "t1", "what": 1}}}')
+    with pytest.raises(ConfigError, match="does not hold the state of a promotion: .*unknown what"):
+        PromotionState.load(tmp_path / "promotion.json")
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError, PromotionSection, SearchConfig, TextSection, parse_config
 from orchestrator.evaluation.task_files import SHIPPED
 from orchestrator.promotion import promote
-from orchestrator.promotion.measuring import judge
-from orchestrator.promotion.state import PROMOTED, REFUSED, Entry
+from orchestrator.promotion.measuring import limit_violations
+from orchestrator.promotion.state import PROMOTED, REFUSED
 from orchestrator.reporting.card import CARD
 from orchestrator.search.trials.context import SearchSession, TrialContext
 from orchestrator.search.validation import check_extras, check_tasks
@@ -88,7 +88,7 @@ def promoted(
     parent = parent_run(folder.root)
     parent.status, parent.run_id = None, tracker.start("search")
     session = SearchSession(config, folder, context, MlflowSync(lambda: tracker, parent), 1)
-    (candidate,) = promote.promote(session)["candidates"].values()
+    (candidate,) = promote.promote_trials(session)["candidates"].values()
     return candidate, tracker, folder
 
 
@@ -177,13 +177,11 @@ def test_the_gate_judges_recall() -> None:
     def recall(*depths: float) -> dict[str, list[dict[str, float]]]:
         return {"64": [{"recall": one} for one in depths]}
 
-    entry = Entry("head", "headfold", 0.5, 4)
-    entry.measured = {"long_context": {"recall": {"checkpoint": recall(0.5, 0.75), "original": recall(1.0, 0.75)}}}
-    for limit, reasons in ((None, 0), (0.25, 0), (0.24, 1)):
-        entry.reasons = []
-        judge(entry, PromotionSection(context_lengths=[64], max_recall_drop=limit))
-        assert len(entry.reasons) == reasons
-    assert entry.reasons == ["context of 64: recall is 0.250 below the original's, allowed are 0.24"]
+    scores = {"long_context": {"recall": {"checkpoint": recall(0.5, 0.75), "original": recall(1.0, 0.75)}}}
+    too_large = ["context of 64: recall is 0.250 below the original's, allowed are 0.24"]
+    for limit, reasons in ((None, []), (0.25, []), (0.24, too_large)):
+        section = PromotionSection(context_lengths=[64], max_recall_drop=limit)
+        assert limit_violations(scores, section) == reasons
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from attention.io import checkpoint
-from orchestrator.cluster.room import Nodes
+from orchestrator.cluster.capacity import Nodes
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.pipeline import search
 from orchestrator.promotion.promote import promote_search

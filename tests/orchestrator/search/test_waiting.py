@@ -13,7 +13,7 @@ import yaml
 from journals import write_journal
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from orchestrator.cluster import waiting
+from orchestrator.cluster import pending_resources
 from orchestrator.config.schema import parse_config
 from orchestrator.reporting.status import line, read_status
 from orchestrator.search.waiting import report_waiting
@@ -46,8 +46,8 @@ def test_a_search_says_what_it_waits_for(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(pending_resources, "STATUS_SECONDS", 0.1)
+    monkeypatch.setattr(pending_resources, "GRACE_SECONDS", 0.3)
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     config, folder = parse_config(CONFIG), SearchFolder.fresh(tmp_path, "mine")
     write_journal(folder.root)

@@ -13,7 +13,7 @@ from command_line import run_here
 
 from attention.io import checkpoint
 from orchestrator import pipeline
-from orchestrator.cluster.room import Nodes
+from orchestrator.cluster.capacity import Nodes
 from orchestrator.search import setup
 from orchestrator.search.prepare import trial_context
 from orchestrator.tracking.runs import Tracker

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster import room
+from orchestrator.cluster import capacity
+from orchestrator.cluster.capacity import ConcurrencyLimit, Nodes, concurrency, resolve_strategy, search_concurrency
 from orchestrator.cluster.placement import Demand
-from orchestrator.cluster.room import Nodes, Room, concurrency, room_for, settled
 from orchestrator.config.schema import ConfigError, SearchConfig
 from trainers.settings import Shape
 
@@ -96,7 +96,7 @@ def test_a_promotion_that_can_never_start_is_refused_before_the_trials() -> None
             "promotion": {"steps": 1, **promotion},
             "resources": {"accelerator_type": "A10G", "placement_strategy": "STRICT_PACK"},
         }
-        return room_for(SearchConfig.model_validate(record), CLOUD)
+        return search_concurrency(SearchConfig.model_validate(record), CLOUD)
 
     wide = {"num_workers": 16}
     assert fitting() == fitting(train=wide, enabled=False) == 4
@@ -108,18 +108,18 @@ def test_a_promotion_that_can_never_start_is_refused_before_the_trials() -> None
 
 
 def test_workers_share_a_node_where_one_can_hold_them() -> None:
-    assert settled(Shape(8, 8, 1), CLOUD).strategy == "STRICT_PACK"
-    assert settled(Shape(8, 8, 1, "A10G"), CLOUD).strategy == "PACK"  # such a node has four
-    assert settled(Shape(16, 8, 1), CLOUD).strategy == "PACK"
-    assert settled(Shape(8, 8, 1, None, "SPREAD"), CLOUD).strategy == "SPREAD"
-    assert settled(Shape(2, 1, 0), one(CPU=2)).strategy == "STRICT_PACK"
+    assert resolve_strategy(Shape(8, 8, 1), CLOUD).strategy == "STRICT_PACK"
+    assert resolve_strategy(Shape(8, 8, 1, "A10G"), CLOUD).strategy == "PACK"  # such a node has four
+    assert resolve_strategy(Shape(16, 8, 1), CLOUD).strategy == "PACK"
+    assert resolve_strategy(Shape(8, 8, 1, None, "SPREAD"), CLOUD).strategy == "SPREAD"
+    assert resolve_strategy(Shape(2, 1, 0), one(CPU=2)).strategy == "STRICT_PACK"
 
 
 def test_the_room_follows_the_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = {"CPU": 2.0}
-    monkeypatch.setattr(room, "capacity", lambda: [Nodes(1, nodes)])
-    monkeypatch.setattr(room, "LOOK_SECONDS", 0)
-    trials = Room(Demand(0.05, 0, 1, 0.95, 0))
+    monkeypatch.setattr(capacity, "cluster_nodes", lambda: [Nodes(1, nodes)])
+    monkeypatch.setattr(capacity, "REFRESH_SECONDS", 0)
+    trials = ConcurrencyLimit(Demand(0.05, 0, 1, 0.95, 0))
     seen = []
     for nodes["CPU"] in (2.0, 8.0, 8.0, 1.0, 0.5, 3.0):
         seen.append(trials.trials())
@@ -132,9 +132,9 @@ def test_the_room_follows_the_cluster(capsys: pytest.CaptureFixture[str], monkey
         "3 trial(s) at a time",
     ]
     nodes["CPU"] = 64.0
-    assert Room(Demand(0.05, 0, 1, 0.95, 0), 4).trials() == 4
-    monkeypatch.setattr(room, "LOOK_SECONDS", 1e6)
-    rested = Room(Demand(0.05, 0, 1, 0.95, 0))
+    assert ConcurrencyLimit(Demand(0.05, 0, 1, 0.95, 0), 4).trials() == 4
+    monkeypatch.setattr(capacity, "REFRESH_SECONDS", 1e6)
+    rested = ConcurrencyLimit(Demand(0.05, 0, 1, 0.95, 0))
     assert rested.trials() == 64
     nodes["CPU"] = 2.0
     assert rested.trials() == 64  # not asked for every trial

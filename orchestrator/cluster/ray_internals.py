@@ -1,0 +1,211 @@
+"""Private parts of Ray 2.60 for which it has no public name: look here when Ray is updated."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+from ray._private import state, worker
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
+from ray._private.utils import get_num_cpus
+from ray.autoscaler._private.kuberay.autoscaling_config import (
+    _HEAD_GROUP_NAME,
+    AutoscalingConfigProducer,
+)
+from ray.autoscaler.v2.schema import ClusterStatus
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+
+_HEAD_RESOURCE = "node:__internal_head__"  # that the head node alone has
+
+
+def cpus_of_machine() -> float:
+    """Return the CPUs of a Ray that is started on this machine, within a container's limits."""
+    return float(get_num_cpus())
+
+
+def accelerator_of_machine() -> str | None:
+    """Return Ray's name for the GPUs of this machine; None without any."""
+    return NvidiaGPUAcceleratorManager.get_current_node_accelerator_type()
+
+
+def free_resources() -> list[dict[str, float]]:
+    """Return the resources of each node that nobody uses."""
+    return list(state.state.available_resources_per_node().values())
+
+
+# ---- its key-value store -------------------------------------------------------------------------
+
+_NAMESPACE = b"headfold"
+
+
+def put_value(key: str, value: str) -> None:
+    """Store a value for all processes of the cluster, or not if the head node is away."""
+    with contextlib.suppress(RayError, RuntimeError):
+        _internal_kv_put(key.encode(), value.encode(), namespace=_NAMESPACE)
+
+
+def delete_value(key: str) -> None:
+    """Delete a value, or not if the head node is away."""
+    with contextlib.suppress(RayError, RuntimeError):
+        _internal_kv_del(key.encode(), namespace=_NAMESPACE)
+
+
+def get_value(key: str) -> str:
+    """Return the value of a key; empty without one."""
+    with contextlib.suppress(RayError, RuntimeError):
+        return (_internal_kv_get(key.encode(), namespace=_NAMESPACE) or b"").decode()
+    return ""
+
+
+# ---- the autoscaler ------------------------------------------------------------------------------
+
+
+def node_types() -> list[tuple[int, dict[str, float]]]:
+    """Return the types of worker nodes that the autoscaler may add.
+
+    Returns:
+        The largest number and the resources of each; empty for a cluster that does not grow.
+    """
+    config = autoscaling_config(ray.get_runtime_context().gcs_address)
+    limit = config.get("max_workers", 0)
+    return [
+        (min(limit, node_type.get("max_workers", limit)), dict(node_type.get("resources", {})))
+        for name, node_type in config.get("available_node_types", {}).items()
+        if name != config.get("head_node_type")
+    ]
+
+
+def autoscaling_config(gcs_address: str) -> dict[str, Any]:
+    """Return what the autoscaler was started with; empty without one that runs.
+
+    That is the file of `ray up` or `ray start --autoscaling-config`, under KubeRay the RayCluster
+    as its autoscaler reads it. It is known on the head node alone, and Ray says nowhere what the
+    cluster may grow to: its own `get_cluster_config` reads a table that nothing in the open-source
+    Ray fills.
+    """
+    if gcs_address not in _configs:
+        config: Any = _read_config(gcs_address)
+        if config is None:  # this is not the head node, or its monitor has ended
+            config = _on_head(_read_config, gcs_address)
+        if config is None:  # another one may be started
+            return {}
+        _configs[gcs_address] = config
+    return _configs[gcs_address]
+
+
+_configs: dict[str, dict[str, Any]] = {}
+"""By address of a cluster, for which they do not change."""
+
+
+def ended_autoscaler() -> str | None:
+    """Return the log of an autoscaler whose process on the head node (Ray's monitor) has ended.
+
+    Returns:
+        None while it runs and for a cluster without one; Kubernetes restarts its own.
+    """
+    if not ray.is_initialized():
+        return None
+    return _on_head(_ended_monitor_log, ray.get_runtime_context().gcs_address)
+
+
+def _on_head(function: Callable[[str], Any], gcs_address: str) -> Any:
+    """Call a function on the cluster's head node."""
+    if on_head():
+        return function(gcs_address)
+    # From within a trial: not on the trial's own node
+    options: Any = {
+        "num_cpus": 0,
+        "resources": {_HEAD_RESOURCE: 0.001},
+        "scheduling_strategy": "DEFAULT",
+    }
+    task: Any = ray.remote(**options)(function)
+    return ray.get(task.remote(gcs_address))
+
+
+def on_head() -> bool:
+    """Return whether this process is on the head of the cluster that it is connected to."""
+    node_id = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["NodeID"] == node_id]
+    return any(_HEAD_RESOURCE in node["Resources"] for node in nodes)
+
+
+def _read_config(gcs_address: str) -> dict[str, Any] | None:
+    """Read the configuration of the autoscaler; None if it is not on this machine.
+
+    It is the file that the command line of the cluster's monitor names, or what KubeRay's
+    autoscaler reads from Kubernetes.
+    """
+    if _under_kuberay():
+        name = os.environ["RAY_CLUSTER_NAME"]
+        return AutoscalingConfigProducer(name, os.environ["RAY_CLUSTER_NAMESPACE"])()
+    if (words := _monitor_command(gcs_address)) is None:
+        return None
+    for word in words:
+        if word.startswith(_CONFIG_OPTION):
+            file = Path(word.removeprefix(_CONFIG_OPTION)).expanduser()
+            return yaml.safe_load(file.read_text("utf-8"))
+    return {}
+
+
+def _under_kuberay() -> bool:
+    """Return whether KubeRay runs this head node: it sets both variables, the second to scale."""
+    is_head = os.environ.get("RAY_NODE_TYPE_NAME") == _HEAD_GROUP_NAME
+    return is_head and "RAY_enable_autoscaler_v2" in os.environ
+
+
+_CONFIG_OPTION = "--autoscaling-config="
+
+
+def _monitor_command(gcs_address: str) -> list[str] | None:
+    """Return the command line of the cluster's monitor; None if it does not run on this machine.
+
+    Every head has one that is not started without.
+    """
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = file.read_bytes().decode(errors="replace").split("\0")
+            is_monitor = any(Path(word).name == "monitor.py" for word in words)
+            if is_monitor and f"--gcs-address={gcs_address}" in words:
+                return words
+    return None
+
+
+def _ended_monitor_log(gcs_address: str) -> str | None:
+    """Return what `ended_autoscaler` does, on the head node.
+
+    A monitor writes down its command line when it starts.
+    """
+    if _under_kuberay() or _monitor_command(gcs_address) is not None:
+        return None
+    node: Any = worker._global_node
+    log = Path(node.get_logs_dir_path(), "monitor.log")
+    for file in (log, *sorted(log.parent.glob(f"{log.name}.*"))):
+        with contextlib.suppress(OSError):
+            for line in file.read_text("utf-8", "replace").splitlines():
+                ours = "started with command" in line and f"--gcs-address={gcs_address}" in line
+                if ours and _CONFIG_OPTION in line:
+                    return str(log)
+    return None
+
+
+def cluster_status() -> ClusterStatus:
+    """Return what `ray status` shows."""
+    return get_cluster_status(ray.get_runtime_context().gcs_address)
+
+
+def pending_bundles(status: ClusterStatus) -> Iterator[tuple[int, Mapping[str, float]]]:
+    """Yield what waits for resources: how many bundles, and the resources of one.
+
+    Tasks and actors have a bundle each; placement groups count as a whole.
+    """
+    demands = status.resource_demands
+    for demand in (*demands.placement_group_demand, *demands.ray_task_actor_demand):
+        for request in demand.bundles_by_count:
+            yield request.count, dict(request.bundle)

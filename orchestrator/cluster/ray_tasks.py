@@ -1,0 +1,99 @@
+"""Work in Ray tasks, and its progress, which the driver shows.
+
+The driver holds no weights, so its node needs no GPU and little memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+import torch
+from ray.exceptions import RayTaskError
+
+from attention.base.progress import show_progress, stage
+from orchestrator.cluster.ray_internals import delete_value, get_value, put_value
+
+PUBLISH_SECONDS = 2.0
+
+_T = TypeVar("_T")
+
+
+def on_cluster(
+    options: Mapping[str, Any], label: str, work: Callable[..., _T], *arguments: Any
+) -> _T:
+    """Return `work(*arguments)`, called in a Ray task; without Ray, in this process.
+
+    A task that loses its node starts again on another. What `work` raises is raised here.
+
+    Args:
+        options: Of the task (`orchestrator.cluster.placement.task_options`).
+        label: Of the line that shows its progress every few seconds.
+    """
+    if not ray.is_initialized():
+        return work(*arguments)
+    # On CPUs nothing else runs meanwhile: the task has the threads that this process would have
+    threads = None if options["num_gpus"] else torch.get_num_threads()
+    task: Any = ray.remote(**options, max_retries=3)(_run_work)
+    key = uuid.uuid4().hex
+    try:
+        with stage(label) as progress:
+            progress.detail = lambda: published_progress(key)
+            return ray.get(task.remote(threads, key, work, arguments))
+    except RayTaskError as error:
+        raise error.cause from None  # without Ray's trace around what a user can mend
+
+
+def _run_work(
+    threads: int | None, key: str, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with publish_progress(key, "at work"):
+        return work(*arguments)
+
+
+def run_task(options: Mapping[str, Any], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `function(*arguments)`, called in a Ray task outside of the caller's placement group.
+
+    The task ends with the caller, however that ends; one that loses its machine is tried once more.
+
+    Args:
+        options: Of the task (`orchestrator.cluster.placement.task_options`).
+    """
+    # Without this strategy Tune puts whatever a trial starts into the trial's own bundle
+    remote = ray.remote(max_retries=1, scheduling_strategy="DEFAULT", **options)
+    task: Any = remote(function)
+    reference = task.remote(*arguments)
+    try:
+        return ray.get(reference)
+    except BaseException:
+        ray.cancel(reference, force=True)
+        raise
+
+
+@contextlib.contextmanager
+def publish_progress(key: str, label: str) -> Iterator[None]:
+    """While the body runs, publish the progress of this process to the cluster.
+
+    Args:
+        key: For `published_progress`.
+        label: What the process does outside of stages.
+    """
+    if not ray.is_initialized():
+        yield
+        return
+    try:
+        with show_progress(label, partial(put_value, key), PUBLISH_SECONDS):
+            yield
+    finally:
+        delete_value(key)
+
+
+def published_progress(key: str) -> str:
+    """Return the progress line that a process publishes under `key`; empty without one."""
+    return get_value(key) if ray.is_initialized() else ""
