@@ -18,7 +18,6 @@ import typer
 
 from attention.base.memory import collect_seldom
 from orchestrator.cli import (
-    checkpoints,
     demo,
     estimates,
     recipes,
@@ -29,7 +28,14 @@ from orchestrator.cli import (
     usage,
 )
 from orchestrator.cli.ending import ended_at_once
-from orchestrator.config.options import ConvertOptions, EstimateOptions, EvaluateOptions, InspectOptions, JsonFile
+from orchestrator.config.options import (
+    ConvertOptions,
+    EstimateOptions,
+    EvaluateOptions,
+    ExportOptions,
+    InspectOptions,
+    JsonFile,
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -110,7 +116,7 @@ for verb in (
     searches.watch,
     searches.ui,
     searches.promote,
-    checkpoints.export,
+    runner.task_command("export", ExportOptions, "orchestrator.tasks.export:Export"),
     runner.task_command("inspect", InspectOptions, "orchestrator.tasks.inspect:Inspect"),
     searches.report,
 ):

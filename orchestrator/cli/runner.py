@@ -53,14 +53,19 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter | 
 
 
 def task_command(name: str, options: type, task: str) -> Callable[..., None]:
-    """Return the function of a verb whose work is a task, `module:Class`, which is loaded when the verb is run."""
+    """Return the function of a verb whose work is a task, `module:Class`, which is loaded when the verb is run.
+
+    An option of the runner that the verb has of its own, such as a dry run of an upload, is the task's affair.
+    """
 
     def run(given: Any, *, dry_run: bool = False, json: Path | None = None) -> None:
         module, _, kind = task.partition(":")
         made: type[Task[Any, Any]] = getattr(importlib.import_module(module), kind)
         run_verb(made(given, rehearsal=dry_run), json)
 
-    return command(name, options, run, dry_run=DryRun, json=JsonFile)
+    types = option_types(options)
+    shared = {"dry_run": DryRun, "json": JsonFile}
+    return command(name, options, run, **{key: kind for key, kind in shared.items() if key not in types})
 
 
 def run_verb(task: Task[Any, Any], json: Path | None) -> None:

@@ -355,3 +355,53 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
         str | None,
         typer.Option(help="Text whose held-out part is measured on, as convert does; the same kinds of source."),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Write a checkpoint in a format that engines load. Tells whether it is exact, and KV bytes before and after."""
+
+    checkpoint: Annotated[
+        str | Path | Checkpoint,
+        Typed(Path),
+        typer.Argument(help="Folder of a checkpoint, converted or not; or a GGUF file."),
+    ]
+    target: Annotated[
+        str,
+        typer.Option(help="What to export to: auto, gqa, vllm, gguf (llama.cpp), transformers, phi (for GPT-NeoX)."),
+    ]
+    out: Annotated[str | Path, Typed(Path), typer.Option(help="Folder for the exported checkpoint.")]
+    allow_larger_cache: Annotated[
+        bool, typer.Option("--allow-larger-cache", help="Export even if the stock form takes more KV cache.")
+    ] = False
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16; for gguf also q8_0.")
+    ] = "auto"
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Load the export in the engine itself; write it only if all is as promised."),
+    ] = False
+    engine: Annotated[
+        str | None, typer.Option(help="Of --check: llama.cpp, vLLM or transformers (by default the target's own).")
+    ] = None
+    engine_python: Annotated[
+        str | None, typer.Option(help="Of --check: the Python of the environment that has the engine.")
+    ] = None
+    check_memory: Annotated[
+        int, typer.Option(min=1, help="Of --check: GiB of cache whose capacity in tokens is told.")
+    ] = 1
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME", help="Show what would be uploaded to this repository of the Hugging Face hub."
+        ),
+    ] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run/--no-dry-run", help="Of --push: only show, or upload.")] = True
+    overwrite: Overwrite = False
+    dequantize: Dequantize = False
+
+    def __post_init__(self) -> None:
+        if self.push is not None:
+            from orchestrator.storage.hub import check_repository
+
+            check_repository(self.push)

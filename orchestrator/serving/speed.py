@@ -19,6 +19,7 @@ from attention.io.targets import EngineSupport, TargetError, targets
 from attention.modeling.model_classes import plan_of_config
 from attention.plan import BYTES
 from orchestrator import checkpoints
+from orchestrator.config.options import ExportOptions
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation.long_context import context_lengths
 from orchestrator.serving.check import MEMORY
@@ -110,7 +111,7 @@ def exported(
         source = Checkpoint.open(name)
         target = target_name or _target(key, one, source.config, checkpoints.written_dtype(source, dtype))
         try:
-            export_checkpoint(source, target, out, dtype=dtype)
+            export_checkpoint(ExportOptions(checkpoint=source, target=target, out=out, dtype=dtype))
         except LargerCacheError as error:
             raise ConfigError(f"{key}: {error} of the verb export, and give its folder here") from None
     record = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))

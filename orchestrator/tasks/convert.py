@@ -23,7 +23,7 @@ from orchestrator.conversion.record import ConversionRecord, CurveRecord
 from orchestrator.conversion.request import ConversionRequest, asked_ratios, chosen_recipe
 from orchestrator.conversion.several_ratios import check_curve, convert_curve, is_curve, join_curve, ratio_folder
 from orchestrator.reporting.evaluation_tables import print_conversion
-from orchestrator.tasks.task import Task, advise_text
+from orchestrator.tasks.task import Task, advise_text, require
 
 
 class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
@@ -49,7 +49,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         return None if self.options.out is None else Path(self.options.out)
 
     def check(self) -> None:
-        self.request  # noqa: B018
+        require(self.request)
 
     @cached_property
     def request(self) -> ConversionRequest:

@@ -26,7 +26,7 @@ from orchestrator.resources.size import Size
 from orchestrator.resources.time import matmul_rate
 from orchestrator.serving.speed import engine_speed
 from orchestrator.serving.tables import print_speed
-from orchestrator.tasks.task import Task, advise_text
+from orchestrator.tasks.task import Task, advise_text, require
 from trainers.evaluation import decode_speed, evaluate, perplexity
 from trainers.text.data import LoadedTexts, Texts
 
@@ -84,11 +84,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
             return
         if self.options.engine_python is not None:
             raise ConfigError("engine_python: is of a measurement in an engine; add --engine, or leave it out")
-        self.extras  # noqa: B018
-        self.models  # noqa: B018
-        self.positions  # noqa: B018
-        self.dtype  # noqa: B018
-        self.tokenizer  # noqa: B018
+        require(self.extras, self.models, self.positions, self.dtype, self.tokenizer)
 
     @cached_property
     def models(self) -> dict[str, Checkpoint]:
@@ -167,7 +163,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
     def rehearse(self) -> Iterable[Mapping[str, str]]:
         self.announce()
         sequences, source = self.texts.held_out, self._sources.eval_source
-        self.prepared  # noqa: B018
+        require(self.prepared)
         working = checkpoints.dtype_of(checkpoints.working_dtype(self.dtype, self.options.device))
         sizes = [Size.of(model.config).total for model in self.models.values()]
         weights, kind = working.itemsize * sum(sizes) / 2**30, str(working).removeprefix("torch.")

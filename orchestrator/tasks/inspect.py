@@ -16,7 +16,7 @@ from orchestrator.reporting.inspection_tables import print_inspection
 from orchestrator.reporting.pages.inspection_page import build_page
 from orchestrator.storage.outputs import write_page
 from orchestrator.storage.paths import check_writable
-from orchestrator.tasks.task import Task, advise_text
+from orchestrator.tasks.task import Task, advise_text, require
 from search_spaces.recipes.recipe import Recipe
 
 INSPECTED_RATIOS = (0.5, 0.25)
@@ -30,7 +30,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
         return {"page": self.options.out}
 
     def check(self) -> None:
-        self.request  # noqa: B018
+        require(self.request)
 
     @cached_property
     def request(self) -> ConversionRequest:
@@ -47,7 +47,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
             key="checkpoint",
         )
         recipe = sensitivity_recipe(options.recipe, options.counts, options.recipe_settings)
-        self.compared  # noqa: B018
+        require(self.compared)
         cache = Path(options.cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headfold")
         check_writable(cache, "cache")
         return ConversionRequest.check(opened, recipe, ratios, replace(options, cache_dir=cache), key="checkpoint")

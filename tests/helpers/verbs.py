@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.options import ConvertOptions, EvaluateOptions, InspectOptions
+from orchestrator.config.options import ConvertOptions, EvaluateOptions, ExportOptions, InspectOptions
 from orchestrator.conversion.estimate import estimate_conversions
 from orchestrator.conversion.in_memory import Source
 from orchestrator.resources.estimate import ConversionEstimate
+from orchestrator.serving import export
 from orchestrator.tasks.convert import Convert
 from orchestrator.tasks.evaluate import Evaluate
 from orchestrator.tasks.inspect import Inspect
@@ -80,6 +81,10 @@ def inspect_checkpoint(
 
 def evaluate_checkpoint(checkpoint: Any, original: Any = None, **settings: Any) -> Any:
     return Evaluate(EvaluateOptions(checkpoint=checkpoint, original=original, **settings)).run()
+
+
+def export_checkpoint(checkpoint: Any, target: str, out: Any, **settings: Any) -> Any:
+    return export.export_checkpoint(ExportOptions(checkpoint=checkpoint, target=target, out=out, **settings))
 
 
 def rehearse_evaluation(checkpoint: Any, original: Any = None, **settings: Any) -> Any:
