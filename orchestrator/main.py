@@ -24,7 +24,6 @@ from orchestrator.cli import (
     runner,
     searches,
     starting,
-    training,
     usage,
 )
 from orchestrator.cli.ending import ended_at_once
@@ -33,8 +32,10 @@ from orchestrator.config.options import (
     EstimateOptions,
     EvaluateOptions,
     ExportOptions,
+    FinetuneOptions,
     InspectOptions,
     JsonFile,
+    TrainOptions,
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -110,8 +111,10 @@ for verb in (
     recipes.recipes,
     runner.task_command("convert", ConvertOptions, "orchestrator.tasks.convert:Convert"),
     runner.command("estimate", EstimateOptions, estimates.estimate, json=JsonFile),
-    training.train,
-    training.finetune,
+    runner.task_command("train", TrainOptions, "orchestrator.tasks.train:Train", needs=usage.TRAINING_PACKAGES),
+    runner.task_command(
+        "finetune", FinetuneOptions, "orchestrator.tasks.finetune:Finetune", needs=usage.TRAINING_PACKAGES
+    ),
     runner.task_command("evaluate", EvaluateOptions, "orchestrator.tasks.evaluate:Evaluate"),
     searches.watch,
     searches.ui,

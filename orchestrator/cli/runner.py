@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from typer.models import ParameterInfo
 
+from orchestrator.cli.usage import check_packages
 from orchestrator.config.options import DryRun, JsonFile, Typed, option_types
 
 if TYPE_CHECKING:
@@ -52,13 +53,18 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter | 
     return inspect.Parameter(name, where, default=given, annotation=Annotated[kind, described])
 
 
-def task_command(name: str, options: type, task: str) -> Callable[..., None]:
-    """Return the function of a verb whose work is a task, `module:Class`, which is loaded when the verb is run.
+def task_command(name: str, options: type, task: str, *, needs: Sequence[str] = ()) -> Callable[..., None]:
+    """Return the function of a verb whose work is a task, which is loaded when the verb is run.
 
     An option of the runner that the verb has of its own, such as a dry run of an upload, is the task's affair.
+
+    Args:
+        task: `module:Class`.
+        needs: Packages that only processes started by the verb import.
     """
 
     def run(given: Any, *, dry_run: bool = False, json: Path | None = None) -> None:
+        check_packages(name, *needs)
         module, _, kind = task.partition(":")
         made: type[Task[Any, Any]] = getattr(importlib.import_module(module), kind)
         run_verb(made(given, rehearsal=dry_run), json)

@@ -400,8 +400,94 @@ class ExportOptions:
     overwrite: Overwrite = False
     dequantize: Dequantize = False
 
-    def __post_init__(self) -> None:
-        if self.push is not None:
-            from orchestrator.storage.hub import check_repository
 
-            check_repository(self.push)
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(EvalTextOptions):
+    """What trainings outside of a search have in common."""
+
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")]
+    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")]
+    out: Annotated[
+        str | Path,
+        Typed(Path),
+        typer.Option(help="Folder for the trained checkpoint; what it comes from: OUT.training."),
+    ]
+    train_data: Annotated[
+        str | None,
+        typer.Option(
+            "--train-data",
+            "--data",
+            help="Text to train on, and to measure on a part of it that is held out: local text, jsonl or parquet "
+            "files, a hub name, stdlib, or builtin (the default: prose and code of this Python).",
+        ),
+    ] = None
+    train_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of training text (default: what the steps take, 4M at most).")
+    ] = None
+    eval_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
+    ] = None
+    overrides: Annotated[
+        Sequence[str] | None,
+        Typed(list[str] | None),
+        typer.Option("--set", metavar="KEY=VALUE", help="e.g. composition.rank=4, train.batch_size=32; repeatable."),
+    ] = None
+    overwrite: Overwrite = False
+    device: Device = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(TrainingOptions):
+    """Train a model from random weights. With Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
+
+    architecture: Annotated[
+        str | Path | Checkpoint,
+        Typed(str),
+        typer.Option(help="Folder or hub name whose architecture and tokenizer to take."),
+    ]
+    recipe: Annotated[str, typer.Option(help="transformer, or dcformer: dynamically composed heads.")] = "transformer"
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 256
+
+    def __post_init__(self) -> None:
+        from orchestrator.config.schema import TrainSection, check_train_options
+
+        record = {"recipe": self.recipe}
+        check_train_options(TrainSection, record, self.overrides or (), self.learning_rate, self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(TrainingOptions, DeviceOptions):
+    """Continue training a checkpoint on your text. With Ray Train and DeepSpeed; run again, it goes on."""
+
+    model: Annotated[
+        str | Path | Checkpoint,
+        Typed(str),
+        typer.Option(help="Folder, GGUF file or hub name of the checkpoint, converted or not."),
+    ]
+    out: Annotated[
+        str | Path,
+        Typed(Path),
+        typer.Option(help="Folder for the best measured step; what it comes from: OUT.training."),
+    ]
+    tuning: Annotated[
+        str,
+        typer.Option(help="full: all weights; lora: adapters, merged at the end; kv: projections of keys and values."),
+    ] = "full"
+    original: Annotated[
+        str | Path | Checkpoint | None,
+        Typed(str | None),
+        typer.Option(help="Model to learn from too (distillation by KL), e.g. that before conversion."),
+    ] = None
+    train_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of training text (default: what the steps take, 100M at most).")
+    ] = None
+    overrides: Annotated[
+        Sequence[str] | None,
+        Typed(list[str] | None),
+        typer.Option("--set", metavar="KEY=VALUE", help="e.g. train.batch_size=32, train.num_workers=8; repeatable."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        from orchestrator.config.schema import FineTuneSection, check_train_options
+
+        check_train_options(FineTuneSection, {}, self.overrides or (), self.learning_rate, self.seed)

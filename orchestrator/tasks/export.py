@@ -17,7 +17,7 @@ from orchestrator.config.options import ExportOptions
 from orchestrator.reporting.card import CardFacts, write_card
 from orchestrator.serving.export import EngineExportRecord, export_checkpoint
 from orchestrator.serving.tables import print_check
-from orchestrator.storage.hub import size_of, to_upload, upload
+from orchestrator.storage.hub import check_repository, size_of, to_upload, upload
 from orchestrator.tasks.task import Task, require
 
 
@@ -46,6 +46,7 @@ class Export(Task[ExportOptions, ExportRecord]):
         return {"folder": self.options.out}
 
     def check(self) -> None:
+        check_repository(self.options.push)
         require(self.checkpoint)
 
     @cached_property
@@ -62,6 +63,7 @@ class Export(Task[ExportOptions, ExportRecord]):
             CheckError: If the engine computes something else; nothing is written.
             PushError: If the hub does not take it; the export stays.
         """
+        self.check()
         out, push = Path(self.options.out), self.options.push
         record: ExportRecord = {**export_checkpoint(replace(self.options, checkpoint=self.checkpoint))}
         record["card"] = str(write_card(out, CardFacts.of(self.checkpoint.path), push))

@@ -58,9 +58,15 @@ class TrialContext:
 
     def calibration(self, tokens: Tensor) -> Calibration:
         """The original model's statistics over calibration `tokens` `[N, T]`, from the search's cache."""
-        known: dict[str, Any] = {"weights": self.weights, "mixed": self.mixed_moments}
-        own = {"dtype": self.dtype, "device": self.device}
-        return checkpoint_calibration(self.model, tokens, self.calibration_cache, **own, **known)
+        return checkpoint_calibration(
+            self.model,
+            tokens,
+            self.calibration_cache,
+            dtype=self.dtype,
+            device=self.device,
+            weights=self.weights,
+            mixed=self.mixed_moments,
+        )
 
     def search_phase(self, candidate: Candidate) -> dha_distances.SearchPhase | None:
         """DHA's search phase that a candidate's plan rests on; None if it needs none."""
@@ -76,26 +82,32 @@ class TrialContext:
         return relaxation_steps(recipe, self.rungs)
 
     def job(
-        self, name: str, model_dir: Path, out_dir: Path, candidate: Candidate, milestones: Sequence[int], **more: Any
+        self,
+        name: str,
+        model_dir: Path,
+        out_dir: Path,
+        candidate: Candidate,
+        milestones: Sequence[int],
+        relaxation: RelaxationSpec | None = None,
     ) -> TrainJob:
-        """The training of a candidate's weights up to some steps; `more` fields of the job."""
-        fields: dict[str, Any] = {
-            "model_dir": str(model_dir),
-            "teacher_dir": self.teacher or self.model,
-            "train_file": self.train_file,
-            "eval_file": self.eval_file,
-            "out_dir": str(out_dir),
-            "storage_path": str(Path(self.folder) / "train"),
-            "run_name": name,
-            "milestones": tuple(milestones),
-            "settings": self.settings(candidate.recipe, candidate.learning_rate),
-            "seed": candidate.seed,
-            "keep_best": True,
-            "accelerator_type": self.accelerator_type,
-            "placement_strategy": self.placement_strategy,
-            "checkpoint_address": self.checkpoint_address,
-        }
-        return TrainJob(**fields | more)
+        """Return the training of a candidate's weights up to some steps."""
+        return TrainJob(
+            model_dir=str(model_dir),
+            teacher_dir=self.teacher or self.model,
+            train_file=self.train_file,
+            eval_file=self.eval_file,
+            out_dir=str(out_dir),
+            storage_path=str(Path(self.folder) / "train"),
+            run_name=name,
+            milestones=tuple(milestones),
+            settings=self.settings(candidate.recipe, candidate.learning_rate),
+            seed=candidate.seed,
+            keep_best=True,
+            relaxation=relaxation,
+            accelerator_type=self.accelerator_type,
+            placement_strategy=self.placement_strategy,
+            checkpoint_address=self.checkpoint_address,
+        )
 
     def decode_facts(self, config: Any, plan: AttentionPlan) -> dict[str, float]:
         """Decode time of a plan, where it is an objective. `config`: of the original model."""

@@ -8,6 +8,7 @@ from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 
 from orchestrator.search.trials.context import TrialContext
+from orchestrator.training.run import add_steps
 
 
 class ReportRungs:
@@ -19,10 +20,9 @@ class ReportRungs:
 
     def complete(self, metrics: dict[str, Any]) -> dict[str, Any] | None:
         """The report for Tune; None if it has been told."""
-        report = self._facts | metrics
+        report = self._facts | add_steps(metrics, self._before)
         if notes := [*self._facts.get("notes", ()), *metrics.get("notes", ())]:
             report["notes"] = notes
-        report |= {key: metrics[key] + self._before for key in ("step", "best_step") if key in metrics}
         step = report["step"]
         if step in self._told:
             return None

@@ -14,7 +14,6 @@ from ray import tune
 
 from attention.io import checkpoint
 from orchestrator.cluster.placement import run_task
-from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import prepare_process
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import work_digest
@@ -22,6 +21,7 @@ from orchestrator.search.trials.context import TrialContext, training_job
 from orchestrator.search.trials.rungs import ForwardRungs, ReportRungs
 from orchestrator.search.trials.untrained import watched_facts
 from orchestrator.storage.json_files import read_json, write_json
+from orchestrator.training.run import TrainingRun
 
 OF_RUNG_0 = ("phases", "pooled", "work_digest")
 """What only the first report of a trial holds: where its time went, whether it is of a pooled model that the trial's
@@ -48,10 +48,10 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
     tune.report(facts | {"rung": 0})
     if trains:
         job = training_job(context, folder, candidate, trial_id)
-        before = job.relaxation.total_steps if job.relaxation else 0
+        run = TrainingRun(job, job.relaxation.total_steps if job.relaxation else 0)
         kept = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
-        rungs = ReportRungs(context, kept, before)
-        train(context.pool, job, rungs.tell, lambda: [ForwardRungs(rungs)])
+        rungs = ReportRungs(context, kept, run.offset)
+        run.train(context.pool, rungs.tell, lambda: [ForwardRungs(rungs)])
 
 
 def trained(candidate: Candidate, rungs: Sequence[int]) -> bool:

@@ -13,11 +13,11 @@ from verbs import (
     estimate_conversion,
     evaluate_checkpoint,
     export_checkpoint,
+    finetune_checkpoint,
     inspect_checkpoint,
+    train_from_scratch,
 )
 
-from orchestrator.training.finetune import finetune_checkpoint
-from orchestrator.training.scratch import train_from_scratch
 from trainers.text.corpora import resolve
 
 DEMO = Path(__file__).resolve().parents[3] / "examples" / "stdlib-llama"
