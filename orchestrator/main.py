@@ -26,7 +26,6 @@ from orchestrator.cli import (
     starting,
     usage,
 )
-from orchestrator.cli.ending import ended_at_once
 from orchestrator.config.options import (
     ConvertOptions,
     EstimateOptions,
@@ -148,13 +147,9 @@ def _quiet() -> None:
 def run(arguments: Sequence[str] | None = None) -> None:
     """The installed command, with the process's arguments or those given. User errors are ValueErrors, here and in all
     packages below."""
-    if arguments is None:
-        with ended_at_once():
-            run(sys.argv[1:])
-        return
     collect_seldom()
     _quiet()
-    given = list(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.exit(app(args=given, prog_name="headfold", standalone_mode=False) or 0)
     except KeyboardInterrupt:
