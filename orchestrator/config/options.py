@@ -22,15 +22,19 @@ else:  # the command line is made without them
 
 @dataclass(frozen=True)
 class Typed:
-    """In the annotation of an option: its type on the command line, where Python takes others too."""
+    """The type of an option on the command line, where Python takes other types too.
+
+    It stands in the annotation of the option.
+    """
 
     annotation: Any
 
 
 def option_types(options: type) -> dict[str, Any]:
-    """Return the annotations of a class of options by name, its own first, then those of its bases in turn.
+    """Return the annotations of a class of options by name.
 
-    An option without one of Typer's descriptions is for Python alone.
+    Its own are first, then those of its bases in turn. An option without one of Typer's
+    descriptions is for Python alone.
     """
     names = [name for each in options.__mro__ for name in vars(each).get("__annotations__", {})]
     types = get_type_hints(options, include_extras=True)
@@ -141,7 +145,7 @@ class BudgetOptions:
 
     @property
     def unit(self) -> str:
-        """The unit in which the budget is requested, and in which the answer is given (`attention.ratios.UNITS`)."""
+        """The unit of the budget, and of the answer (`attention.ratios.UNITS`)."""
         return "heads" if self.kv_heads is not None else "bytes" if self.kv_bytes is not None else "share"
 
 
@@ -291,8 +295,10 @@ class InspectOptions(ConversionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(EvalTextOptions, DeviceOptions):
-    """Measure a checkpoint beside its original. Held-out loss, KL, KV bytes planned and allocated, speed; where asked,
-    tasks, generated text and long contexts."""
+    """Measure a checkpoint beside its original.
+
+    Held-out loss, KL, KV bytes planned and allocated, speed; where asked, tasks, generated text and long contexts.
+    """
 
     checkpoint: Annotated[
         str | Path | Checkpoint,

@@ -153,7 +153,7 @@ class PromotionSteps:
         over = entry.status in (REFUSED, PROMOTED) or (entry.role == BASELINE and entry.status == TRAINED)
         status = records.FAILED if entry.status == FAILED else records.DONE if over else records.RUNNING
         trial = self.trials[trial_id]
-        params = params_of(trial) | training.params | {"promotion_steps": steps}
+        params = {**params_of(trial), **training.params, "promotion_steps": steps}
         what = (
             f"Full training of trial `{trial_id}` as {entry.role} of a promotion: {entry.name} of the checkpoint's KV"
         )

@@ -1,4 +1,4 @@
-"""The full trainings of a promotion, several at a time, and which of the models on a trial's way is shipped."""
+"""The full trainings of a promotion, and which of the models on a trial's way is shipped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import SearchSession
 from orchestrator.storage.json_files import read_json
 from orchestrator.storage.records import TrialRecord
-from orchestrator.training.run import Failures, Report, TrainingRun, lost
+from orchestrator.training.run import Failures, TrainingReport, TrainingRun, lost
 from trainers.deepspeed_config import layout_of
 from trainers.jobs.checkpoints import is_saved
 from trainers.settings import TrainSettings
@@ -43,8 +43,9 @@ class StartPoint:
     def of(cls, trial: TrialRecord, candidate: Candidate, session: SearchSession, *, same_layout: bool) -> StartPoint:
         """Continue the trial's last training checkpoint, if it is there and can be.
 
-        It may be gone (`orchestrator.search.leftovers`), or the promotion splits its training in another way. Then the
-        start is the trial's last weights, or else its best ones; of a trial without training its converted weights.
+        It may be gone (`orchestrator.search.leftovers`), or the promotion splits its training in
+        another way. Then the start is the trial's last weights, or else its best ones; of a trial
+        without training its converted weights.
         """
         context, folder = session.context, session.folder.trial(trial.trial_id)
         if not trial.step:
@@ -66,7 +67,10 @@ class StartPoint:
 
 @dataclass(frozen=True)
 class Training:
-    """One trial's way to `total` steps, all in steps of the trial. `run` None: it has got there already."""
+    """One trial's way to `total` steps, all in steps of the trial.
+
+    `run` None: it has got there already.
+    """
 
     trial: TrialRecord
     total: int
@@ -112,11 +116,11 @@ class Training:
         settings = self.run.job.settings
         return {"learning_rate": settings.learning_rate, "batch_size": settings.batch_size}
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[TrainingReport]:
         """Return the milestones so far."""
         return self.run.reports() if self.run else []
 
-    def curve(self) -> list[Report]:
+    def curve(self) -> list[TrainingReport]:
         """Return its course so far, between the milestones and behind the last one."""
         return self.run.curve() if self.run else []
 
@@ -130,18 +134,21 @@ Done = Callable[[Training, float | None, str | None], None]
 
 
 def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
-    """`evaluations` steps spread evenly over (start, total], the last one being `total`."""
+    """Return `evaluations` steps spread evenly over (start, total], the last one being `total`."""
     span = total - start
     return tuple(sorted({start + round(span * (i + 1) / evaluations) for i in range(evaluations)} - {start}))
 
 
 def run_all(
-    trainings: Sequence[Training], session: SearchSession, done: Done, going_on: Callable[[Training], None]
+    trainings: Sequence[Training],
+    session: SearchSession,
+    done: Done,
+    going_on: Callable[[Training], None],
 ) -> None:
     """Run the trainings, each a Ray task, as many at a time as the session has room for.
 
-    One that loses its machines goes on from its last checkpoint; it fails if that happens again and again without a new
-    one.
+    One that loses its machines goes on from its last checkpoint; it fails if that happens again and
+    again without a new one.
 
     Args:
         done: Called after each.
@@ -158,7 +165,10 @@ def run_all(
             training = waiting.pop(0)
             running[task.remote(training.run, session.context.pool)] = training
             name = training.trial.name
-            print(f"promotion: {name} goes on from step {training.start} to {training.total}", flush=True)
+            print(
+                f"promotion: {name} goes on from step {training.start} to {training.total}",
+                flush=True,
+            )
         finished, _ = ray.wait(list(running), num_returns=1, timeout=_POLL_SECONDS)
         for training in running.values():
             going_on(training)
@@ -167,13 +177,20 @@ def run_all(
             trial, run = training.trial, training.run
             try:
                 loss, error = ray.get(reference), None
-                print(f"promotion: {trial.name}: loss {loss:.3f} after {training.total} steps", flush=True)
+                print(
+                    f"promotion: {trial.name}: loss {loss:.3f} after {training.total} steps",
+                    flush=True,
+                )
             except Exception as failure:
-                loss, error = None, last_error(f"{type(failure).__name__}: {failure}")  # the cause that Ray wraps
+                # The last error is the cause, which Ray wraps
+                loss, error = None, last_error(f"{type(failure).__name__}: {failure}")
                 step = run.checkpoint_step() if run else -1
                 failures[trial.trial_id] = failures.get(trial.trial_id, Failures()).another(step)
                 if lost(failure) and failures[trial.trial_id].retries_left:
-                    print(f"promotion: {trial.name} has lost its machines and starts again: {error}", flush=True)
+                    print(
+                        f"promotion: {trial.name} has lost its machines and starts again: {error}",
+                        flush=True,
+                    )
                     waiting.append(training)
                     continue
                 print(f"promotion: {trial.name} failed: {error}", flush=True)
@@ -181,12 +198,12 @@ def run_all(
 
 
 def _train(run: TrainingRun, pool: str | None) -> float:
-    """A Ray task: train. Returns the loss after the last step."""
+    """Train, as a Ray task, and return the loss after the last step."""
     prepare_process()
     return run.train(pool)["loss"]
 
 
-# ---- what is shipped -------------------------------------------------------------------------------------------------
+# ---- what is shipped -----------------------------------------------------------------------------
 
 UNTRAINED = "untrained conversion"
 POOLED = "pooled conversion, untrained: not what its relaxation trains from"
@@ -195,8 +212,13 @@ RELAXED = "relaxed model before any recovery"
 
 @dataclass(frozen=True)
 class Measured:
-    """A model that was measured, and its weights. `step`: training steps behind it; `loss`, `kl`: held out, nats a
-    token; `position`: sequences of the training data behind it, where that is known."""
+    """A model that was measured, and its weights.
+
+    Attributes:
+        step: Training steps behind it.
+        loss: Held out, in nats per token, as `kl` is.
+        position: Sequences of the training data behind it, if that is recorded.
+    """
 
     step: int
     loss: float
@@ -207,25 +229,32 @@ class Measured:
 
 
 def best_model(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]] = ()) -> Measured | None:
-    """What is shipped: of all that was measured on the trial's way (converted, relaxed, at its rungs, in its promotion)
-    the model of lowest held-out loss whose weights are there, of equal ones the least trained; None if there is none.
-    `folder`: the trial's; `reports`: those of its promotion."""
-    models = [m for m in _models(trial, folder, reports) if math.isfinite(m.loss) and m.folder.is_dir()]
+    """Return the model that is shipped; None if there is none.
+
+    Of all that was measured on the trial's way (converted, relaxed, at its rungs, in its promotion)
+    it is the one of lowest held-out loss whose weights are there, of equal ones the least trained.
+
+    Args:
+        folder: The trial's.
+        reports: Those of its promotion.
+    """
+    models = [model for model in _models(trial, folder, reports) if math.isfinite(model.loss) and model.folder.is_dir()]
     return min(models, key=lambda model: (model.loss, model.step), default=None)
 
 
 def _models(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]]) -> Iterator[Measured]:
     positions = {int(r["step"]): r.get("data_position") for r in (*trial.rungs, *reports)}
 
-    def trained(step: int, loss: float | None, kl: float | None, place: str | Path) -> Measured:
-        return Measured(step, _number(loss), kl, Path(place), f"step {step}", positions.get(step))
+    def trained(step: int, loss: float | None, kl: float | None, weights: str | Path) -> Measured:
+        return Measured(step, _number(loss), kl, Path(weights), f"step {step}", positions.get(step))
 
     if (first := trial.untrained) is not None:
         what = POOLED if trial.relaxes else UNTRAINED
         yield Measured(0, _number(first["loss"]), first.get("kl"), folder / "converted", what, 0)
     last = trial.last
     if last.get("relaxed_dir"):
-        steps, loss = int(last.get("relaxation_steps", 0)), _number(last.get("collapsed_loss"))
+        steps = int(last.get("relaxation_steps", 0))
+        loss = _number(last.get("collapsed_loss"))
         yield Measured(steps, loss, None, Path(last["relaxed_dir"]), RELAXED)
     if trial.step and "best_dir" not in last:
         yield trained(trial.step, last.get("loss"), last.get("kl"), folder / "trained")

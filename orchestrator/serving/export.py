@@ -1,4 +1,4 @@
-"""`headfold export`: a checkpoint in a format that engines load, and the check that one of them does."""
+"""Exports: a checkpoint in a format that engines load, and the check that one of them does."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.serving.check import CheckError, check_export
 from orchestrator.serving.engines import engine as engine_named
 
-AUTO = "auto"
-
 
 class EngineExportRecord(TypedDict):
-    """What an export has shown, and what loads it. Bytes are those of a token's KV cache in `cache_dtype`."""
+    """What an export has shown, and what loads it.
+
+    Bytes are those of a token's KV cache in `cache_dtype`.
+    """
 
     target: str
     folder: str
@@ -46,7 +47,8 @@ class EngineExportRecord(TypedDict):
     max_logit_difference: float
     max_logit: float
     check: Mapping[str, Any]
-    """What an engine that loaded it has shown (`orchestrator.serving.check.CheckResult`); empty without a check."""
+    """What an engine that loaded it has shown (`orchestrator.serving.check.CheckResult`); empty
+    without a check."""
     zero_query_heads: int
     extra_attention: float
     format: str
@@ -60,23 +62,28 @@ class EngineExportRecord(TypedDict):
 def export_checkpoint(options: ExportOptions) -> EngineExportRecord:
     """Write a checkpoint for a target, its tokenizer with it.
 
-    With `options.check` the engine (the target's first, unless named) loads the result in a process of its own, and
-    nothing is written unless it computes the same in the cache that was promised.
+    With `options.check` the engine (the target's first, unless named) loads the result in a process
+    of its own, and nothing is written unless it computes the same in the cache that was promised.
 
     Raises:
-        ConfigError: For what is wrong with checkpoint or options. Likewise ValueError, as `attention.io.export.export`.
+        ConfigError: For what is wrong with checkpoint or options. Likewise ValueError, as
+            `attention.io.export.export`.
         EngineError: If the engine is not installed, before any work.
         CheckError: If the engine shows something else.
     """
     opened = checkpoints.open_checkpoint(options.checkpoint, "checkpoint")
     others: dict[str, str] = {}
     name = options.target
-    if name != AUTO:
-        _check_dtype(target(name, more=[AUTO]), options.dtype)
+    if name != checkpoints.AUTO:
+        _check_dtype(target(name, more=[checkpoints.AUTO]), options.dtype)
     else:
-        name, others = best_target(opened.config, opened.plan, checkpoints.written_dtype(opened, options.dtype))
+        name, others = best_target(
+            opened.config, opened.plan, checkpoints.written_dtype(opened, options.dtype)
+        )
     chosen = target(name)
-    dtype = options.dtype if options.dtype in chosen.dtypes else checkpoints.written_dtype(opened, options.dtype)
+    dtype = options.dtype
+    if dtype not in chosen.dtypes:
+        dtype = checkpoints.written_dtype(opened, dtype)
     report = export(
         opened,
         chosen.name,
@@ -94,41 +101,50 @@ def export_checkpoint(options: ExportOptions) -> EngineExportRecord:
 
 def _check_dtype(chosen: Target, dtype: str) -> None:
     """Raise ConfigError for a dtype that a target does not take."""
-    if full_name(dtype) in (AUTO, *chosen.dtypes):
+    if full_name(dtype) in (checkpoints.AUTO, *chosen.dtypes):
         return
-    more = ""
+    hint = ""
     if chosen.name == "gguf":
-        more = (
+        hint = (
             "; llama.cpp itself makes its other types from such a file: llama-quantize model.gguf "
             f"model-{dtype}.gguf {dtype}"
         )
-    raise ConfigError(f"{one_of(f'dtype for target {chosen.name}', [AUTO, *chosen.dtypes], dtype)}{more}")
+    dtypes = [checkpoints.AUTO, *chosen.dtypes]
+    raise ConfigError(f"{one_of(f'dtype for target {chosen.name}', dtypes, dtype)}{hint}")
 
 
 def _format(out: str | Path, chosen: Target, dtype: str) -> dict[str, Any]:
-    """What the folder is to other software."""
+    """Return what the folder is to other software."""
     if (Path(out) / "config.json").is_file() and chosen.name in ("gqa", "phi"):
         return format_of(out, dtype)
     engines = " and ".join(chosen.engines)
-    return {"format": chosen.name, "loads_in": list(chosen.engines), "format_note": f"{engines} loads it"}
+    return {
+        "format": chosen.name,
+        "loads_in": list(chosen.engines),
+        "format_note": f"{engines} loads it",
+    }
 
 
 def _check(
     options: ExportOptions, chosen: Target, source: Checkpoint, dtype: str
 ) -> Callable[[Path, PreTrainedModel], Mapping[str, Any]] | None:
-    """What `attention.io.export.export` calls on the finished folder; None without a check.
+    """Return what `attention.io.export.export` calls on the finished folder; None without a check.
 
     Raises EngineError if the engine is not there.
     """
     if not options.check:
         if options.engine or options.engine_python:
             raise ConfigError(
-                "engine, engine_python: are of a check; add --check (in Python: check=True), or leave them out"
+                "engine, engine_python: are of a check; add --check (in Python: check=True), or "
+                "leave them out"
             )
         return None
     engine = engine_named(options.engine or chosen.engines[0])
     if engine.name not in chosen.engines:
-        raise ConfigError(f"engine: target {chosen.name} is read by {', '.join(chosen.engines)}, got {engine.name}")
+        raise ConfigError(
+            f"engine: target {chosen.name} is read by {', '.join(chosen.engines)}, got "
+            f"{engine.name}"
+        )
     interpreter = engine.find(options.engine_python)
 
     def check(folder: Path, back: PreTrainedModel) -> Mapping[str, Any]:
@@ -150,7 +166,8 @@ def _check(
         )
         if result.reasons:
             raise CheckError(
-                f"{result.version} does not do what was promised, so nothing was written: {'; '.join(result.reasons)}"
+                f"{result.version} does not do what was promised, so nothing was written: "
+                f"{'; '.join(result.reasons)}"
             )
         return result.to_dict()
 

@@ -1,4 +1,7 @@
-"""`headfold export`: one checkpoint in a format that engines load, with a model card, and where requested an upload."""
+"""`headfold export`: one checkpoint in a format that engines load.
+
+A model card is written with it, and where requested it is uploaded.
+"""
 
 from __future__ import annotations
 
@@ -52,20 +55,25 @@ class Export(Task[ExportOptions, ExportRecord]):
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """What is exported."""
-        opened = checkpoints.open_model(self.options.checkpoint, "checkpoint", dequantize=self.options.dequantize)
+        opened = checkpoints.open_model(
+            self.options.checkpoint, "checkpoint", dequantize=self.options.dequantize
+        )
         return checkpoints.open_checkpoint(opened, "checkpoint")
 
     def run(self) -> ExportRecord:
         """Export and write the card; upload if `push` names a repository and it is no dry run.
 
         Raises:
-            ConfigError: For what a user can mend. Likewise TargetError, LargerCacheError, EngineError, OutputError.
+            ConfigError: For what a user can mend. Likewise TargetError, LargerCacheError,
+                EngineError, OutputError.
             CheckError: If the engine computes something else; nothing is written.
             PushError: If the hub does not take it; the export stays.
         """
         self.check()
         out, push = Path(self.options.out), self.options.push
-        record: ExportRecord = {**export_checkpoint(replace(self.options, checkpoint=self.checkpoint))}
+        record: ExportRecord = {
+            **export_checkpoint(replace(self.options, checkpoint=self.checkpoint))
+        }
         record["card"] = str(write_card(out, CardFacts.of(self.checkpoint.path), push))
         write_digests(out)
         if push is not None:
@@ -78,8 +86,9 @@ class Export(Task[ExportOptions, ExportRecord]):
         original, after = record["kv_bytes_per_token_original"], record["kv_bytes_per_token_after"]
         share = "" if original is None else f" ({percent(after / original)} of the original's)"
         print(
-            f"{record['model_type']} in {self.options.out}: {'exact' if record['exact'] else 'not exact'}, largest "
-            f"logit difference {record['max_logit_difference']:.2g}; KV bytes per token "
+            f"{record['model_type']} in {self.options.out}: "
+            f"{'exact' if record['exact'] else 'not exact'}, largest logit difference "
+            f"{record['max_logit_difference']:.2g}; KV bytes per token "
             f"{record['kv_bytes_per_token_before']} before, {after} after{share}"
         )
         print(record["format_note"])
@@ -99,8 +108,19 @@ class Export(Task[ExportOptions, ExportRecord]):
         for name, count in files.items():
             print(f"  {name}  {size_of(count)}")
         if push["uploaded"] is not None:
-            print(f"uploaded: {push['uploaded']} (a new repository is private until you change that on its page)")
+            print(
+                f"uploaded: {push['uploaded']} (a new repository is private until you change that "
+                "on its page)"
+            )
             return
-        again = ["headfold", "export", self.checkpoint.path, "--target", target, "--out", str(self.options.out)]
+        again = [
+            "headfold",
+            "export",
+            self.checkpoint.path,
+            "--target",
+            target,
+            "--out",
+            str(self.options.out),
+        ]
         command = shlex.join([*again, "--overwrite", "--push", repository, "--no-dry-run"])
         print(f"nothing was uploaded; this does it (any other options as before): {command}")

@@ -1,6 +1,7 @@
-"""`headfold finetune`: train a checkpoint, converted or not, on the user's text, and keep its best measured step.
+"""`headfold finetune`: train a checkpoint on the user's text, and keep its best measured step.
 
-OUT.training also holds the weights of the best step until OUT is written (`orchestrator.training.request`).
+OUT.training also holds the weights of the best step until OUT is written
+(`orchestrator.training.request`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.options import FinetuneOptions
 from orchestrator.config.schema import ConfigError, FineTuneSection, check_training, parse_section
 from orchestrator.tasks.training import TrainingTask, train_section
-from orchestrator.training.request import TrainingRecord, TrainingRequest, absolute, result_folder, steps_between
-from orchestrator.training.run import Report
+from orchestrator.training.request import (
+    TrainingRecord,
+    TrainingRequest,
+    absolute,
+    result_folder,
+    steps_between,
+)
+from orchestrator.training.run import TrainingReport
 from trainers.evaluation import evaluate
 from trainers.settings import TrainSettings
 from trainers.text.data import Texts, read_sequences
@@ -67,7 +74,9 @@ class FinetuneRequest(TrainingRequest):
 
     @property
     def title(self) -> str:
-        parts = {"full": "all weights", "lora": "adapters", "kv": "keys and values"}[self.settings.tuning]
+        parts = {"full": "all weights", "lora": "adapters", "kv": "keys and values"}[
+            self.settings.tuning
+        ]
         return f"{parts} of {Path(self.model).name}"
 
     @property
@@ -87,15 +96,27 @@ class FinetuneRequest(TrainingRequest):
         return self.folder / "trained"
 
     def prepare(self, eval_file: Path) -> Mapping[str, Any]:
-        """Measure the loss before; the files of a hub model come here too, before any worker needs them."""
+        """Measure the loss before.
+
+        The files of a hub model come here too, before any worker needs them.
+        """
         folder = str(Checkpoint.open(self.model).folder)
         teacher = None if self.original is None else str(Checkpoint.open(self.original).folder)
-        resources = {"num_cpus": self.settings.cpus_per_worker, "num_gpus": self.settings.gpus_per_worker}
-        before = on_cluster(resources, "loss of the model as it is", _measure, folder, str(eval_file), self.settings)
+        resources = {
+            "num_cpus": self.settings.cpus_per_worker,
+            "num_gpus": self.settings.gpus_per_worker,
+        }
+        before = on_cluster(
+            resources, "loss of the model as it is", _measure, folder, str(eval_file), self.settings
+        )
         return {"folder": folder, "teacher": teacher, **before}
 
-    def ship(self, last: Report) -> Mapping[str, Any]:
-        """Write the best measured step to `out`; return which one it is, and the digest of its weights."""
+    def ship(self, last: TrainingReport) -> Mapping[str, Any]:
+        """Write the best measured step to `out`.
+
+        Returns:
+            Which one it is, and the digest of its weights.
+        """
         best, dtype = Path(last["best_dir"]), DTYPES[self.dtype]
         piecewise.save_as(best, _tensors(best, dtype), self.out, checkpoint.carried(self.start_dir))
         return {
@@ -115,7 +136,7 @@ def _measure(folder: str, eval_file: str, settings: TrainSettings) -> dict[str, 
 
 
 def _tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint that we have written, those of floating point rounded to `dtype`."""
+    """Yield every tensor of a checkpoint, those of floating point rounded to `dtype`."""
     for name, stored in stored_tensors(folder).items():
         with open_safetensors(folder / stored.file) as file:
             tensor = file.get_tensor(name)
@@ -123,10 +144,11 @@ def _tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 
 
 class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
-    """A training of a checkpoint, whose best measured step is kept, in the dtype of the checkpoint.
+    """A training of a checkpoint, whose best measured step is kept, in its dtype.
 
-    `tuning`: "full" trains all weights, "lora" adapters that are merged at the end, "kv" the projections of keys and
-    values alone. With `original` it learns from that model too, by KL unless `train.distillation` says otherwise.
+    `tuning`: "full" trains all weights, "lora" adapters that are merged at the end, "kv" the
+    projections of keys and values alone. With `original` it learns from that model too, by KL
+    unless `train.distillation` says otherwise.
     """
 
     @cached_property
@@ -140,20 +162,25 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
         model = self._open(options.model, "model")
         geometry, tokenizer = model.geometry, checkpoints.load_tokenizer(model)
         if model.plan.head_shares and options.tuning == "kv":
-            raise ConfigError("tuning: layers of this model share heads, and so their weights; use --tuning full")
+            raise ConfigError(
+                "tuning: layers of this model share heads, and so their weights; use --tuning full"
+            )
         original = None
         if options.original is not None:
             original = self._open(options.original, "original")
             if original.geometry.vocab_size != geometry.vocab_size:
                 raise ConfigError(
-                    f"original: its vocabulary has {original.geometry.vocab_size} tokens, that of {model.path!r} has "
-                    f"{geometry.vocab_size}; give the model that this one was converted from"
+                    f"original: its vocabulary has {original.geometry.vocab_size} tokens, that of "
+                    f"{model.path!r} has {geometry.vocab_size}; give the model that this one was "
+                    "converted from"
                 )
             checkpoints.check_same_tokens(tokenizer, original, "original", "model")
         texts = Texts(options.train_data, options.eval_data, options.text_field, options.seed)
         length = options.sequence_length
         if length is None:
-            loaded = texts.load(tokenizer, geometry.max_positions, eval_tokens=options.eval_tokens, calibrate=False)
+            loaded = texts.load(
+                tokenizer, geometry.max_positions, eval_tokens=options.eval_tokens, calibrate=False
+            )
             length = loaded.held_out.shape[1]
         tokens = min(options.steps * settings.batch_size * length, _TRAIN_TOKENS)
         request = FinetuneRequest(
@@ -179,10 +206,15 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
     def _open(self, source: checkpoints.CheckpointSource, key: str) -> Checkpoint:
         weights, dequantize = not self.rehearsal, self.options.dequantize
         opened = checkpoints.open_model(source, key, dequantize=dequantize, weights=weights)
-        return checkpoints.open_checkpoint(opened, key, sequence_length=self.options.sequence_length)
+        return checkpoints.open_checkpoint(
+            opened, key, sequence_length=self.options.sequence_length
+        )
 
     def _settings(self) -> TrainSettings:
-        """The settings with --tuning and --original in them. Raises ConfigError where `--set` says something else."""
+        """Return the settings with --tuning and --original in them.
+
+        Raises ConfigError where `--set` says something else.
+        """
         options = self.options
         record = train_section({}, options)
         train, distilled = record["train"], options.original is not None
@@ -190,13 +222,17 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
             if "tuning" in train:
                 raise ConfigError("train.tuning: it has an option of its own; give it as --tuning")
             if not distilled and train.get("distillation", "none") != "none":
-                raise ConfigError("train.distillation: it needs the model to learn from; give it as --original")
+                raise ConfigError(
+                    "train.distillation: it needs the model to learn from; give it as --original"
+                )
             learns = {"distillation": _DISTILLATION} if distilled else {}
             record["train"] = learns | train | {"tuning": options.tuning}
         return parse_section(FineTuneSection, record, "this training").train
 
     def run(self) -> FinetuneRecord:
-        """Train and save; the same training goes on where it was stopped, or returns what it has measured.
+        """Train and save.
+
+        The same training goes on where it was stopped, or returns what it has measured.
 
         Raises:
             ConfigError: For what a user can mend. Likewise DataError, OutputError.
@@ -208,8 +244,13 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
         return FinetuneRecord(**values, better=losses["loss"] < losses["loss_before"])
 
     def show(self, record: FinetuneRecord) -> None:
-        change = f"{record['loss_before']:.3f} before, {record['loss']:.3f} at step {record['best_step']}"
-        print(f"held-out loss in nats per token: {change}, which is kept")
+        print(
+            f"held-out loss in nats per token: {record['loss_before']:.3f} before, "
+            f"{record['loss']:.3f} at step {record['best_step']}, which is kept"
+        )
         if not record["better"]:
-            print("warning: no measured step is better than the model was; try a lower --learning-rate or more text")
+            print(
+                "warning: no measured step is better than the model was; try a lower "
+                "--learning-rate or more text"
+            )
         print(f"checkpoint: {record['out']}")

@@ -20,7 +20,7 @@ from orchestrator.resources.time import training_rate
 from orchestrator.tasks.task import RecordT, Task, advise_text, require
 from orchestrator.training.request import TrainingRequest
 from orchestrator.training.run import TrainingRun
-from orchestrator.training.tracked import watched
+from orchestrator.training.tracked import training_progress
 
 TrainingOptionsT = TypeVar("TrainingOptionsT", bound=TrainingOptions)
 
@@ -67,10 +67,10 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
             hours = f"; about {about}, starts and measurements left out"
         return [
             {
-                "training": f"{request.title}, {request.steps} steps, {compact(request.tokens)} tokens "
-                f"({request.epochs} of the text)",
-                "model": f"{compact(size.total)} parameters, composition left out, as {Path(request.source).name} "
-                "has them",
+                "training": f"{request.title}, {request.steps} steps, "
+                f"{compact(request.tokens)} tokens ({request.epochs} of the text)",
+                "model": f"{compact(size.total)} parameters, composition left out, as "
+                f"{Path(request.source).name} has them",
                 "text": f"{request.train_data} to train on, {request.eval_data} to measure on",
                 "rate": f"{speed}{rate_source}{hours}",
                 "results": f"{request.out}, and beside it {request.folder.name}",
@@ -81,7 +81,9 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
         """Train, or what is left of it, and put the checkpoint in place."""
         request = self.request
         of_text = f"{request.tokens} tokens ({request.epochs} of the text)"
-        self.log(f"training: {request.title}, {request.steps} steps, {of_text}; in {request.folder}")
+        self.log(
+            f"training: {request.title}, {request.steps} steps, {of_text}; in {request.folder}"
+        )
         if request.finished:
             return
         request.check_texts()
@@ -91,7 +93,7 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
         with connected() as nodes:
             concurrency(nodes, request.demand)
             run = TrainingRun(request.make_job())
-            with watched(request, run, self.log):
+            with training_progress(request, run, self.log):
                 last = run.train()
         request.note(**request.ship(last), finished=True)
 
@@ -101,11 +103,13 @@ def _print_at_once(line: str) -> None:
 
 
 def train_section(record: dict[str, Any], options: TrainingOptions) -> dict[str, Any]:
-    """Return `record` with the overrides (`train.KEY=VALUE`, ...) and the options that have a flag of their own.
+    """Return `record` with the overrides and the options that have a flag of their own.
 
-    Raises ConfigError for one that is given both ways.
+    An override reads `train.KEY=VALUE`. Raises ConfigError for one that has a flag.
     """
-    record = apply_train_options(record, options.overrides or (), options.learning_rate, options.seed)
+    record = apply_train_options(
+        record, options.overrides or (), options.learning_rate, options.seed
+    )
     if isinstance(record["train"], dict):
         gpus = float(checkpoints.device_of(options.device).type == "cuda")
         record["train"] = {"gpus_per_worker": gpus} | record["train"]

@@ -1,7 +1,8 @@
-"""What every training outside of a search has: its texts, its folder, its milestones, and how it goes on.
+"""What every training outside of a search has: texts, a folder, milestones, and how it goes on.
 
-Everything of a training lies beside its result: OUT is the trained checkpoint, OUT.training the token sequences and
-the training checkpoints with what was measured. The same command run again goes on where it was stopped.
+Everything of a training lies beside its result: OUT is the trained checkpoint, OUT.training the
+token sequences and the training checkpoints with what was measured. The same command run again goes
+on where it was stopped.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import storage_path
-from orchestrator.training.run import Report
+from orchestrator.training.run import TrainingReport
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
@@ -44,7 +45,10 @@ class Milestone(TypedDict):
 
 
 class TrainingRecord(Milestone):
-    """What the JSON of `headfold train` and that of `headfold finetune` have in common; the last milestone is in it."""
+    """What the JSON of `headfold train` and of `headfold finetune` have in common.
+
+    The last milestone is in it.
+    """
 
     settings: Mapping[str, Any]
     """`trainers.settings.TrainSettings`."""
@@ -131,10 +135,14 @@ class TrainingRequest(ABC):
         """
 
     @abstractmethod
-    def ship(self, last: Report) -> Mapping[str, Any]:
-        """Put the trained checkpoint in place, and return facts for the mark, `weights_digest` among them."""
+    def ship(self, last: TrainingReport) -> Mapping[str, Any]:
+        """Put the trained checkpoint in place.
 
-    # ---- sizes -------------------------------------------------------------------------------------------------------
+        Returns:
+            Facts for the mark, `weights_digest` among them.
+        """
+
+    # ---- sizes -----------------------------------------------------------------------------------
 
     @property
     def milestones(self) -> tuple[int, ...]:
@@ -153,7 +161,7 @@ class TrainingRequest(ABC):
     def demand(self) -> Demand:
         return Demand(0, 0, *self.settings.shape[:3])
 
-    # ---- texts and job -----------------------------------------------------------------------------------------------
+    # ---- texts and job ---------------------------------------------------------------------------
 
     @property
     def folder(self) -> Path:
@@ -164,7 +172,8 @@ class TrainingRequest(ABC):
         """The text to train on and the held-out text."""
         texts = Texts(self.train_data, self.eval_data, self.text_field, self.settings.seed)
         length = self.sequence_length
-        return texts.cut("train", self.train_tokens, length), texts.cut("eval", self.eval_tokens, length)
+        train = texts.cut("train", self.train_tokens, length)
+        return train, texts.cut("eval", self.eval_tokens, length)
 
     def check_texts(self) -> None:
         """Raise DataError where there is too little text.
@@ -174,15 +183,19 @@ class TrainingRequest(ABC):
         tokenizer = checkpoints.load_tokenizer(self.source)
         for cut in self.cuts:
             cut.check()
-            if cut.tokens <= SMALL_TEXT and not is_complete(cut.folder(tokenizer, self.folder / "data")):
+            tokenised = is_complete(cut.folder(tokenizer, self._data))
+            if cut.tokens <= SMALL_TEXT and not tokenised:
                 cut.in_memory(tokenizer)
 
     def make_job(self) -> TrainJob:
-        """Return the job, with its model and its texts on disk; those of an earlier start are taken as they are."""
+        """Return the job, with its model and its texts on disk.
+
+        Those of an earlier start are taken as they are.
+        """
         self.note()  # first, so that what a kill leaves is known as ours
         tokenizer = checkpoints.load_tokenizer(self.source)
         train_file, eval_file = (
-            token_set(cut, tokenizer, self.folder / "data", tokenise=tokeniser(self.source, cut.tokens))
+            token_set(cut, tokenizer, self._data, tokenise=tokeniser(self.source, cut.tokens))
             for cut in self.cuts
         )
         if "parameters" not in self.mark:
@@ -202,10 +215,14 @@ class TrainingRequest(ABC):
         )
 
     @property
+    def _data(self) -> Path:
+        return self.folder / "data"
+
+    @property
     def _storage(self) -> Path:
         return self.folder / "train"
 
-    # ---- what is on disk ---------------------------------------------------------------------------------------------
+    # ---- what is on disk -------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything that the result depends on, as plain values."""
@@ -218,7 +235,7 @@ class TrainingRequest(ABC):
 
     @property
     def mark(self) -> Mapping[str, Any]:
-        """What an earlier start of this training depends on, facts of it, and whether it has `finished`."""
+        """What an earlier start depends on, facts of it, and whether it has `finished`."""
         return read_json(self.mark_file) if self.mark_file.is_file() else {}
 
     def note(self, **facts: Any) -> None:
@@ -226,21 +243,27 @@ class TrainingRequest(ABC):
         write_json(self.mark_file, {**self.to_dict(), **self.mark, **facts})
 
     def check_folders(self, overwrite: bool) -> None:
-        """Raise ConfigError or OutputError unless `out` may be written, or holds this very training."""
+        """Raise ConfigError or OutputError unless `out` may be written.
+
+        It may hold this very training.
+        """
         mark = self.mark
         if not mark:
             check_folder(self.out, overwrite=overwrite, reads=[self.source])
             check_folder(self.folder, reads=[self.source])
             return
-        later = {f.name: f.default for f in fields(self) if f.default is not MISSING}  # fields that a mark may lack
+        # Fields that came later, which a mark may lack
+        later = {f.name: f.default for f in fields(self) if f.default is not MISSING}
         before, now = {**later, **mark}, json.loads(json.dumps(self.to_dict()))
         if changed := [name for name in now if before.get(name) != now[name]]:
             raise ConfigError(
-                f"out: {self.folder} holds a training with another {', '.join(changed)}; give another --out, or "
-                "remove that folder to start over"
+                f"out: {self.folder} holds a training with another {', '.join(changed)}; give "
+                "another --out, or remove that folder to start over"
             )
         if mark.get("finished") and not self.out.is_dir():
-            raise ConfigError(f"out: {self.out} was trained and is gone; remove {self.folder} to train it again")
+            raise ConfigError(
+                f"out: {self.out} was trained and is gone; remove {self.folder} to train it again"
+            )
         if not self.finished:
             check_folder(self.out, overwrite=True, reads=[self.source])
 
@@ -248,12 +271,15 @@ class TrainingRequest(ABC):
     def finished(self) -> bool:
         """Whether an earlier start has finished it, its weights being as they were written."""
         mark = self.mark
-        return bool(mark.get("finished")) and mark.get("weights_digest") == checkpoint.weights_digest(self.out)
+        digest = mark.get("weights_digest")
+        return bool(mark.get("finished")) and digest == checkpoint.weights_digest(self.out)
 
     def results(self) -> dict[str, Any]:
         """Return the keys of `TrainingRecord`, and all that the training depends on."""
         reports = CheckpointStore(str(self._storage), self.NAME).read()[1]
-        milestones = [{name: report[name] for name in Milestone.__annotations__} for report in reports]
+        milestones = [
+            {name: report[name] for name in Milestone.__annotations__} for report in reports
+        ]
         mark = self.mark
         return {
             **self.to_dict(),
@@ -268,7 +294,10 @@ class TrainingRequest(ABC):
 
 
 def steps_between(steps: int, eval_every: int | None) -> int:
-    """Return the steps between milestones, by default a tenth. Raises ConfigError for what is not at least 1."""
+    """Return the steps between milestones, by default a tenth.
+
+    Raises ConfigError for what is not at least 1.
+    """
     eval_every = max(1, steps // 10) if eval_every is None else eval_every
     for name, value in (("steps", steps), ("eval_every", eval_every)):
         if value < 1:
@@ -277,9 +306,14 @@ def steps_between(steps: int, eval_every: int | None) -> int:
 
 
 def result_folder(out: str | Path) -> Path:
-    """Return the absolute path. Raises ConfigError for an address, where no checkpoint can be written."""
+    """Return the absolute path.
+
+    Raises ConfigError for an address, where no checkpoint can be written.
+    """
     if is_remote(str(out)):
-        raise ConfigError(f"out: got {str(out)!r}; it must be a folder of this machine or one that it mounts")
+        raise ConfigError(
+            f"out: got {str(out)!r}; it must be a folder of this machine or one that it mounts"
+        )
     return storage_path(str(out))
 
 

@@ -1,4 +1,4 @@
-"""A training job on its way: carried out, and read as far as it has come, in the steps of the model that it trains.
+"""A training job: carried out, and read as far as it has come, in the steps of its model.
 
 Trials, promotions, `headfold train` and `headfold finetune` train by one.
 """
@@ -19,7 +19,7 @@ from trainers.jobs.checkpoints import CheckpointStore, reports_of
 from trainers.jobs.curve import read_curve
 from trainers.jobs.train_job import TrainJob
 
-Report = Mapping[str, Any]
+TrainingReport = Mapping[str, Any]
 """What a training reports at a milestone, or on its curve in between, by name; `step` among it."""
 
 
@@ -29,24 +29,27 @@ class TrainingRun:
 
     Attributes:
         job: What is trained, from where, and up to which milestones.
-        offset: Steps of the model that the job does not count: those of a relaxation, or those behind the weights
-            from which it starts.
+        offset: Steps of the model that the job does not count: those of a relaxation, or those
+            behind the weights from which it starts.
     """
 
     job: TrainJob
     offset: int = 0
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[TrainingReport]:
         """Return what was reported at the milestones so far."""
         return [add_steps(report, self.offset) for report in reports_of(self.job)]
 
-    def curve(self) -> list[Report]:
+    def curve(self) -> list[TrainingReport]:
         """Return what was measured between the milestones so far, every few seconds."""
         lines = read_curve(Path(self.job.storage_path) / self.job.run_name)
         return [add_steps(line, self.offset) for line in lines]
 
     def checkpoint_step(self) -> int:
-        """Return the step of the newest checkpoint; -1 without one, and where the address of checkpoints is away."""
+        """Return the step of the newest checkpoint.
+
+        It is -1 without one, and where the address of checkpoints cannot be reached.
+        """
         with contextlib.suppress(OSError):
             saved = CheckpointStore.of(self.job).read()[0]
             return saved[-1].step if saved else -1
@@ -57,8 +60,10 @@ class TrainingRun:
         pool: str | None = None,
         on_report: Callable[[dict[str, Any]], None] = lambda report: None,
         callbacks: Callable[[], list[Any]] = list,
-    ) -> Report:
-        """Train, or what is left of it, on workers of a pool or of its own (`orchestrator.cluster.pool_client.train`).
+    ) -> TrainingReport:
+        """Train, or what is left of it, on workers of a pool or of its own.
+
+        See `orchestrator.cluster.pool_client.train`.
 
         Returns:
             The last report as the job gives it, with `out_dir` and `weights_digest`.
@@ -70,31 +75,40 @@ class TrainingRun:
         CheckpointStore.of(self.job).keep_only(None)
 
 
-def add_steps(report: Report, offset: int) -> dict[str, Any]:
+def add_steps(report: TrainingReport, offset: int) -> dict[str, Any]:
     """Return a report in steps of the model, of which `offset` lie before those of the job."""
-    return {**report, **{key: report[key] + offset for key in ("step", "best_step") if key in report}}
+    return {
+        **report,
+        **{key: report[key] + offset for key in ("step", "best_step") if key in report},
+    }
 
 
-# ---- lost machines ---------------------------------------------------------------------------------------------------
+# ---- lost machines -------------------------------------------------------------------------------
 
 LOSSES = 3
-"""How often in a row a training may lose its machines without getting any further, before it counts as failed."""
-DISK_FULL = (
-    r"No space left on device|File too large|Disk quota exceeded|PytorchStreamWriter failed|unexpected pos \d+ vs \d+"
+"""Losses of machines in a row, without getting any further, after which a training has failed."""
+DISK_FULL = "|".join(
+    (
+        r"No space left on device",  # Python
+        r"File too large",
+        r"Disk quota exceeded",
+        r"PytorchStreamWriter failed",  # torch's own files
+        r"unexpected pos \d+ vs \d+",
+    )
 )
-"""What a full disk raises: in Python, in Rust, and twice in torch's own files."""
-NOT_STARTED = r"worker group startup timed out|worker actors failed to initialize"
-"""What Ray Train says of workers whose nodes did not come, or went before they had started."""
-LOST = re.compile(
-    r"\b(RayActorError|ActorDiedError|ActorUnavailableError|NodeDiedError|WorkerCrashedError|OwnerDiedError|"
-    r"ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|RaySystemError|JournalError|"
-    rf"CheckpointNotSentError)\b|{DISK_FULL}|{NOT_STARTED}"
+"""What a full disk raises."""
+_LOST = re.compile(
+    r"\b(RayActorError|ActorDiedError|ActorUnavailableError|NodeDiedError|WorkerCrashedError|"
+    r"OwnerDiedError|ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|"
+    r"RaySystemError|JournalError|CheckpointNotSentError)\b|"
+    # Ray Train on workers whose nodes did not come, or went before they had started
+    r"worker group startup timed out|worker actors failed to initialize|" + DISK_FULL
 )
 
 
 def lost(error: BaseException | str) -> bool:
-    """Return whether a training failed for its machines' sake (process, node, disk) and not for its own."""
-    return isinstance(error, RayActorError) or LOST.search(str(error)) is not None
+    """Return whether a training failed because of its machines (process, node, disk)."""
+    return isinstance(error, RayActorError) or _LOST.search(str(error)) is not None
 
 
 class Failures(NamedTuple):

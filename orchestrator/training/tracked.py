@@ -1,7 +1,7 @@
-"""A training of `headfold train` or `finetune` while it runs: its progress, a line at each milestone, and MLflow.
+"""A training of `headfold train` or `finetune` while it runs: progress, lines, and MLflow.
 
-Where MLFLOW_TRACKING_URI names a store, as for other trainers, it has a run there: in the experiment that searches lie
-in too, under the metric names of a promotion.
+Where MLFLOW_TRACKING_URI names a store, as for other trainers, it has a run there: in the
+experiment that searches lie in too, under the metric names of a promotion.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from orchestrator.tracking.metrics import point
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, Run
 from orchestrator.training.request import TrainingRequest
-from orchestrator.training.run import Report, TrainingRun
+from orchestrator.training.run import TrainingReport, TrainingRun
 
 EXPERIMENT = "headfold"
 _POLL_SECONDS = 0.5
@@ -33,8 +33,10 @@ _MLFLOW_SECONDS = 10.0
 
 
 @contextmanager
-def watched(request: TrainingRequest, run: TrainingRun, log: Callable[[str], None]) -> Iterator[None]:
-    """While the body runs, show how far the training has come, and log each milestone as it comes.
+def training_progress(
+    request: TrainingRequest, run: TrainingRun, log: Callable[[str], None]
+) -> Iterator[None]:
+    """Show how far the training has come while the body runs, and log each milestone.
 
     Those of an earlier start are logged as well.
     """
@@ -72,12 +74,14 @@ def watched(request: TrainingRequest, run: TrainingRun, log: Callable[[str], Non
             tracked.update([*run.reports(), *run.curve()], status)
 
 
-def _line(report: Report, steps: int) -> str:
+def _line(report: TrainingReport, steps: int) -> str:
     step, seconds = report["step"], report["seconds"]
-    end = f"{clock(seconds * (steps - step) / step)} left" if step < steps else f"in {clock(seconds)}"
+    end = (
+        f"{clock(seconds * (steps - step) / step)} left" if step < steps else f"in {clock(seconds)}"
+    )
     return (
-        f"training: {step} of {steps} steps, {end}; held-out loss {report['loss']:.3f}, training loss "
-        f"{report['train_loss']:.3f}, {report['tokens_per_second']:.0f} tokens/s"
+        f"training: {step} of {steps} steps, {end}; held-out loss {report['loss']:.3f}, training "
+        f"loss {report['train_loss']:.3f}, {report['tokens_per_second']:.0f} tokens/s"
     )
 
 
@@ -85,30 +89,40 @@ class TrackedTraining:
     """The run of a training in MLflow; nothing is sent where the environment names no store."""
 
     def __init__(self, request: TrainingRequest, run: TrainingRun) -> None:
-        texts = {"train": (request.train_data, run.job.train_file), "eval": (request.eval_data, run.job.eval_file)}
+        texts = {
+            "train": (request.train_data, run.job.train_file),
+            "eval": (request.eval_data, run.job.eval_file),
+        }
         self._datasets = [dataset_of(split, *text) for split, text in texts.items()]
         self._request = request
         self._started = time.time()
         self._sync: MlflowSync | None = None
         self._updated = 0.0
 
-    def update(self, reports: Sequence[Report], status: str = records.RUNNING) -> None:
+    def update(self, reports: Sequence[TrainingReport], status: str = records.RUNNING) -> None:
         """Send what was measured so far, each report with its `step` and `time`."""
         uri = os.environ.get("MLFLOW_TRACKING_URI")
-        if not uri or (status == records.RUNNING and time.monotonic() - self._updated < _MLFLOW_SECONDS):
+        if not uri or (
+            status == records.RUNNING and time.monotonic() - self._updated < _MLFLOW_SECONDS
+        ):
             return
         self._updated = time.monotonic()
         run = self._run(reports, status)
         if self._sync is None:
-            self._sync = MlflowSync(partial(Tracker.open, uri, EXPERIMENT, self._request.out.parent), run)
+            self._sync = MlflowSync(
+                partial(Tracker.open, uri, EXPERIMENT, self._request.out.parent), run
+            )
         self._sync.put(run)
         if status != records.RUNNING and not self._sync.flush():
             print("MLflow is away: its run of this training is not up to date", file=sys.stderr)
 
-    def _run(self, reports: Sequence[Report], status: str) -> Run:
+    def _run(self, reports: Sequence[TrainingReport], status: str) -> Run:
         request = self._request
         name = f"{request.out.name} \u00b7 {request.title}"
-        note = f"Training of {request.title}; its best measured step, or the last, is in `{request.out}`."
+        note = (
+            f"Training of {request.title}; its best measured step, or the last, is in "
+            f"`{request.out}`."
+        )
         tags = {
             "headfold.kind": request.VERB,
             "headfold.folder": str(request.out),
@@ -129,4 +143,6 @@ class TrackedTraining:
             "kv_bytes_per_token": request.kv_bytes_per_token,
         }
         points = [point(values, values["step"], values["time"]) for values in (first, *reports)]
-        return Run(name, tags, status, params, points, datasets=self._datasets, started=self._started)
+        return Run(
+            name, tags, status, params, points, datasets=self._datasets, started=self._started
+        )

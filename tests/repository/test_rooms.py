@@ -14,14 +14,14 @@ PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator"
 ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 """A module that defines one of these is a family, an export target or an engine; their functions are named alike."""
 SHARED_NAMES = {
-    "ABOUT", "AUTO", "Agreement", "BATCH", "BYTES", "COLUMNS", "DIGITS", "DryRun", "ENGINES",
-    "EPSILON", "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LARGE", "LEAST", "LIBRARY", "LIMIT",
-    "LOOK_SECONDS", "MOST_TOLD", "NAME", "NEAR", "NEW_TOKENS", "NUMBERS", "ORDER", "PACKAGES", "PATIENCE",
-    "POLL_SECONDS", "PREFIX", "PROMOTION", "Part", "RECIPES", "REPOSITORY", "Run",
-    "SECONDS", "SHORT", "SHOWN", "SIDES", "SIMILARITY", "STAGES", "Section", "Seed", "T", "TEXTS", "Task", "TOKENS",
-    "TOLD", "TRAIN_TOKENS", "check", "compare", "convert", "evaluate", "export",
-    "in_words", "load", "promote", "register", "search", "spans", "spread", "tell",
-    "text_of", "train", "untrained", "waits_for", "watch",
+    "ABOUT", "Agreement", "BATCH", "BYTES", "DIGITS", "ENGINES",
+    "EPSILON", "Engine", "FORMAT", "KVHeads", "KVRatios", "LARGE", "LEAST", "LIBRARY", "LIMIT",
+    "LOOK_SECONDS", "MOST_TOLD", "NAME", "NEAR", "NEW_TOKENS", "NUMBERS", "ORDER", "PACKAGES",
+    "PREFIX", "PROMOTION", "Part", "RECIPES",
+    "SHORT", "SHOWN", "SIDES", "SIMILARITY", "STAGES", "Section", "Seed", "T", "TEXTS", "Task", "TOKENS",
+    "TOLD", "convert", "evaluate", "export",
+    "in_words", "load", "promote", "register", "search", "spread", "tell",
+    "text_of", "train", "waits_for", "watch",
 }  # fmt: skip
 """Public names that more than one module still defines. The list only shrinks: a new thing gets a name of its own."""
 
