@@ -36,13 +36,17 @@ def init(options: InitOptions) -> None:
     brief = file.with_stem(f"{file.stem}-smoke")
     for path in (file, brief):
         if path.exists():
-            raise ConfigError(f"out: {str(path)!r} exists; name another file with --out, or remove it")
+            raise ConfigError(
+                f"out: {str(path)!r} exists; name another file with --out, or remove it"
+            )
     for path, content in ((file, first.text()), (brief, replace(first, smoke=True).text())):
         try:
             with path.open("x", encoding="utf-8") as stream:
                 stream.write(content)
         except OSError as error:
-            raise ConfigError(f"out: cannot write to {str(path)!r} ({error.strerror}); name another file") from None
+            raise ConfigError(
+                f"out: cannot write to {str(path)!r} ({error.strerror}); name another file"
+            ) from None
     if shortage:
         print(f"warning: {shortage}", file=sys.stderr)
     print(f"wrote {file} and {brief}; next: headfold search {brief} --dry-run")
@@ -50,7 +54,9 @@ def init(options: InitOptions) -> None:
 
 def _first_config(options: InitOptions) -> tuple[FirstConfig, str | None]:
     """Return the first configuration, made small for a small disk, and what it still lacks."""
-    opened = checkpoints.open_model(options.model, "model", dequantize=options.dequantize, weights=False)
+    opened = checkpoints.open_model(
+        options.model, "model", dequantize=options.dequantize, weights=False
+    )
     checkpoints.check_own_cache(opened, "model")
     gpus, memory = _gpus_here()
     first = FirstConfig(

@@ -51,11 +51,15 @@ class Recipes(Task[RecipesOptions, RecipesRecord]):
             path, config = None, LlamaConfig()
             geometry = geometry_of(config)
         else:
-            opened = checkpoints.open_model(options.model, "model", dequantize=options.dequantize, weights=False)
+            opened = checkpoints.open_model(
+                options.model, "model", dequantize=options.dequantize, weights=False
+            )
             path = opened.path
             config = opened.config
             geometry = opened.geometry
-        chosen = choice.choose_recipe(config, geometry, options.engine and choice.engine_name(options.engine))
+        chosen = choice.choose_recipe(
+            config, geometry, options.engine and choice.engine_name(options.engine)
+        )
         self.reason = chosen.reason
         rows: list[RecipeRow] = [
             {
