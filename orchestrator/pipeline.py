@@ -32,12 +32,17 @@ from orchestrator.reporting.figures.search import front_figure, rungs_figure
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.search.estimate import announce, check_disk
 from orchestrator.search.outcome import SearchOutcome, print_outcome
-from orchestrator.search.prepare import measure_increases, prepare_original, run_search_phases, trial_context
+from orchestrator.search.prepare import (
+    measure_increases,
+    prepare_original,
+    run_search_phases,
+    trial_context,
+)
 from orchestrator.search.setup import open_models
 from orchestrator.search.trials.context import SearchSession
 from orchestrator.search.tune_run import run_trials
 from orchestrator.search.validation import Prepared, check_epochs, validate_search
-from orchestrator.search.waiting import waiting_told
+from orchestrator.search.waiting import report_waiting
 from orchestrator.storage import records
 from orchestrator.storage.journal import Journal, check_format, load_trials
 from orchestrator.storage.json_files import read_json, write_json
@@ -52,24 +57,38 @@ from orchestrator.tracking.metrics import best_point, point
 from orchestrator.tracking.runs import Tracker, default_uri
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
 
-_PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "ray",
+    "deepspeed",
+    "optuna",
+    "mlflow",
+    "datasets",
+    "numpy",
+    "headfold",
+)
 SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
 
 
 def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome:
     """Run a search from its configuration to its report.
 
-    Everything that a user can get wrong is checked before the first process of a trial starts; raises ConfigError,
-    DataError or TrackingError. A trial that fails does not end the search. Interrupted by Ctrl-C, it keeps its state:
-    run it again with `resume`, which goes on with the newest search of the name, or with the one whose folder it names.
+    Everything that a user can get wrong is checked before the first process of a trial starts;
+    raises ConfigError, DataError or TrackingError. A trial that fails does not end the search.
+    Interrupted by Ctrl-C, it keeps its state: run it again with `resume`, which goes on with the
+    newest search of the name, or with the one whose folder it names.
     """
     storage = storage_path(config.storage)
     if in_ray_job() and not is_remote(config.storage) and str(storage) != config.storage:
-        print(f"storage {config.storage!r} is relative and this is a Ray job: results go to {storage}", flush=True)
+        print(
+            f"storage {config.storage!r} is relative and this is a Ray job: results go to {storage}",
+            flush=True,
+        )
         config = config.model_copy(update={"storage": str(storage)})
     config = open_models(config)
     with mirrored(config.storage, storage):
-        folder = _earlier(config, storage, resume)
+        folder = _search_to_resume(config, storage, resume)
         prepared = validate_search(config)
         if folder is None:  # what has begun goes on as it was begun
             check_epochs(config)
@@ -80,59 +99,69 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
             if folder is None:
                 check_disk(prepared.setup, parallel)
             prepared.texts.make_all()
-            folder = folder or _fresh(config, storage)
+            folder = folder or _new_folder(config, storage)
             with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):
                 folder.sweep()
-                _start(config, folder, uri, nodes, parallel)
+                _save_start(config, folder, uri, nodes, parallel)
                 if prepared.reused:
                     splits = ", ".join(prepared.reused)
-                    print(f"texts    {splits}: tokenised already, in {prepared.texts.cache}", flush=True)
+                    print(
+                        f"texts    {splits}: tokenised already, in {prepared.texts.cache}",
+                        flush=True,
+                    )
                 connect = partial(Tracker.open, uri, config.tracking.experiment, storage)
                 shared = shared_of(config, folder, prepared.texts.folders, base_of(config.model.path)["base"])
-                mlflow = MlflowSync(connect, _run_of(config, folder, records.RUNNING), opened, shared)
-                _keep_id(folder, mlflow)
+                mlflow = MlflowSync(connect, _search_run(config, folder, records.RUNNING), opened, shared)
+                _save_run_id(folder, mlflow)
                 announce(prepared.setup, folder, parallel)
                 outcome = _run_to_end(config, prepared, folder, mlflow, parallel)
     print_outcome(outcome)
     return outcome
 
 
-# ---- which search ----------------------------------------------------------------------------------------------------
+# ---- which search --------------------------------------------------------------------------------
 
 
-def _earlier(config: SearchConfig, storage: Path, resume: bool | str) -> SearchFolder | None:
-    """The search to go on with; None for a new one.
+def _search_to_resume(config: SearchConfig, storage: Path, resume: bool | str) -> SearchFolder | None:
+    """Return the search to go on with; None for a new one.
 
-    A job that is submitted again goes on with what it has begun: same name, same settings of the trials, not ended.
-    Raises ConfigError if another driver runs the search of that name, or if there is none to resume, or with other
-    settings.
+    A job that is submitted again goes on with what it has begun: same name, same settings of the
+    trials, not ended.
+
+    Raises:
+        ConfigError: If another driver runs the search of that name, or if there is none to resume,
+            or with other settings.
     """
     if not resume:
-        return _begun(config, storage)
+        return _unended_search(config, storage)
     named = isinstance(resume, str)
     folder = SearchFolder.named(storage, resume) if named else SearchFolder.newest(storage, config.name)
     check_format(folder.journal)
     if others := [f.root.name for f in SearchFolder.unended(storage, config.name) if f != folder]:
         print(
-            f"note: goes on with {folder.root.name}; not ended either: {', '.join(others)} (--resume NAME)", flush=True
+            f"note: goes on with {folder.root.name}; not ended either: {', '.join(others)} (--resume NAME)",
+            flush=True,
         )
-    if changed := _changed(folder, config):
+    if changed := _changed_sections(folder, config):
         raise ConfigError(
-            f"--resume: section {changed[0]!r} differs from the search in {folder.root}; resume with the same "
-            "settings, or start a new search without --resume"
+            f"--resume: section {changed[0]!r} differs from the search in {folder.root}; resume "
+            "with the same settings, or start a new search without --resume"
         )
     warn_of_pickles(folder)
     return folder
 
 
-def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
-    """What a new job that is a Ray job goes on with; everybody else is told of searches that have not ended."""
+def _unended_search(config: SearchConfig, storage: Path) -> SearchFolder | None:
+    """Return what a job submitted to Ray goes on with; else print searches that have not ended."""
     unended = SearchFolder.unended(storage, config.name)
     newest = SearchFolder.newest(storage, config.name) if unended else None
     if newest is not None and newest in unended:
         SearchLock(newest.lock).acquire(f"search {newest.root.name!r}").release()
-        if in_ray_job() and newest.readable and not _changed(newest, config):
-            print(f"goes on with the search of this name that has not ended: {newest.root}", flush=True)
+        if in_ray_job() and newest.readable and not _changed_sections(newest, config):
+            print(
+                f"goes on with the search of this name that has not ended: {newest.root}",
+                flush=True,
+            )
             warn_of_pickles(newest)
             return newest
     for folder in unended:
@@ -141,26 +170,27 @@ def _begun(config: SearchConfig, storage: Path) -> SearchFolder | None:
     return None
 
 
-def _fresh(config: SearchConfig, storage: Path) -> SearchFolder:
+def _new_folder(config: SearchConfig, storage: Path) -> SearchFolder:
     folder = SearchFolder.fresh(storage, config.name)
     Journal(folder.journal).begin(len(config.rungs.steps))  # first: a search.yaml without it is of a former version
     write_json(folder.versions, {name: _version(name) for name in _PACKAGES})
-    write_whole(folder.snapshot, yaml.safe_dump(_record(config), sort_keys=False))
+    write_whole(folder.snapshot, yaml.safe_dump(_config_record(config), sort_keys=False))
     return folder
 
 
-def _record(config: SearchConfig) -> dict[str, Any]:
-    """The configuration as it is kept: without a password."""
+def _config_record(config: SearchConfig) -> dict[str, Any]:
+    """Return the configuration as it is saved: without a password."""
     record = config.model_dump(mode="json")
     if config.tracking.uri:
         record["tracking"]["uri"] = redact(config.tracking.uri)
     return record
 
 
-def _changed(folder: SearchFolder, config: SearchConfig) -> list[str]:
-    """The sections that trials depend on and in which a search in `folder` differs from the configuration."""
+def _changed_sections(folder: SearchFolder, config: SearchConfig) -> list[str]:
+    """Return the sections of the trials in which a search in `folder` differs from `config`."""
     # Read as a configuration, so that a key which is newer than the snapshot has its default there
-    before, record = _record(parse_config(folder.stored(), where=str(folder.snapshot))), _record(config)
+    before = _config_record(parse_config(folder.stored(), where=str(folder.snapshot)))
+    record = _config_record(config)
     return [name for name in SECTIONS_OF_TRIALS if before[name] != record[name]]
 
 
@@ -170,11 +200,17 @@ def _version(package: str) -> str | None:
     return None
 
 
-# ---- its run in MLflow, and its state --------------------------------------------------------------------------------
+# ---- its run in MLflow, and its state ------------------------------------------------------------
 
 
-def _start(config: SearchConfig, folder: SearchFolder, uri: str | None, nodes: Sequence[Nodes], parallel: int) -> None:
-    """Write down when and how the search began; says where things lie."""
+def _save_start(
+    config: SearchConfig,
+    folder: SearchFolder,
+    uri: str | None,
+    nodes: Sequence[Nodes],
+    parallel: int,
+) -> None:
+    """Save when and how the search began, and print its paths."""
     address = redact(uri or default_uri(folder.storage))
     if not folder.state.exists():
         started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -183,24 +219,26 @@ def _start(config: SearchConfig, folder: SearchFolder, uri: str | None, nodes: S
     print(f"search   {folder.root}")
     print(f"MLflow   {address}")
     print(
-        f"cluster  {total(nodes, 'CPU'):g} CPU, {total(nodes, 'GPU'):g} GPU: {parallel} trial(s) at a time, "
-        f"{config.train.num_workers} worker(s) each",
+        f"cluster  {total(nodes, 'CPU'):g} CPU, {total(nodes, 'GPU'):g} GPU: {parallel} trial(s) "
+        f"at a time, {config.train.num_workers} worker(s) each",
         flush=True,
     )
     if not uri and not on_head():
         print(
-            "note: this driver is not on the head of the cluster, so that an MLflow there is not used; for one that "
-            "every node reaches set tracking.uri, or submit the job without --entrypoint-num-cpus, "
-            "--entrypoint-num-gpus and --entrypoint-resources, and its driver runs on the head",
+            "note: this driver is not on the head of the cluster, so that an MLflow there is not "
+            "used; for one that every node reaches set tracking.uri, or submit the job without "
+            "--entrypoint-num-cpus, --entrypoint-num-gpus and --entrypoint-resources, and its "
+            "driver runs on the head",
             flush=True,
         )
 
 
-def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
-    """What MLflow is to hold of the search itself, as far as it has come."""
+def _search_run(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
+    """Return the run of the search itself for MLflow, as far as it has come."""
     state, points = read_json(folder.state), []
     if folder.original.exists():
-        original, began = read_json(folder.original), datetime.fromisoformat(state["started"]).timestamp()
+        original = read_json(folder.original)
+        began = datetime.fromisoformat(state["started"]).timestamp()
         measured = {f"original_{name}": original[name] for name in ("loss", "kv_bytes_per_token")}
         points.append(point(measured, 0, began))
         for ratio, trial in best_per_budget(load_trials(folder.root)).items():
@@ -209,33 +247,38 @@ def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
     files = [folder.snapshot, folder.versions, *pictures, folder.report]
     if status != records.RUNNING:
         files.append(folder.journal)
-    params = _record(config)
-    of_run = {
-        "waits_for": waits_for(folder.waiting),
-        "status": status,
-        "run_id": state.get("parent_run"),
-        "started": datetime.fromisoformat(state["started"]).timestamp(),
-        "params": params,
-        "points": points,
-        "files": files,
-    }
-    run = parent_run(folder.root, **of_run)
+    run = parent_run(
+        folder.root,
+        waits_for=waits_for(folder.waiting),
+        status=status,
+        run_id=state.get("parent_run"),
+        started=datetime.fromisoformat(state["started"]).timestamp(),
+        params=_config_record(config),
+        points=points,
+        files=files,
+    )
     return replace(run, tags=run.tags | {NOTE: search_note(config, folder)})
 
 
-def _keep_id(folder: SearchFolder, mlflow: MlflowSync) -> None:
-    """The report names the run of the search, and a copy of the folder elsewhere finds it by its id."""
+def _save_run_id(folder: SearchFolder, mlflow: MlflowSync) -> None:
+    """Save the id of the search's run, by which the report and a copy of the folder find it."""
     if mlflow.parent_id is not None:
         write_json(folder.state, read_json(folder.state) | {"parent_run": mlflow.parent_id})
 
 
 def _run_to_end(
-    config: SearchConfig, prepared: Prepared, folder: SearchFolder, mlflow: MlflowSync, parallel: int
+    config: SearchConfig,
+    prepared: Prepared,
+    folder: SearchFolder,
+    mlflow: MlflowSync,
+    parallel: int,
 ) -> SearchOutcome:
-    """Run, and write down the end whatever happens; also on SIGTERM, which Ray turns into SystemExit."""
-    started, status, ended = time.time(), records.FAILED, {}
+    """Run, and save the end in any case; also on SIGTERM, which Ray turns into SystemExit."""
+    started = time.time()
+    status = records.FAILED
+    ended = {}
     try:
-        with waiting_told(config, folder, mlflow, partial(_run_of, config, folder, records.RUNNING)):
+        with report_waiting(config, folder, mlflow, partial(_search_run, config, folder, records.RUNNING)):
             outcome = _run(config, prepared, folder, mlflow, parallel)
         status = outcome.status
         ended = {"ended": status} if status != records.KILLED else {}
@@ -250,23 +293,27 @@ def _run_to_end(
             state = read_json(folder.state)
             state |= {"seconds": state.get("seconds", 0.0) + time.time() - started, **ended}
             write_json(folder.state, state)
-            mlflow.put(_run_of(config, folder, status))
+            mlflow.put(_search_run(config, folder, status))
             if not mlflow.flush():
                 print(
-                    f"MLflow at {state['tracking']} is away: {mlflow.waiting} runs are not up to date there; the same "
-                    "command with --resume brings them up to date",
+                    f"MLflow at {state['tracking']} is away: {mlflow.waiting} runs are not up to "
+                    "date there; the same command with --resume brings them up to date",
                     file=sys.stderr,
                 )
-            _keep_id(folder, mlflow)
+            _save_run_id(folder, mlflow)
         except OSError as error:  # a full disk, which is told already: let nothing hide that
             print(f"the end of the search could not be written down: {error}", file=sys.stderr)
 
 
-# ---- its steps -------------------------------------------------------------------------------------------------------
+# ---- its steps -----------------------------------------------------------------------------------
 
 
 def _run(
-    config: SearchConfig, prepared: Prepared, folder: SearchFolder, mlflow: MlflowSync, parallel: int
+    config: SearchConfig,
+    prepared: Prepared,
+    folder: SearchFolder,
+    mlflow: MlflowSync,
+    parallel: int,
 ) -> SearchOutcome:
     original = prepare_original(config, prepared, folder)
     context = trial_context(config, prepared, folder, original)
@@ -282,7 +329,7 @@ def _run(
         if outcome.front:
             save_png(front_figure(outcome.trials, original), folder.root / "front.png")
             save_png(rungs_figure(outcome.trials, original), folder.root / "rungs.png")
-        mlflow.put(_run_of(config, folder, records.RUNNING))
+        mlflow.put(_search_run(config, folder, records.RUNNING))
         console.print_trials(outcome.trials, original)
         console.print_comparison(compare(outcome.trials, original))
         if not outcome.interrupted and outcome.front and config.promotion.enabled:

@@ -1,6 +1,7 @@
-"""`headfold init`: first configurations for a checkpoint, with what its config.json and the machine tell.
+"""First configurations for a checkpoint, from its config.json and the hardware.
 
-Two of them: a smoke file, which goes through every part of a search in minutes, and the search itself.
+There are two: a smoke file, which goes through every part of a search in minutes, and the search
+itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from trainers.deepspeed_config import ADAM_BYTES
 COMES_ALONG = ("builtin", "stdlib")
 BILLION = 1_000_000_000
 EXACT = 16  # KV heads up to which the best grouping is found by trying all
-_MEMORY_SHARE = 0.7  # share of the GPUs' memory that these may take; the rest is for activations and logits
+# Share of the GPUs' memory that these may take; the rest is for activations and logits
+_MEMORY_SHARE = 0.7
 HALF = 2  # bytes of a frozen parameter in bfloat16
 TRAINED = 2 * HALF + ADAM_BYTES  # of a trained one, with its gradient
 SMOKE_STEPS = 4
@@ -26,7 +28,13 @@ SMOKE_STEPS = 4
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine that a first configuration is for: GPUs (0: it runs on CPUs), bytes of memory of each, CPUs."""
+    """The machine that a first configuration is for.
+
+    Attributes:
+        gpus: Number of GPUs; with 0 a search runs on CPUs.
+        gpu_bytes: Bytes of memory of each GPU.
+        cpus: Number of CPUs.
+    """
 
     gpus: int
     gpu_bytes: int
@@ -39,10 +47,20 @@ class Hardware:
 
 @dataclass(frozen=True)
 class FirstConfig:
-    """What is known before a search: the checkpoint's name as it was given, its geometry, dtype (by name) and number of
-    parameters; the text, and where it runs. `smoke`: the short file; `small`: with what takes less disk, for a storage
-    that the other does not fit (one KV ratio, one learning rate, nothing that the searcher draws, fewer measurements,
-    at each of which weights are kept)."""
+    """The choices of a first configuration, made from a checkpoint and the hardware.
+
+    Attributes:
+        model: The checkpoint as the user names it.
+        geometry: Its layers, heads and dims.
+        dtype: Name of the dtype of its weights.
+        parameters: Number of its parameters.
+        source: Text to train and measure on.
+        hardware: Where it runs.
+        schema: The JSON schema that editors check the file by.
+        smoke: Whether this is the short file.
+        small: Whether it takes less disk: one KV ratio, one learning rate, nothing that the
+            searcher draws, fewer measurements, at each of which weights are saved.
+    """
 
     model: str
     geometry: HeadGeometry
@@ -57,9 +75,14 @@ class FirstConfig:
     small: bool = False
 
     def text(self) -> str:
-        """The YAML, with a comment on what each choice was made by. Raises ConfigError for a checkpoint that has
-        nothing to convert."""
-        g, size, length = self.geometry, f"{self.parameters / 1e6:.3g}M", self.length
+        """Return the YAML, with a comment on the reason for each choice.
+
+        Raises:
+            ConfigError: For a checkpoint that has nothing to convert.
+        """
+        g = self.geometry
+        size = f"{self.parameters / 1e6:.3g}M"
+        length = self.length
         lasts, promoted = self.steps
         tokens = (lasts[-1] + promoted) * self.batch * length
         measured = 4 * length if self.smoke else max(16_384, 8 * length)
@@ -74,7 +97,7 @@ name: {self.name}
 
 model:
   path: {self.quoted(self.model)}
-{self.reading}
+{self.dequantization}
 data:
   source: {self.quoted(self.source)}    # {self.about_source}
   sequence_length: {length}    # the model takes up to {g.max_positions}
@@ -95,14 +118,18 @@ train:
 {self.training()}
 promotion:
   steps: {promoted}    # after the last rung; the baseline is trained for as many
-{self.keeping()}  registered_name: {self.name}
+{self.saved_weights()}  registered_name: {self.name}
 
 storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every node sees, or s3://bucket/path
 {self.resources()}"""
 
     @property
-    def reading(self) -> str:
-        return "  dequantize: true    # its weights are quantised: read as plain numbers\n" if self.dequantize else ""
+    def dequantization(self) -> str:
+        return (
+            "  dequantize: true    # its weights are quantised: read as plain numbers\n"
+            if self.dequantize
+            else ""
+        )
 
     @property
     def name(self) -> str:
@@ -113,29 +140,34 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         return (name or "search") + ending
 
     def candidates(self) -> str:
-        """The section `search` but for its baseline."""
+        """Return the section `search` but for its baseline."""
         g, large = self.geometry, self.parameters >= BILLION
-        layers = ["headfold_layers"] if g.family in LLAMA_LIKE else []  # those that vLLM holds in their own bytes
-        relaxing = ["align"] if self.full else []  # a relaxation trains all weights
+        # Those that vLLM holds in their own bytes
+        layers = ["headfold_layers"] if g.family in LLAMA_LIKE else []
+        relaxing = ["align"] if self.trains_all_weights else []  # a relaxation trains all weights
         if self.smoke:
             return (
                 "  searcher: grid\n"
-                "  recipes: [gqa, {recipe: headfold_gqa, params: {refinement.fit_steps: 20}}]    # the baseline first\n"
-                f"  {self.kept}\n"
+                "  recipes: [gqa, {recipe: headfold_gqa, params: {refinement.fit_steps: 20}}]    "
+                "# the baseline first\n"
+                f"  {self.kv_ratios}\n"
                 "  learning_rates: [1.0e-5]"
             )
         lines = [
             f"searcher: {'grid' if self.small or large else 'optuna'}",
-            f"recipes: [{', '.join(['gqa', 'headfold_gqa', *layers, *relaxing])}]    # the baseline first",
-            self.kept,
+            f"recipes: [{', '.join(['gqa', 'headfold_gqa', *layers, *relaxing])}]    # the "
+            "baseline first",
+            self.kv_ratios,
             "learning_rates: [1.0e-5]    # higher rates harm what converts well"
             if self.small
-            else "learning_rates: [1.0e-5, 3.0e-5]    # each recipe at its best; higher rates harm what converts well",
+            else "learning_rates: [1.0e-5, 3.0e-5]    # each recipe at its best; higher rates harm "
+            "what converts well",
         ]
         if not self.small and not large:
             exact = ["exact"] if g.num_kv_heads <= EXACT else []
             lines += [
-                "num_samples: 4    # candidates that the searcher draws after the named ones, from this space:",
+                "num_samples: 4    # candidates that the searcher draws after the named ones, "
+                "from this space:",
                 "search_space:",
                 f"  grouping: [{', '.join([*exact, 'merge', 'anneal'])}]",
                 "  objective: [least_squares]",
@@ -144,15 +176,21 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
             ]
         return "\n".join(f"  {line}" for line in lines)
 
-    def keeping(self) -> str:
-        """Of the section `promotion`, whose weights stay."""
+    def saved_weights(self) -> str:
+        """Return the keys of the section `promotion` that say whose weights are saved."""
         if self.smoke and self.parameters >= BILLION:
             return "  enabled: false    # each promoted model is three more copies of the weights\n"
         if self.parameters < BILLION and not self.small:
             return ""
-        kept = "keep_weights: finalists    # of trials that have ended: those alone that are promoted, and gqa"
-        once = "evaluations: 1    # the default of 4 keeps the best of them, one more copy of the weights\n"
-        return f"  {kept}\n" + (f"  {once}" if self.small else "")
+        saved = (
+            "keep_weights: finalists    # of trials that have ended: those alone that are "
+            "promoted, and gqa"
+        )
+        once = (
+            "evaluations: 1    # the default of 4 keeps the best of them, one more copy of the "
+            "weights\n"
+        )
+        return f"  {saved}\n" + (f"  {once}" if self.small else "")
 
     @property
     def length(self) -> int:
@@ -170,46 +208,55 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
     @property
     def batch(self) -> int:
         large = self.parameters >= BILLION and self.source not in COMES_ALONG and not self.smoke
-        wanted = 32 if large else 8
-        return math.ceil(wanted / self.workers) * self.workers
+        rows = 32 if large else 8
+        return math.ceil(rows / self.workers) * self.workers
 
     @property
     def workers(self) -> int:
         return max(1, self.hardware.gpus)
 
     @property
-    def kept(self) -> str:
+    def kv_ratios(self) -> str:
         """A half and a quarter, where there is a KV head for each layer in them."""
         count = self.geometry.num_kv_heads
         if count == 1:
             raise ConfigError(
-                f"model: {self.model!r} has 1 KV head a layer already, so no heads are left to group; choose a "
-                "checkpoint with 2 or more"
+                f"model: {self.model!r} has 1 KV head a layer already, so no heads are left to "
+                "group; choose a checkpoint with 2 or more"
             )
         shares = [share for share in (2, 4) if count >= share]
         if self.smoke or self.small:
             shares = shares[:1]
         heads = " and ".join(f"{count / share:g}" for share in shares)
         most = "" if all(count % share == 0 for share in shares) else "at most "
-        return f"kv_ratios: {[1 / share for share in shares]}    # {most}{heads} of its {count} KV heads a layer"
+        return (
+            f"kv_ratios: {[1 / share for share in shares]}    # {most}{heads} of its {count} KV "
+            "heads a layer"
+        )
 
     @property
     def about_source(self) -> str:
         if self.source in COMES_ALONG:
-            return "comes along, to try things out; put your own here: files, a folder, or a dataset on the hub"
+            return (
+                "comes along, to try things out; put your own here: files, a folder, or a dataset "
+                "on the hub"
+            )
         return "files, a folder, or a dataset on the hub"
 
     @property
-    def full(self) -> bool:
+    def trains_all_weights(self) -> bool:
         """Whether all weights can be trained where it runs."""
-        return not self.hardware.gpus or TRAINED * self.parameters <= _MEMORY_SHARE * self.hardware.gpu_memory
+        return (
+            not self.hardware.gpus
+            or TRAINED * self.parameters <= _MEMORY_SHARE * self.hardware.gpu_memory
+        )
 
     def training(self) -> str:
-        """The rest of the section `train`."""
+        """Return the rest of the section `train`."""
         hardware, large = self.hardware, self.parameters >= BILLION
         lines = [f"dtype: {'bfloat16' if hardware.gpus else 'float32'}"]
         lines += ["micro_batch_size: 1", "activation_checkpointing: true"] * large
-        if not self.full:
+        if not self.trains_all_weights:
             room = f"{hardware.gpus} x {hardware.gpu_bytes / 2**30:.0f} GiB"
             lines.append(f"tuning: lora    # all weights and Adam's moments do not fit {room}")
         lines.append(self.distillation)
@@ -221,17 +268,26 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
 
     @property
     def distillation(self) -> str:
-        """Whether the original model teaches: wherever its weights fit beside those that are trained."""
+        """Whether the original model teaches: wherever its weights fit beside the trained ones."""
         room = _MEMORY_SHARE * self.hardware.gpu_memory
-        beside = (TRAINED if self.full else HALF) + HALF
+        beside = (TRAINED if self.trains_all_weights else HALF) + HALF
         if self.hardware.gpus and beside * self.parameters > room:
-            return "distillation: none    # the original model does not fit beside the one that is trained"
-        return "distillation: kl    # towards the original model's predictions, beside the language-modelling loss"
+            return (
+                "distillation: none    # the original model does not fit beside the one that is "
+                "trained"
+            )
+        return (
+            "distillation: kl    # towards the original model's predictions, beside the "
+            "language-modelling loss"
+        )
 
     def resources(self) -> str:
         if not self.hardware.gpus:
             return ""
-        return "\nresources:\n  trial_gpus: 1    # planning and measuring; free again while the workers train\n"
+        return (
+            "\nresources:\n  trial_gpus: 1    # planning and measuring; free again while the "
+            "workers train\n"
+        )
 
     @staticmethod
     def quoted(text: str) -> str:

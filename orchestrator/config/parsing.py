@@ -1,4 +1,4 @@
-"""How a configuration is read: YAML without surprises, overrides, errors that name path, value and what is allowed."""
+"""Reading of a configuration: plain YAML, overrides, errors that name path, value and remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from attention.base.messages import near, reason
 
-_MOST_LINES = 12  # mistakes of one file that are told
+_MOST_LINES = 12  # mistakes of one file that a message lists
 IN_WORDS = {
     "model_type": "expected a section, with keys and values of its own",
     "dict_type": "expected keys and values",
@@ -32,29 +32,41 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, which takes the last of two equal keys without a word; this one refuses them."""
+    """YAML's safe loader; it refuses two equal keys, where the original takes the last of them."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value} is given twice", key.start_mark
+                )
             seen.add(str(key.value) if isinstance(key, yaml.ScalarNode) else "")
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a YAML text, plain values only. Raises ValueError that names the place."""
+    """Return the value of a YAML text, plain values only.
+
+    Raises:
+        ValueError: That names the position.
+    """
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
-    except Exception as error:  # e.g. !!int "", 2026-99-99: its constructors raise what they happen to meet
-        raise ValueError(f"a value cannot be read ({type(error).__name__}: {reason(error)})") from None
+    except Exception as error:  # e.g. !!int "", 2026-99-99: its constructors raise all kinds
+        raise ValueError(
+            f"a value cannot be read ({type(error).__name__}: {reason(error)})"
+        ) from None
 
 
 def read_sections(file: Path, problem: str = "is not valid YAML") -> dict[str, Any]:
-    """The sections in a YAML file, not checked any further. Raises ConfigError that tells of the `problem`."""
+    """Return the sections in a YAML file, not checked any further.
+
+    Raises:
+        ConfigError: If there are none; the message names the file and the `problem`.
+    """
     try:
         record = read_yaml(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -71,7 +83,9 @@ def read_override(override: str, example: str = "search.num_samples=4") -> tuple
     if not equals or not key:
         raise ConfigError(f"an override must read key=value, e.g. {example}, got {shown(override)}")
     if not all(key.split(".")):
-        raise ConfigError(f"an override's key reads like {example.partition('=')[0]}, got {shown(override)}")
+        raise ConfigError(
+            f"an override's key reads like {example.partition('=')[0]}, got {shown(override)}"
+        )
     try:
         return key, read_yaml(text)
     except ValueError as error:
@@ -79,7 +93,10 @@ def read_override(override: str, example: str = "search.num_samples=4") -> tuple
 
 
 def apply_override(record: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value` in place. Raises ConfigError if it has no `=` or walks through a plain value."""
+    """Set one `section.key=value` in place.
+
+    Raises ConfigError if it has no `=` or walks through a plain value.
+    """
     key, value = read_override(override)
     *parents, last = key.split(".")
     node = record
@@ -88,7 +105,10 @@ def apply_override(record: dict[str, Any], override: str) -> None:
             node[parent] = {}
         node = node[parent]
         if not isinstance(node, dict):
-            raise ConfigError(f"override {shown(override)}: {'.'.join(parents[: depth + 1])} is a value, not a section")
+            raise ConfigError(
+                f"override {shown(override)}: {'.'.join(parents[: depth + 1])} is a value, not a "
+                "section"
+            )
     node[last] = value
 
 
@@ -97,25 +117,35 @@ def parse_section(section: type[Parsed], record: Mapping[str, Any], where: str) 
     try:
         return section.model_validate(record)
     except ValidationError as error:
-        lines = list(dict.fromkeys(_explain(item, section) for item in error.errors(include_url=False)))
+        lines = list(
+            dict.fromkeys(_explain(item, section) for item in error.errors(include_url=False))
+        )
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more"]
-        raise ConfigError(f"{where} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)) from None
+        raise ConfigError(
+            f"{where} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)
+        ) from None
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut where it is long."""
+    """Return a value as messages show it, cut where it is long."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 120
     return short.repr(value)
 
 
 def _explain(item: Any, root: type[BaseModel]) -> str:
-    place = [part for part in item["loc"] if part not in ("literal['auto']", "constrained-int")]
-    path = ".".join(shown(part) if part == "" or not isinstance(part, (str, int)) else str(part) for part in place)
+    location = [part for part in item["loc"] if part not in ("literal['auto']", "constrained-int")]
+    path = ".".join(
+        shown(part) if part == "" or not isinstance(part, (str, int)) else str(part)
+        for part in location
+    )
     if item["type"] == "extra_forbidden":
-        allowed = sorted(_fields_at(place[:-1], root))
-        return f"{path}: unknown key{near(str(place[-1]), allowed)}; allowed here: {', '.join(allowed)}"
+        allowed = sorted(_fields_at(location[:-1], root))
+        return (
+            f"{path}: unknown key{near(str(location[-1]), allowed)}; allowed here: "
+            f"{', '.join(allowed)}"
+        )
     if item["type"] == "missing":
         return f"{path}: required, but not given"
     message: str = IN_WORDS.get(item["type"]) or item["msg"].removeprefix("Value error, ")
@@ -124,10 +154,10 @@ def _explain(item: Any, root: type[BaseModel]) -> str:
     return f"{path}: got {shown(item['input'])}; {message[:1].lower()}{message[1:]}"
 
 
-def _fields_at(place: Sequence[Any], root: type[BaseModel]) -> Iterable[str]:
+def _fields_at(location: Sequence[Any], root: type[BaseModel]) -> Iterable[str]:
     """Field names of the section at a path of keys and list positions."""
     model: Any = root
-    for part in place:
+    for part in location:
         if isinstance(part, int):
             continue  # an entry of a list of sections, whose annotation was looked into already
         field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
@@ -138,7 +168,7 @@ def _fields_at(place: Sequence[Any], root: type[BaseModel]) -> Iterable[str]:
 
 
 def _model_in(annotation: Any) -> Any:
-    """The section that an annotation is of: itself, in a list, annotated, or the first one of a union."""
+    """Return the section of an annotation: it, or the first in a list, union or Annotated."""
     if hasattr(annotation, "model_fields"):
         return annotation
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)

@@ -1,7 +1,10 @@
-"""One YAML file describes a search. Unknown keys are refused; every error names path, value and what is allowed.
+"""One YAML file describes a search.
 
-The sections lie here and in `orchestrator.config.sections`, but for `train`, which lies beside its consumer
-(`trainers.settings.TrainSettings`). A docstring below a key is its meaning everywhere, in the pages of docs/ as well.
+Unknown keys are refused; every error names path, value and what is allowed.
+
+The sections lie here and in `orchestrator.config.sections`, but for `train`, which lies beside its
+consumer (`trainers.settings.TrainSettings`). A docstring below a key is its meaning everywhere, in
+the pages of docs/ as well.
 """
 
 from __future__ import annotations
@@ -10,7 +13,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from orchestrator.config.parsing import ConfigError, apply_override, parse_section, read_sections
 from orchestrator.config.sections import (
@@ -27,7 +37,9 @@ from orchestrator.config.sections import (
 from trainers.settings import AUTO_STRATEGY, Shape, Strategy, TrainSettings
 
 OBJECTIVES = ("loss", "kv_bytes_per_token")
-"""What a search makes small, under the names of its reports; one that measures decode time has DECODE too."""
+"""What a search makes small, under the names of its reports; one that measures decode time has
+DECODE too.
+"""
 DECODE = "decode_seconds_per_token"
 
 
@@ -43,10 +55,10 @@ class PlaceSection(Section):
 class PromotionSection(Section):
     """Which trials go on to the full training, how they are trained, and what they must pass.
 
-    The learning rate has a schedule of its own, which warms up again. Of all that was measured of a trial, the
-    untrained conversion included, the step of lowest held-out loss is shipped. The gate asks that this loss is below
-    the baseline's (at its own best step of equally many) at the same KV ratio; KV bytes as planned; and the same logits
-    of the exported checkpoint.
+    The learning rate has a schedule of its own, which warms up again. Of all that was measured of a
+    trial, the untrained conversion included, the step of lowest held-out loss is shipped. The gate
+    asks that this loss is below the baseline's (at its own best step of equally many) at the same
+    KV ratio; KV bytes as planned; and the same logits of the exported checkpoint.
     """
 
     enabled: bool = True
@@ -58,13 +70,16 @@ class PromotionSection(Section):
     steps: int = Field(default=0, ge=0)
     """Training steps, added to those of the last rung."""
     keep_weights: Literal["all", "finalists"] = "all"
-    """Whose weights stay when a trial has ended. all: those of every trial, converted, of its last and its best step,
-    so that `headfold promote` can take any of them later. finalists: those of the trials alone that are promoted as
-    configured here and of the baseline, converted and of the best step; a large model wants this."""
+    """Whose weights stay when a trial has ended. all: those of every trial, converted, of its last
+    and its best step, so that `headfold promote` can take any of them later. finalists: those of
+    the trials alone that are promoted as configured here and of the baseline, converted and of
+    the best step; a large model wants this.
+    """
     evaluations: PositiveInt = 4
     """Measurements on the way, at each of which a checkpoint is kept."""
     train: dict[str, Any] = Field(default={})
-    """Settings that differ from the trials' `train`, e.g. `{num_workers: 32, learning_rate: 1e-5}`."""
+    """Settings that differ from the trials' `train`, e.g. `{num_workers: 32, learning_rate: 1e-5}`.
+    """
     data: TextSection | None = None
     """Fresh training text; none: that of the trials, read on."""
     resources: PlaceSection = PlaceSection()
@@ -78,14 +93,16 @@ class PromotionSection(Section):
     logit_tolerance: PositiveFloat = 1e-4
     """How far logits of the exported checkpoint may be from the trained model's."""
     tasks: Annotated[list[str], AfterValidator(distinct)] = Field(default=[])
-    """Tasks of lm-evaluation-harness that are run on what is exported, on the original model and on the baseline:
-    `demo`, folders of task files that every node sees, or the harness's own names."""
+    """Tasks of lm-evaluation-harness that are run on what is exported, on the original model and on
+    the baseline: `demo`, folders of task files that every node sees, or the harness's own names.
+    """
     max_task_drop: float | None = Field(default=None, ge=0, le=1)
     """The gate asks that no task's accuracy is lower than the original's by more; needs `tasks`."""
     prompts: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts that are continued by the same three models, side by side."""
     context_lengths: Annotated[list[PositiveInt], AfterValidator(distinct)] = Field(default=[])
-    """Context lengths at which the loss by position and the recall of a hidden line are measured."""
+    """Context lengths at which the loss by position and the recall of a hidden line are measured.
+    """
     max_recall_drop: float | None = Field(default=None, ge=0, le=1)
     """The gate asks that recall falls by no more; needs `context_lengths`."""
     registered_name: Name | None = None
@@ -94,10 +111,14 @@ class PromotionSection(Section):
     @model_validator(mode="after")
     def _of_limits(self) -> PromotionSection:
         if self.max_task_drop is not None and not self.tasks:
-            raise ValueError(f"max_task_drop {self.max_task_drop:g} needs tasks, got none; set tasks, e.g. [demo]")
+            raise ValueError(
+                f"max_task_drop {self.max_task_drop:g} needs tasks, got none; set tasks, e.g. "
+                "[demo]"
+            )
         if self.max_recall_drop is not None and not self.context_lengths:
             raise ValueError(
-                f"max_recall_drop {self.max_recall_drop:g} needs context_lengths, got none; set them, e.g. [512]"
+                f"max_recall_drop {self.max_recall_drop:g} needs context_lengths, got none; set "
+                "them, e.g. [512]"
             )
         return self
 
@@ -106,7 +127,9 @@ class TrackingSection(Section):
     """Where MLflow keeps the runs."""
 
     uri: str | None = None
-    """Any tracking URI; none: MLFLOW_TRACKING_URI of the environment, else a sqlite store in the storage folder."""
+    """Any tracking URI; none: MLFLOW_TRACKING_URI of the environment, else a sqlite store in the
+    storage folder.
+    """
     experiment: str = Field(default="headfold", min_length=1)
     """Name of the experiment that the runs belong to."""
 
@@ -115,38 +138,52 @@ class ResourcesSection(Section):
     """How trials share the cluster."""
 
     max_concurrent: Literal["auto"] | PositiveInt = "auto"
-    """Trials at a time; auto: what fits the nodes of the cluster one by one, also while it grows and shrinks."""
+    """Trials at a time; auto: what fits the nodes of the cluster one by one, also while it grows
+    and shrinks.
+    """
     trial_cpus: float = Field(default=0.05, gt=0)
-    """CPUs of what plans, converts and measures the untrained model before a trial's workers start."""
+    """CPUs of what plans, converts and measures the untrained model before a trial's workers start.
+    """
     trial_gpus: float = Field(default=0.0, ge=0)
-    """GPUs of the same: a whole number, or a part of one. It is then a task of its own, and they are free again while
-    the workers train."""
+    """GPUs of the same: a whole number, or a part of one.
+
+    It is then a task of its own, and they are free again while the workers train.
+    """
     accelerator_type: str | None = Field(default=None, min_length=1)
-    """Workers run on nodes with these GPUs alone, by Ray's name of them (A100, A10G, H100); none: on any node."""
+    """Workers run on nodes with these GPUs alone, by Ray's name of them (A100, A10G, H100); none:
+    on any node.
+    """
     trial_accelerator_type: str | None = Field(default=None, min_length=1)
     """The same for planning and measuring; none: that of the workers."""
     placement_strategy: Strategy = AUTO_STRATEGY
-    """How the workers of a training lie on nodes, in Ray's words: STRICT_PACK all on one node, PACK on few, SPREAD on
-    many; auto: on one where a node of the cluster can hold them, else on few."""
+    """How the workers of a training lie on nodes, in Ray's words: STRICT_PACK all on one node, PACK
+    on few, SPREAD on many; auto: on one where a node of the cluster can hold them, else on few.
+    """
     reuse_workers: Literal["auto"] | bool = "auto"
-    """Workers take one training after another, so that a trial waits for no process to start. With false every
-    training starts workers of its own; auto does so where workers have GPUs and the model a billion parameters or
-    more."""
+    """Workers take one training after another, so that a trial waits for no process to start.
+
+    With false every training starts workers of its own; auto does so where workers have GPUs and
+    the model a billion parameters or more.
+    """
     idle_seconds: PositiveFloat = 300.0
     """Reused workers end after so many seconds without a training."""
     tokens_per_second: PositiveFloat | None = None
     """What one worker trains on, for estimates; none: measured where it can be."""
     price_per_hour: PositiveFloat | None = None
-    """Of a GPU, or of a CPU where workers have no GPU, in whatever money, for estimates and bills."""
+    """Of a GPU, or of a CPU where workers have no GPU, in whatever money, for estimates and bills.
+    """
 
     @model_validator(mode="after")
     def _asked_for(self) -> ResourcesSection:
         if self.trial_gpus > 1 and self.trial_gpus % 1:
-            raise ValueError(f"trial_gpus must be a whole number, or a part of one GPU, got {self.trial_gpus:g}")
+            raise ValueError(
+                f"trial_gpus must be a whole number, or a part of one GPU, got {self.trial_gpus:g}"
+            )
         if self.trial_accelerator_type and not self.trial_gpus:
             raise ValueError(
-                f"trial_accelerator_type {self.trial_accelerator_type!r} needs trial_gpus above 0, got 0: without GPUs "
-                "plans are made wherever there is a CPU; set trial_gpus=1 or leave it out"
+                f"trial_accelerator_type {self.trial_accelerator_type!r} needs trial_gpus above 0, "
+                "got 0: without GPUs plans are made wherever there is a CPU; set trial_gpus=1 or "
+                "leave it out"
             )
         return self
 
@@ -155,7 +192,9 @@ class SearchConfig(Section):
     """A whole search."""
 
     name: Name
-    """Of the search: its folder in the storage, its run in MLflow. 1 to 64 letters, digits, '.', '_' or '-'."""
+    """Of the search: its folder in the storage, its run in MLflow. 1 to 64 letters, digits, '.',
+    '_' or '-'.
+    """
     model: ModelSection
     data: DataSection = DataSection()
     search: SearchSection
@@ -164,8 +203,9 @@ class SearchConfig(Section):
     promotion: PromotionSection = PromotionSection()
     tracking: TrackingSection = TrackingSection()
     storage: str = Field(default="runs", min_length=1)
-    """A folder that every node of the cluster sees, or an address (s3://bucket/path, gs://...) that is kept up to date
-    with a working folder below HEADFOLD_HOME, which every node sees."""
+    """A folder that every node of the cluster sees, or an address (s3://bucket/path, gs://...) that
+    is kept up to date with a working folder below HEADFOLD_HOME, which every node sees.
+    """
     resources: ResourcesSection = ResourcesSection()
 
     @field_validator("train")
@@ -173,8 +213,8 @@ class SearchConfig(Section):
     def _comparable(cls, train: TrainSettings) -> TrainSettings:
         if train.min_workers is not None:
             raise ValueError(
-                f"num_workers: a range is for promotion.train, got [{train.min_workers}, {train.num_workers}]: trials "
-                "are compared, also by their speed; give one number"
+                f"num_workers: a range is for promotion.train, got [{train.min_workers}, "
+                f"{train.num_workers}]: trials are compared, also by their speed; give one number"
             )
         return train
 
@@ -210,14 +250,23 @@ class SearchConfig(Section):
     def arms(self) -> list[ArmSection]:
         """What runs, the baseline among it."""
         recipes, baseline = self.search.recipes, self.search.baseline
-        return recipes if baseline in [arm.name for arm in recipes] else [ArmSection(recipe=baseline), *recipes]
+        return (
+            recipes
+            if baseline in [arm.name for arm in recipes]
+            else [ArmSection(recipe=baseline), *recipes]
+        )
 
 
 def read_search_config(path: str | Path, overrides: Iterable[str] = ()) -> SearchConfig:
-    """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values). Raises ConfigError."""
+    """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values).
+
+    Raises ConfigError.
+    """
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"no configuration file at {str(path)!r}; `headfold init MODEL` writes one")
+        raise ConfigError(
+            f"no configuration file at {str(path)!r}; `headfold init MODEL` writes one"
+        )
     record = read_sections(file)
     for override in overrides:
         apply_override(record, override)
@@ -227,7 +276,7 @@ def read_search_config(path: str | Path, overrides: Iterable[str] = ()) -> Searc
 
 
 def _check_relative(model: str, file: Path) -> None:
-    """Raises ConfigError for a model that is no folder from here but would be one from where the file lies."""
+    """Raise ConfigError for a model that is a folder only from where the file lies."""
     name = Path(model).expanduser()
     if name.is_absolute() or name.exists():
         return
@@ -235,9 +284,9 @@ def _check_relative(model: str, file: Path) -> None:
     for start in (parents[0], *parents[1:2]):
         if (start / name).is_dir():
             raise ConfigError(
-                f"model.path: got {model!r}, which is relative to the current folder, and there is none of that name "
-                f"in {str(Path.cwd())!r}; there is {str(start / name)!r}: run from {str(start)!r}, or give the whole "
-                "path"
+                f"model.path: got {model!r}, which is relative to the current folder, and there is "
+                f"none of that name in {str(Path.cwd())!r}; there is {str(start / name)!r}: run "
+                f"from {str(start)!r}, or give the whole path"
             )
 
 
@@ -266,15 +315,17 @@ def check_training(train: TrainSettings) -> None:
             raise ConfigError(str(error)) from None
 
 
-# ---- the verbs train and finetune --------------------------------------------------------------------------------
+# ---- the verbs train and finetune ----------------------------------------------------------------
 
 
 ScratchRecipe = Literal["transformer", "dcformer"]
 
 
 class TrainSection(Section):
-    """What `train --set` reaches: `composition.KEY`, settings of `Composition`, and `train.KEY`, those of
-    `TrainSettings`."""
+    """What `train --set` reaches.
+
+    `composition.KEY` are settings of `Composition`, `train.KEY` those of `TrainSettings`.
+    """
 
     recipe: ScratchRecipe
     composition: dict[str, Any] = Field(default_factory=dict)
@@ -300,13 +351,25 @@ def apply_train_options(
     if isinstance(train, dict):
         for name in ("learning_rate", "seed"):
             if name in train:
-                raise ConfigError(f"train.{name}: it has an option of its own; give it as --{name.replace('_', '-')}")
+                raise ConfigError(
+                    f"train.{name}: it has an option of its own; give it as "
+                    f"--{name.replace('_', '-')}"
+                )
         record["train"] = train | {"learning_rate": learning_rate, "seed": seed}
     return record
 
 
 def check_train_options(
-    section: type[Section], record: dict[str, Any], overrides: Iterable[str], learning_rate: float, seed: int
+    section: type[Section],
+    record: dict[str, Any],
+    overrides: Iterable[str],
+    learning_rate: float,
+    seed: int,
 ) -> None:
-    """Raise ConfigError for unknown keys and wrong values of `--set`; needs no library that takes long to import."""
-    parse_section(section, apply_train_options(record, overrides, learning_rate, seed), "this training")
+    """Raise ConfigError for unknown keys and wrong values of `--set`.
+
+    No library that takes long to import is needed.
+    """
+    parse_section(
+        section, apply_train_options(record, overrides, learning_rate, seed), "this training"
+    )

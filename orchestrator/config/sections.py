@@ -1,6 +1,7 @@
 """Sections of a search's configuration that say what is searched: model, texts, candidates, rungs.
 
-A docstring below a key is its meaning everywhere: in docs/reference/config.md and in docs/config.schema.json.
+A docstring below a key is its meaning everywhere: in docs/reference/config.md and in
+docs/config.schema.json.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def _ratio(value: float) -> float:
     if not 0 < value <= 1:
         mistyped = f"; did you mean {value / 100:g}?" if 2 <= value < 100 else ""
         raise ValueError(
-            f"a KV ratio must lie in (0, 1); 0.25 keeps a quarter of the checkpoint's own KV cache{mistyped}"
+            "a KV ratio must lie in (0, 1); 0.25 keeps a quarter of the checkpoint's own KV "
+            f"cache{mistyped}"
         )
     return value
 
@@ -49,11 +51,15 @@ def _share(value: Any) -> Any:
 
 def _slug(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value):
-        raise ValueError("a name must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or digit")
+        raise ValueError(
+            "a name must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or "
+            "digit"
+        )
     return value
 
 
 def distinct(values: list) -> list:
+    """Return the values. Raises ValueError if one is there twice."""
     repeated = sorted({v for v in values if values.count(v) > 1}, key=str)
     if repeated:
         raise ValueError(f"values must be distinct, got {repeated[0]!r} more than once")
@@ -69,15 +75,20 @@ def _milestones(steps: list[int]) -> list[int]:
 
 
 def _not_both(kv_heads: list[int], info: ValidationInfo) -> list[int]:
-    """KV heads in place of KV ratios, not beside them."""
+    """Refuse KV heads beside KV ratios."""
     if kv_heads and info.data.get("kv_ratios"):
-        raise ValueError("give kv_ratios (shares of the checkpoint's own KV cache) or kv_heads, not both")
+        raise ValueError(
+            "give kv_ratios (shares of the checkpoint's own KV cache) or kv_heads, not both"
+        )
     return kv_heads
 
 
 def _either(kv_heads: list[int], info: ValidationInfo) -> list[int]:
-    if not kv_heads and info.data.get("kv_ratios") == []:  # not there at all if it was refused itself
-        raise ValueError("expected at least 1 value in search.kv_ratios, e.g. [0.5, 0.25], or in search.kv_heads")
+    # Not there at all if it was refused itself
+    if not kv_heads and info.data.get("kv_ratios") == []:
+        raise ValueError(
+            "expected at least 1 value in search.kv_ratios, e.g. [0.5, 0.25], or in search.kv_heads"
+        )
     return kv_heads
 
 
@@ -98,20 +109,34 @@ class ModelSection(Section):
     path: str = Field(min_length=1)
     """A folder with safetensors, a GGUF file, or a name on the hub."""
     teacher: str | None = Field(default=None, min_length=1)
-    """What is distilled from, e.g. the checkpoint after fine-tuning; none: the checkpoint itself."""
+    """What is distilled from, e.g. the checkpoint after fine-tuning; none: the checkpoint itself.
+    """
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        BeforeValidator(full_name, json_schema_input_type=Literal["auto", "float32", "bfloat16", "float16", *SHORT]),
+        BeforeValidator(
+            full_name,
+            json_schema_input_type=Literal["auto", "float32", "bfloat16", "float16", *SHORT],
+        ),
     ] = "auto"
-    """What converted and promoted checkpoints are written in, and bytes counted in; auto: the checkpoint's own."""
+    """What converted and promoted checkpoints are written in, and bytes counted in; auto: the
+    checkpoint's own.
+    """
     dequantize: bool = False
-    """Read quantised weights (FP8, compressed-tensors, MXFP4) as plain numbers; a GGUF file needs no such wish."""
+    """Read quantised weights (FP8, compressed-tensors, MXFP4) as plain numbers; a GGUF file needs
+    no such wish.
+    """
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def with_folders(self, **folders: str) -> ModelSection:
-        """The same section opened from other folders (`path`, `teacher`): plain copies of what is named here. What is
-        kept of it in files still names the sources."""
-        sources = {key: str(getattr(self, key)) for key, folder in folders.items() if folder != getattr(self, key)}
+        """Return the same section opened from other folders (`path`, `teacher`): plain copies.
+
+        What is saved of it in files still names the sources.
+        """
+        sources = {
+            key: str(getattr(self, key))
+            for key, folder in folders.items()
+            if folder != getattr(self, key)
+        }
         opened = self.model_copy(update=folders)
         opened._sources = self._sources | sources
         return opened
@@ -134,23 +159,29 @@ class DataSection(Section):
     """Texts for training, for the held-out loss, and for calibration."""
 
     source: str = Field(default="builtin", min_length=1)
-    """`builtin` (Python's help topics and standard library, prose and code; to try things out), `stdlib` (the source of
-    the standard library), a local .txt / .jsonl / .json / .parquet file, a folder or
-    glob of them, or a dataset name on the hub (`name:split` for a split of its own)."""
+    """`builtin` (Python's help topics and standard library, prose and code; to try things out),
+    `stdlib` (the source of the standard library), a local .txt / .jsonl / .json / .parquet file,
+    a folder or glob of them, or a dataset name on the hub (`name:split` for a split of its own).
+    """
     sequence_length: int = Field(default=256, ge=2)
     """Tokens a sequence, of all texts; at most the positions of the model."""
     train: TextSection = TextSection(tokens=524_288)
     """The text that trials and promotions are trained on."""
     eval: TextSection = TextSection(tokens=16_384)
-    """The held-out text that losses are measured on: no document of it is trained or calibrated on."""
+    """The held-out text that losses are measured on: no document of it is trained or calibrated on.
+    """
     calibration: TextSection = TextSection(tokens=16_384)
     """The text that statistics of the heads are collected on, by which plans are made."""
     text_field: str = "text"
-    """The field of a record, or the column, that holds the text. Without it conversations are taken, from `messages`
-    (role, content) or `conversations` (from, value), by the tokenizer's chat template."""
+    """The field of a record, or the column, that holds the text.
+
+    Without it conversations are taken, from `messages` (role, content) or `conversations` (from,
+    value), by the tokenizer's chat template.
+    """
     max_epochs: PositiveFloat = 1.0
-    """How often one training may go through the text of `train`; a search whose longest training needs more is
-    refused."""
+    """How often one training may go through the text of `train`; a search whose longest training
+    needs more is refused.
+    """
 
     def section(self, split: str) -> tuple[str, int]:
         """Source and token count of "train", "eval" or "calibration"."""
@@ -159,7 +190,10 @@ class DataSection(Section):
 
 
 class ArmSection(Section):
-    """One arm of the comparison: a recipe, with other choices where wanted, under a name of its own."""
+    """One arm of the comparison: a recipe under a name of its own.
+
+    It may have other choices than the named recipe.
+    """
 
     recipe: str = Field(min_length=1)
     """A named recipe, e.g. gqa or headfold."""
@@ -180,7 +214,7 @@ class ArmSection(Section):
 
 
 def _arm(value: Any) -> Any:
-    """A recipe's name alone is an arm too."""
+    """Return an arm for the name of a recipe alone."""
     return {"recipe": value} if isinstance(value, str) else value
 
 
@@ -201,28 +235,42 @@ def _export_target(value: Any) -> Any:
 class SearchSection(Section):
     """Which candidates are tried.
 
-    Every recipe runs at every KV ratio with every learning rate and seed; then come `num_samples` candidates that the
-    searcher draws from the joint space.
+    Every recipe runs at every KV ratio with every learning rate and seed; then come `num_samples`
+    candidates that the searcher draws from the joint space.
     """
 
     target: Annotated[
         Literal["any", "gqa", "phi", "vllm", "gguf", "transformers"],
         BeforeValidator(
             _export_target,
-            json_schema_input_type=Literal["any", "gqa", "phi", "vllm", "gguf", "transformers", "llama.cpp"],
+            json_schema_input_type=Literal[
+                "any", "gqa", "phi", "vllm", "gguf", "transformers", "llama.cpp"
+            ],
         ),
     ] = "any"
-    """The engine that the results are for, by its export target; any: none in particular. Every candidate is then a
-    plan that it holds exactly, at the plan's own bytes, and what does not go there is refused."""
+    """The engine that the results are for, by its export target; any: none in particular.
+
+    Every candidate is then a plan that it holds exactly, at the plan's own bytes, and what does not
+    go there is refused.
+    """
     searcher: str = Field(default="optuna", min_length=1)
-    """What draws the samples: grid (none of them: named recipes alone), random, optuna, or asymgqa, whose samples are
-    the probes of its walks, with the best plan of each ratio as one more candidate."""
-    recipes: Arms = Field(default=[ArmSection(recipe="gqa"), ArmSection(recipe="headfold")], min_length=1)
+    """What draws the samples: grid (none of them: named recipes alone), random, optuna, or asymgqa,
+    whose samples are the probes of its walks, with the best plan of each ratio as one more
+    candidate.
+    """
+    recipes: Arms = Field(
+        default=[ArmSection(recipe="gqa"), ArmSection(recipe="headfold")], min_length=1
+    )
     """The arms of the comparison: names of recipes, or arms with changes."""
     kv_ratios: _KVRatios = []
-    """Shares of the checkpoint's own KV cache to keep at most, e.g. `[0.5, 0.25]` or `[50%, 25%]`: each recipe takes
-    its largest plan at or below each. 1, the whole cache, is for recipes that change something else."""
-    kv_heads: Annotated[_KVHeads, AfterValidator(_either)] = Field(default=[], validate_default=True)
+    """Shares of the checkpoint's own KV cache to keep at most, e.g.
+
+    `[0.5, 0.25]` or `[50%, 25%]`: each recipe takes its largest plan at or below each. 1, the whole
+    cache, is for recipes that change something else.
+    """
+    kv_heads: Annotated[_KVHeads, AfterValidator(_either)] = Field(
+        default=[], validate_default=True
+    )
     """In place of `kv_ratios`: at most how many KV heads per layer, on average, e.g. `[4, 2]`."""
     strict: bool = False
     """Whether a ratio that a recipe cannot meet exactly is refused."""
@@ -231,16 +279,23 @@ class SearchSection(Section):
     num_samples: int = Field(default=0, ge=0, le=1_000_000)
     """Candidates that the searcher draws after the named ones."""
     search_space: dict[str, list[Any]] = {}
-    """What the searcher draws from: the parts allowed on some axes, e.g. `{grouping: [exact, merge]}`."""
+    """What the searcher draws from: the parts allowed on some axes, e.g.
+
+    `{grouping: [exact, merge]}`.
+    """
     params: dict[str, Any] = {}
-    """Parameters that are fixed while it draws, e.g. `{grouping.iterations: 50}`, and those of the searcher itself,
-    e.g. `{searcher.chains: 4}`."""
+    """Parameters that are fixed while it draws, e.g.
+
+    `{grouping.iterations: 50}`, and those of the searcher itself, e.g. `{searcher.chains: 4}`.
+    """
     decode_context_length: PositiveInt | None = None
-    """If given, the engine of `target` is timed before the trials, and its decode time a token at a context of so many
-    tokens is a third objective beside loss and bytes."""
+    """If given, the engine of `target` is timed before the trials, and its decode time a token at a
+    context of so many tokens is a third objective beside loss and bytes.
+    """
     baseline: str = Field(default="gqa", min_length=1)
-    """The arm that always runs, at every KV ratio of any arm, is never stopped early, and is what a promotion must
-    beat."""
+    """The arm that always runs, at every KV ratio of any arm, is never stopped early, and is what a
+    promotion must beat.
+    """
     seed: Seed = 0
     """Of the searcher and the texts."""
     seeds: Annotated[list[Seed], AfterValidator(distinct)] = []
@@ -250,13 +305,18 @@ class SearchSection(Section):
 class RungsSection(Section):
     """When trials are measured and the weaker ones stopped."""
 
-    steps: Annotated[list[int], AfterValidator(_milestones)] = Field(default=[0, 50, 200], min_length=1)
-    """Cumulative training steps, increasing; the first is 0, the converted model before any training."""
+    steps: Annotated[list[int], AfterValidator(_milestones)] = Field(
+        default=[0, 50, 200], min_length=1
+    )
+    """Cumulative training steps, increasing; the first is 0, the converted model before any
+    training.
+    """
     reduction_factor: float = Field(default=2.0, gt=1)
     """At each rung about one in so many trials goes on."""
     stop: bool = True
     """With false every trial goes on to the end, as a comparison of recipes wants it."""
     scheduler: str = "asha"
-    """Which trials go on. asha: the best of each KV ratio so far, the others are stopped for good."""
+    """Which trials go on. asha: the best of each KV ratio so far, the others are stopped for good.
+    """
     params: dict[str, Any] = {}
     """Parameters of the scheduler."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from attention.io.targets import target
+from orchestrator.config.options import ExportOptions
 from orchestrator.serving.check import CheckError
 from orchestrator.serving.engine import EngineError
 from orchestrator.serving.engines import engine
@@ -28,8 +29,11 @@ def export_for_engine(
     """
     out = Path(model).parent / FOLDER
     missing = _missing(name)
+    options = ExportOptions(
+        checkpoint=model, target=name, out=out, overwrite=True, check=missing is None
+    )
     try:
-        record = export_checkpoint(model, name, out, overwrite=True, check=missing is None)
+        record = export_checkpoint(options)
     except (ValueError, CheckError, EngineError) as error:
         return None, {}, f"export to {name} failed: {error}"
     checks: GateChecks = {"target": name, "engine_kv_heads": list(record["kv_heads"])}

@@ -39,7 +39,7 @@ from orchestrator.search.prepare import trial_context
 from orchestrator.search.setup import open_models
 from orchestrator.search.trials.context import SearchSession
 from orchestrator.search.validation import rehearse_search, validate_search
-from orchestrator.search.waiting import waiting_told
+from orchestrator.search.waiting import report_waiting
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import read_json
 from orchestrator.storage.lock import SearchLock
@@ -85,7 +85,7 @@ def promote_search(
         mlflow = MlflowSync(connect, _search_run(folder), shared=shared)
         parameters = original.get("parameters", 0)
         with (
-            waiting_told(config, folder, mlflow, partial(_search_run, folder)),
+            report_waiting(config, folder, mlflow, partial(_search_run, folder)),
             pool_of_search(config, folder, parameters) as pool,
         ):
             context = replace(context, pool=pool)

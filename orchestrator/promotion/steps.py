@@ -53,7 +53,6 @@ from orchestrator.tracking.logged_model import write_mlmodel
 from orchestrator.tracking.metrics import point
 from orchestrator.tracking.runs import Dataset
 from orchestrator.tracking.sync import Run
-from trainers.jobs.checkpoints import CheckpointStore
 
 
 @dataclass(frozen=True)
@@ -89,19 +88,19 @@ class PromotionSteps:
             for entry in entries[training.trial.trial_id]:
                 self._end_training(entry, training, loss, error)
             self.save()
-            if error is None and training.job is not None:  # what is shipped are the weights
-                CheckpointStore.of(training.job).keep_only(None)
+            if error is None and training.run is not None:  # what is shipped are the weights
+                training.run.remove_checkpoints()
 
         def on_progress(training: Training) -> None:
             # Where the address of its checkpoints is away: the next time
             with contextlib.suppress(OSError):
                 for entry in entries[training.trial.trial_id]:
                     self._track(entry)
-                progress.to(sum(one.reached() - one.start for one in trainings))
+                progress.to(sum(one.latest_step() - one.start for one in trainings))
 
         progress = ProgressStage("full trainings")
         for training in trainings:
-            if training.job is not None:
+            if training.run is not None:
                 on_progress(training)  # the run is there before the training is
         steps = sum(one.total - one.start for one in trainings)
         try:

@@ -1,1 +1,1 @@
-"""What work takes, before it is run: sizes, memory, disk and time, on this machine or on another one."""
+"""Estimates of work before it runs: size, memory, disk and time, on this machine or another."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 GIGA = 10**9
-# Gigabytes of the smallest card of a type, from NVIDIA's data sheets. Ray reads a type off the card's name
-# (`ray.util.accelerators` has constants for some) and tells no two sizes of one type apart.
+# Gigabytes of the smallest card of a type, from NVIDIA's data sheets. Ray reads a type off the
+# card's name (`ray.util.accelerators` has constants for some) and tells no two sizes of one type
+# apart.
 GIGABYTES = {
     "K80": 12,  # of each of its two chips, which are devices of their own
     "P4": 8,
@@ -27,26 +28,32 @@ GIGABYTES = {
     "B200": 180,
 }
 LARGER = {"V100": "V100-32G", "A100": "A100-80G", "GH200": "GH200-144G"}
-"""Types of two sizes, and a name for the larger, which nodes can be given as a resource `accelerator_type:NAME`."""
+"""Types of two sizes, and a name for the larger, which nodes can be given as a resource
+`accelerator_type:NAME`.
+"""
 _OWN = re.compile(r"-(\d+)GB?$")
 
 
 def memory_of(accelerator_type: str) -> int | None:
-    """Bytes of one accelerator: what its name ends in (`A100-80G`), else the table's; None where neither says it.
+    """Return the bytes of one accelerator; None where its type is not known.
 
-    A gigabyte is 10^9 bytes here. Cards have up to 7% more, which driver, CUDA and NCCL take for themselves.
+    They are what the name ends in (`A100-80G`), else the table's. A gigabyte is 10^9 bytes here.
+    Cards have up to 7% more, which driver, CUDA and NCCL take for themselves.
     """
     if stated := _OWN.search(accelerator_type):
         return int(stated[1]) * GIGA
-    known = GIGABYTES.get(accelerator_type)
-    return None if known is None else known * GIGA
+    gigabytes = GIGABYTES.get(accelerator_type)
+    return None if gigabytes is None else gigabytes * GIGA
 
 
 def memory_in_words(accelerator_type: str) -> str:
-    """The memory of a type, for people, and what to do if there is a larger one of the name."""
+    """Return the memory of a type in words, and what to do if there are larger cards of it."""
     memory = memory_of(accelerator_type)
     if memory is None:
         return f"the memory of {accelerator_type!r} is not known"
     larger = LARGER.get(accelerator_type)
-    rest = f" (where yours have more, give their nodes the resource accelerator_type:{larger} and name that type here)"
+    rest = (
+        f" (where yours have more, give their nodes the resource accelerator_type:{larger} and "
+        "name that type here)"
+    )
     return f"{accelerator_type} has {memory // GIGA} GB{rest if larger else ''}"

@@ -1,10 +1,11 @@
-"""The bytes that a search has on disk when it has most, from its configuration and the checkpoint's config.json.
+"""Peak disk usage of a search, from its configuration and the checkpoint's config.json.
 
-A sum over the files that a search keeps, by what removes them (`trainers.jobs.checkpoints`,
-`orchestrator.search.leftovers`). Where it is not known how many there will be, it is the most that there can be.
+A sum over the files that a search writes, by what removes them (`trainers.jobs.checkpoints`,
+`orchestrator.search.leftovers`). Where their number is not known, it is the largest that there can
+be.
 
-Legend: w weights of one model in the search's dtype, t in that of training, s a training checkpoint (of what is trained
-weights, a float32 copy and Adam's two moments).
+Legend: w weights of one model in the search's dtype, t in that of training, s a training checkpoint
+(trained weights, a float32 copy of them and Adam's two moments).
 """
 
 from __future__ import annotations
@@ -29,14 +30,23 @@ from trainers.jobs.checkpoints import KEEP
 from trainers.settings import TrainSettings
 
 BESIDE = 20 * 2**20  # of files beside a hub model's weights: a tokenizer
-RECORDS, OWN_RECORDS = 2**20, 32 * 2**20  # journal, plans, logs, MLflow: of a trial, and of the search itself
+# Journal, plans, logs, MLflow: of a trial, and of the search itself
+RECORDS = 2**20
+OWN_RECORDS = 32 * 2**20
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes. `parts`, each at its own most: token sets; the original model's statistics; converted weights of all
-    trials; weights of their last and best steps; training checkpoints, while as many train or wait as can; promotions
-    (weights, checkpoints, exports); the rest. `most`: of all at a time; `kept`: in the end."""
+    """Bytes on disk.
+
+    Attributes:
+        parts: By what they are of, each at its own peak: token sets; the original model's
+            statistics; converted weights of all trials; weights of their last and best steps;
+            training checkpoints, while as many train or wait as can; promotions (weights,
+            checkpoints, exports); the rest.
+        most: Of all at the same time.
+        kept: In the end.
+    """
 
     parts: dict[str, int]
     most: int
@@ -45,8 +55,16 @@ class Disk:
 
 @dataclass(frozen=True)
 class Storage:
-    """Where a search will write, and how much: `trials` that are converted, `trainings` of its promotion. `mixed`: how
-    the original model's statistics are kept, `statistics`: their bytes."""
+    """Where a search will write, and how much.
+
+    Attributes:
+        trials: Number of trials that are converted.
+        trainings: Number of trainings of its promotion.
+        folder: The storage.
+        free: Bytes that are free there.
+        mixed: How the mixed moments of the original model's statistics are stored.
+        statistics: Bytes of these statistics.
+    """
 
     inputs: SearchInputs
     trials: int
@@ -57,7 +75,9 @@ class Storage:
     statistics: int
 
     @classmethod
-    def of(cls, inputs: SearchInputs, trials: int, trainings: int, folder: Path | None = None) -> Storage:
+    def of(
+        cls, inputs: SearchInputs, trials: int, trainings: int, folder: Path | None = None
+    ) -> Storage:
         """`folder`: None for the configuration's."""
         folder = folder or storage_path(inputs.config.storage)
         free = disk_free(folder)
@@ -78,15 +98,23 @@ class Storage:
         return self.inputs.config
 
     def disk(self, parallel: int) -> Disk:
-        """What the search takes with so many trials at a time."""
-        config, inputs, trials = self.config, self.inputs, self.trials
-        model, parameters, rungs = inputs.model, inputs.size.total, len(config.rungs.steps) - 1
+        """Return what the search takes with `parallel` trials at a time."""
+        config = self.config
+        inputs = self.inputs
+        trials = self.trials
+        model = inputs.model
+        parameters = inputs.size.total
+        rungs = len(config.rungs.steps) - 1
         most, relaxing = KEEP + 1, _relaxing(inputs)  # one more while it is written
         beside = _beside(config.model.path)
         w = parameters * inputs.written.itemsize + beside
         t = parameters * DTYPES[config.train.dtype].itemsize + beside
-        s = max(self._checkpoint(each, whole=bool(relaxing)) for each in inputs.trainings(config.train))
-        texts = sum(section.tokens for section in _texts(config)) * (2 if model.vocab_size <= 2**16 else 4)
+        s = max(
+            self._checkpoint(each, whole=bool(relaxing)) for each in inputs.trainings(config.train)
+        )
+        texts = sum(section.tokens for section in _texts(config)) * (
+            2 if model.vocab_size <= 2**16 else 4
+        )
         records, converted = OWN_RECORDS + trials * RECORDS, trials * w
         trained = checkpoints = finalists = going = gone = 0
         if rungs:
@@ -104,7 +132,11 @@ class Storage:
             gone = (holding - left) * (w + t * each) + max(0, min(relaxing, holding) - left) * t
             gone += left * t * (each - 1) * few
             written = most if relaxing else min(most, rungs)
-            checkpoints = running * written + paused * min(KEEP, rungs) + min(finalists, trials - running - paused)
+            checkpoints = (
+                running * written
+                + paused * min(KEEP, rungs)
+                + min(finalists, trials - running - paused)
+            )
             # Best weights of steps before, and stages of relaxations
             going = (running + paused) * t * max(0, min(most, rungs - 1) - 1)
             stages = w + lifted_bytes(inputs) + t * _stages(inputs)
@@ -124,43 +156,63 @@ class Storage:
         return Disk(parts, max(shared + checkpoints * s + going, kept + promoting), kept)
 
     def shortage(self, parallel: int) -> str | None:
-        """What to say where a search cannot fit: the numbers, and what helps. None where it can."""
+        """Return the message for a search that cannot fit, with a remedy; None where it can."""
         takes, free = self.disk(parallel), self.free
         if takes.most <= free:
             return None
         parts = ", ".join(f"{name} {gib(value)}" for name, value in takes.parts.items() if value)
         fewer = next((n for n in range(parallel - 1, 0, -1) if self.disk(n).most <= free), None)
-        others = "fewer trials (search.num_samples, recipes, kv_ratios, learning_rates), promotion.top"
+        others = (
+            "fewer trials (search.num_samples, recipes, kv_ratios, learning_rates), promotion.top"
+        )
         if self.config.train.tuning == "full":
             others += ", train.tuning=lora"
-        remedy = f"resources.max_concurrent={fewer} would do" if fewer else f"what makes it less: {others}"
+        remedy = (
+            f"resources.max_concurrent={fewer} would do"
+            if fewer
+            else f"what makes it less: {others}"
+        )
         return (
-            f"the search takes up to {gib(takes.most)} of {self.folder}, and {gib(free)} are free there ({parts}); "
-            f"free {gib(takes.most - free)} more or give another storage; {remedy}"
+            f"the search takes up to {gib(takes.most)} of {self.folder}, and {gib(free)} are free "
+            f"there ({parts}); free {gib(takes.most - free)} more or give another storage; {remedy}"
         )
 
     def _checkpoint(self, train: TrainSettings, *, whole: bool = False) -> int:
-        """Bytes of a training checkpoint in this folder: none where workers send it to an address themselves."""
+        """Return the bytes of a training checkpoint here; 0 where workers send it to an address."""
         remote = is_remote(self.config.storage)
-        return 0 if remote else checkpoint_bytes(self.inputs.model, self.inputs.size, train, whole=whole)
+        return (
+            0
+            if remote
+            else checkpoint_bytes(self.inputs.model, self.inputs.size, train, whole=whole)
+        )
 
     def _promotion(self, parallel: int, w: int, beside: int) -> tuple[int, int]:
         """Bytes that stay of a promotion, and those that it has besides while it trains."""
         section, train = self.config.promotion, self.config.promotion_train
         if not section.enabled:
             return 0, 0
-        t, s = self.inputs.size.total * DTYPES[train.dtype].itemsize + beside, self._checkpoint(train)
+        t = self.inputs.size.total * DTYPES[train.dtype].itemsize + beside
+        s = self._checkpoint(train)
         evaluations, running = section.evaluations, min(parallel, self.trainings)
         shipped = self.trainings * t * (1 + (evaluations > 1)) + max(1, self.trainings) * w
         return shipped, running * ((KEEP + 1) * s + max(0, min(KEEP + 1, evaluations - 1) - 1) * t)
 
 
-def checkpoint_bytes(model: PretrainedConfig, size: Size, train: TrainSettings, *, whole: bool = False) -> int:
-    """Of one training checkpoint, which holds what is trained; `whole`: of a training of all weights, whatever the
-    settings say."""
+def checkpoint_bytes(
+    model: PretrainedConfig, size: Size, train: TrainSettings, *, whole: bool = False
+) -> int:
+    """Return the bytes of one training checkpoint, which holds what is trained.
+
+    Args:
+        whole: Whether all weights are trained, whatever the settings say.
+    """
     g, tuned = geometry_of(model), size.total
     if train.tuning == "lora" and not whole:
-        inner = int(getattr(model, "intermediate_size", None) or getattr(model, "ffn_dim", 0) or 4 * g.hidden_size)
+        inner = int(
+            getattr(model, "intermediate_size", None)
+            or getattr(model, "ffn_dim", 0)
+            or 4 * g.hidden_size
+        )
         widths = 4 * (g.hidden_size + g.num_heads * g.head_dim) + 3 * (g.hidden_size + inner)
         tuned = min(size.total, g.num_layers * train.lora_rank * widths)
     if train.tuning == "kv" and not whole:
@@ -169,21 +221,31 @@ def checkpoint_bytes(model: PretrainedConfig, size: Size, train: TrainSettings, 
 
 
 def lifted_bytes(inputs: SearchInputs) -> int:
-    """By how much the start of a relaxation, in which every query head has a key and a value head, is larger."""
+    """Return by how much the start of a relaxation is larger than the model.
+
+    In it every query head has a key and a value head of its own.
+    """
     g = inputs.geometry
     more = 2 * g.num_layers * (g.num_heads - g.num_kv_heads) * g.head_dim * (g.hidden_size + 1)
     return more * inputs.written.itemsize
 
 
 def _finalists(inputs: SearchInputs) -> int:
-    """Trials whose training checkpoint stays: candidates of a promotion, and a baseline, at each KV ratio."""
-    ratios, promotion = len({candidate.kv_ratio for candidate in inputs.candidates}), inputs.config.promotion
+    """Return the number of trials whose training checkpoint stays.
+
+    These are the candidates of a promotion, and a baseline, at each KV ratio.
+    """
+    ratios = len({candidate.kv_ratio for candidate in inputs.candidates})
+    promotion = inputs.config.promotion
     return ratios * (1 + (1 if promotion.select == "front" else promotion.top))
 
 
 def _paused(config: SearchConfig, trials: int, relaxing: int) -> int:
-    """Trials that can wait behind a rung above the first, with training checkpoints: those that were let into it, and
-    those that nothing holds before, as their relaxation trains through it."""
+    """Return how many trials with training checkpoints can wait behind a rung above the first.
+
+    These are the trials that were let into it, and those that cannot stop before, as their
+    relaxation trains through it.
+    """
     if not config.rungs.stop or config.rungs.scheduler != "front" or len(config.rungs.steps) < 3:
         return 0
     return min(trials, max(1, math.floor(trials / config.rungs.reduction_factor)) + relaxing)
@@ -193,7 +255,9 @@ def _relaxing(inputs: SearchInputs) -> int:
     """Trials that fuse while they train, at most."""
     section = inputs.config.search
     drawn = any(choice != "none" for choice in section.search_space.get("relaxation", ()))
-    return sum(c.recipe.relaxation != "none" for c in inputs.candidates) + drawn * section.num_samples
+    return (
+        sum(c.recipe.relaxation != "none" for c in inputs.candidates) + drawn * section.num_samples
+    )
 
 
 def _stages(inputs: SearchInputs) -> int:
@@ -205,13 +269,22 @@ def _stages(inputs: SearchInputs) -> int:
 
 def _texts(config: SearchConfig) -> list[TextSection]:
     data = config.data
-    return [data.train, data.eval, data.calibration, *([config.promotion.data] if config.promotion.data else [])]
+    return [
+        data.train,
+        data.eval,
+        data.calibration,
+        *([config.promotion.data] if config.promotion.data else []),
+    ]
 
 
 def _beside(path: str) -> int:
-    """Bytes beside the weights in a checkpoint that is made of the one at `path`."""
+    """Return the bytes beside the weights in a checkpoint that is made of the one at `path`."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return BESIDE
-    files = [p for p in folder.iterdir() if p.is_file() and p.suffix not in (".safetensors", ".bin", ".pt", ".gguf")]
+    files = [
+        p
+        for p in folder.iterdir()
+        if p.is_file() and p.suffix not in (".safetensors", ".bin", ".pt", ".gguf")
+    ]
     return sum(p.stat().st_size for p in files)

@@ -20,9 +20,12 @@ from orchestrator.storage.records import unmet
 
 @dataclass(frozen=True)
 class Estimate:
-    """Peak memory, bytes that stay on disk, and seconds. `scratch`: bytes that lie on disk on the way.
+    """Peak memory, bytes that stay on disk, and seconds.
 
-    `a + b` is a followed by b: the larger peak of the two, and the sum of what stays and of the time.
+    `scratch`: bytes that lie on disk on the way.
+
+    `a + b` is a followed by b: the larger peak of the two, and the sum of what stays and of the
+    time.
     """
 
     memory: int = 0
@@ -46,8 +49,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where work is to run. `memory`: bytes that it may take there (0: not known), of the machine or, with `on_gpu`,
-    of one GPU; `elsewhere`: whether that is another machine than this one."""
+    """Where work is to run.
+
+    Attributes:
+        memory: Bytes that it may take there, of the machine or of one GPU; 0 where that is not
+            known.
+        on_gpu: Whether the memory is that of a GPU.
+        elsewhere: Whether this is another machine than the one of this process.
+    """
 
     memory: int
     on_gpu: bool = False
@@ -59,7 +68,10 @@ class Machine:
 
     @classmethod
     def named(cls, device: str, gpus: int | None, gpu_memory: int | None) -> Machine | None:
-        """Return the machine that `--device`, `--gpus` and `--gpu-memory` (GiB) name; None where it is this one."""
+        """Return the machine of `--device`, `--gpus` and `--gpu-memory` (GiB).
+
+        None stands for this machine.
+        """
         if device == "cpu" or gpus == 0:
             return None
         no_gpu_here = device.startswith("cuda") and not torch.cuda.is_available()
@@ -70,16 +82,25 @@ class Machine:
 
 @dataclass(frozen=True)
 class ConversionEstimate:
-    """Bytes, floating-point operations, seconds.
+    """What a conversion takes: bytes, floating-point operations, seconds.
 
-    `kv_bytes_per_token`, `kv_bytes_per_token_original`: of the converted and of the original model, heads alone.
-    `resident`, `layerwise`: peak memory of the process in either way, all it needs besides included; `stages`: what it
-    comes to at each stage, by name; `available`: memory that is free for it, of the machine or, with `on_gpu`, of one
-    GPU (0: not known); `elsewhere`: whether that is another machine than this one; `layerwise_possible`: whether there
-    is the second way, else `why_not` says why.
-    `disk`: of the result; `scratch`: of what lies beside it on the way. `flops` of the way layer by layer; `seconds` of
-    it at the speed that a matrix product has here (`rate`, operations a second). `ceiling`: what is used in place of a
-    ratio that cannot be met, in words.
+    Attributes:
+        kv_bytes_per_token: Of the converted model, heads alone.
+        kv_bytes_per_token_original: Of the original model.
+        resident: Peak memory of the process in memory, with libraries and buffers.
+        layerwise: The same layer by layer.
+        stages: Peak memory of each stage of the way layer by layer.
+        layerwise_possible: Whether there is that way.
+        why_not: Why there is not.
+        available: Memory that is free, of the machine or of one GPU; 0 where that is not known.
+        disk: Bytes of the result.
+        scratch: Bytes on disk beside it until the end.
+        flops: Operations of the way layer by layer.
+        rate: Operations per second of a matrix product here.
+        seconds: Of the way layer by layer, at that rate.
+        ceiling: What is used in place of a ratio that cannot be met, in words.
+        on_gpu: Whether `available` is the memory of a GPU.
+        elsewhere: Whether it is that of another machine.
     """
 
     kv_ratio: float
@@ -113,13 +134,22 @@ class ConversionEstimate:
         ceiling: str = "",
         base: int | None = None,
     ) -> ConversionEstimate:
-        """Memory, disk and time of a conversion. `why_not`: why it cannot run layer by layer, if so; `base`: bytes of
-        the process before it starts (default: as it is now)."""
+        """Estimate memory, disk and time of a conversion.
+
+        Args:
+            why_not: Why it cannot run layer by layer; empty if it can.
+            requested_ratio: The KV ratio that the user has named, where that is another one.
+            ceiling: Why that ratio is not used, in words.
+            base: Bytes of the process before it starts (default: as it is now).
+        """
         size, g = Size.of(conversion.config), conversion.geometry
         base = memory_now() if base is None else base
         width, written = conversion.working.itemsize, conversion.dtype.itemsize
         tokens = conversion.used_tokens + conversion.eval_tokens
-        stages = {name: base + READ + held for name, held in layerwise_stages(conversion, size, width, tokens).items()}
+        stages = {
+            name: base + READ + bytes_in_stage
+            for name, bytes_in_stage in layerwise_stages(conversion, size, width, tokens).items()
+        }
         stages["texts"] = base + READING
         flops = operations(conversion, size, tokens)
         rate = matmul_rate(conversion.working)
@@ -158,7 +188,7 @@ class ConversionEstimate:
 
     @property
     def too_large(self) -> bool:
-        """Whether it is known not to fit into memory as a whole."""
+        """Whether it certainly does not fit into memory as a whole."""
         return self.available > 0 and self.resident > SPARE * self.available
 
     def describe(self) -> Mapping[str, str]:
@@ -166,7 +196,10 @@ class ConversionEstimate:
         largest = max(self.stages, key=lambda name: self.stages[name])
         memory = "GPU memory" if self.on_gpu else "memory of the machine"
         giga = 2.0**30
-        kv_bytes = f"{self.kv_bytes_per_token:,} of {self.kv_bytes_per_token_original:,} KV bytes per token"
+        kv_bytes = (
+            f"{self.kv_bytes_per_token:,} of {self.kv_bytes_per_token_original:,} KV bytes per "
+            "token"
+        )
         layerwise = f"{self.layerwise / giga:.1f} GiB of {memory}, most of it {_STAGES[largest]}"
         on_gpu = "; how long on the GPU is not known here" if self.elsewhere else ""
         return {
@@ -176,9 +209,14 @@ class ConversionEstimate:
             "of each GPU" if self.elsewhere else "available now": (
                 f"{self.available / giga:.1f} GiB" if self.available else "unknown"
             ),
-            "disk": f"{self.disk / giga:.2f} GiB, and {self.scratch / giga:.2f} GiB on the way (layer by layer)",
-            "work": f"{self.flops:.2g} operations; about {duration(self.seconds)} on this machine's "
-            f"{os.cpu_count()} CPUs{on_gpu}",
+            "disk": (
+                f"{self.disk / giga:.2f} GiB, and {self.scratch / giga:.2f} GiB on the way (layer "
+                "by layer)"
+            ),
+            "work": (
+                f"{self.flops:.2g} operations; about {duration(self.seconds)} on this machine's "
+                f"{os.cpu_count()} CPUs{on_gpu}"
+            ),
         }
 
 
@@ -194,4 +232,6 @@ _STAGES = {
     "head": "while losses are measured",
     "outside": "while embeddings and output head are written",
 }
-"""When the memory of a conversion layer by layer is highest, in words, by the names of `layerwise_stages`."""
+"""When the memory of a conversion layer by layer is highest, in words, by the names of
+`layerwise_stages`.
+"""

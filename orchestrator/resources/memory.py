@@ -1,6 +1,7 @@
-"""Peak memory of a conversion: the largest of its stages, each the sum of what it holds at once.
+"""Peak memory of a conversion: the largest of its stages.
 
-Small things (token ids, one batch of activations) are left out.
+Each stage is the sum of what is in memory at once. Small things (token ids, one batch of
+activations) are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from trainers.evaluation import TEACHER_BYTES
 
 
 def layerwise_stages(conversion: Conversion, size: Size, width: int, tokens: int) -> dict[str, int]:
-    """Bytes that a conversion layer by layer holds at each stage, the process itself left out."""
+    """Return the bytes of each stage of a conversion layer by layer, less the process itself."""
     g, c = conversion.geometry, conversion
     streams = 2 * width * tokens * g.hidden_size
     layer, statistics = width * size.layer, c.statistics()
@@ -24,7 +25,9 @@ def layerwise_stages(conversion: Conversion, size: Size, width: int, tokens: int
     metric, planned = FLOAT * g.hidden_size**2, {}
     if c.planned_on:
         carried = (width + FLOAT) * c.planned_on * g.hidden_size
-        planned["sensitivity"] = carried + max(layer + c.gradients(size) + 3 * metric, width * size.embedding + logits)
+        planned["sensitivity"] = carried + max(
+            layer + c.gradients(size) + 3 * metric, width * size.embedding + logits
+        )
     return planned | {
         "embedding": streams + width * size.embedding,
         "calibrate": streams + layer + statistics + c.sums() + c.calibrating(),
@@ -38,14 +41,20 @@ def layerwise_stages(conversion: Conversion, size: Size, width: int, tokens: int
 
 
 def in_memory_stages(conversion: Conversion, size: Size) -> dict[str, int]:
-    """Bytes that a conversion in memory holds at each stage besides the model and the converted one's attention. Heads
-    are lifted a layer at a time: lifted, aligned, fused."""
+    """Return the bytes of each stage of a conversion in memory, the two models left out.
+
+    Heads are lifted a layer at a time: lifted, aligned, fused.
+    """
     c = conversion
     everywhere = c.geometry.num_layers * c.heads() if c.recipe.sharing != "none" else 0
     metrics = c.geometry.num_layers * FLOAT * c.geometry.hidden_size**2 if c.planned_on else 0
     at_once = layers_at_once(c.geometry.num_layers, size.attention, CPU)
     fitted = c.fitting(size, at_once) if c.planned_on else 0
-    drawn = c.gradients(size) + most_logit_bytes(c.geometry.vocab_size, c.planned_on) if c.planned_on else 0
+    drawn = (
+        c.gradients(size) + most_logit_bytes(c.geometry.vocab_size, c.planned_on)
+        if c.planned_on
+        else 0
+    )
     return {
         "sensitivity": metrics + drawn,
         "plan": metrics + fitted + everywhere + c.statistics() + 3 * c.heads() + c.fusing(),
@@ -54,16 +63,21 @@ def in_memory_stages(conversion: Conversion, size: Size) -> dict[str, int]:
 
 
 def converted_attention(conversion: Conversion, size: Size) -> int:
-    """Bytes of what a conversion in memory holds of a second model: its attention. Another one, of a head for each
-    query head, is what increases of the loss are measured on."""
+    """Return the bytes of the second model of a conversion in memory: its attention.
+
+    Increases of the loss are measured on one more attention, with a head for each query head.
+    """
     c, g = conversion, conversion.geometry
-    measured = "measure" in AXES["allocation"].get(c.recipe.allocation).needs or c.recipe.relaxation != "none"
+    measured = (
+        "measure" in AXES["allocation"].get(c.recipe.allocation).needs
+        or c.recipe.relaxation != "none"
+    )
     whole = 4 * g.num_heads * g.head_dim * g.hidden_size
     return c.working.itemsize * g.num_layers * (size.attention + measured * whole)
 
 
 def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
-    """Bytes that a conversion in memory holds at its largest stage, the process itself left out."""
+    """Return the bytes of the largest stage of a conversion in memory, less the process itself."""
     g, c = conversion.geometry, conversion
     model, layers = width * size.total + converted_attention(c, size), g.num_layers
     model += c.recorded() + min(TEACHER_BYTES, c.working.itemsize * c.eval_tokens * g.hidden_size)
@@ -75,7 +89,7 @@ def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
 
 
 def available_bytes(device: torch.device = CPU) -> int:
-    """Memory that new work may take, on the GPU if that is where it runs; 0 where the system does not say."""
+    """Return the free memory, of the GPU if that is the device; 0 where it is not known."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return kernel_field("/proc/meminfo", "MemAvailable")

@@ -1,16 +1,18 @@
-"""Peak memory of every process of a search that holds a model, by parts, from configuration and config.json alone.
+"""Peak memory of each process of a search that loads a model, by parts, from configs alone.
 
-Legend: P parameters, W workers, D model dim, V vocabulary, B sequences at once of T tokens, b bytes of a number.
+Legend: P parameters, W workers, D model dim, V vocabulary, B sequences at once of T tokens, b bytes
+of a number.
 
-Each process has what it holds all the time, and moments that do not fall together; the largest of these counts. What a
-relaxation takes beyond a training, and the values of a message that NCCL has in flight, are left out.
+Each process has what is in memory all the time, and moments that do not fall together; the largest
+of these counts. What a relaxation takes beyond a training, and the values of a message that NCCL
+has in flight, are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -32,7 +34,8 @@ from trainers.evaluation import TEACHER_BYTES
 from trainers.freezing import key_value_parameters
 from trainers.settings import TrainSettings
 
-PROCESS = 650 * 2**20  # resident memory of a worker's libraries: torch, transformers, DeepSpeed, Ray
+# Resident memory of a worker's libraries: torch, transformers, DeepSpeed, Ray
+PROCESS = 650 * 2**20
 FLOAT = 4
 OF_ZERO = {
     "reduce_bucket_size": 500_000_000, "sub_group_size": 1_000_000_000,
@@ -44,10 +47,28 @@ TRAININGS = {"training worker": "train", "promotion worker": "promotion.train"}
 Parts = dict[str, int]
 
 
+class NeedRecord(TypedDict):
+    """A `Need` in the JSON of an estimate, bytes by part."""
+
+    process: str
+    total: int
+    parts: Parts
+    share: float
+    accelerator_type: str | None
+    limit: int | None
+    fits: bool
+
+
 @dataclass(frozen=True)
 class Need:
-    """Peak memory of one process. `parts`: bytes by what they are for, on the GPU if it has one, else in the host's
-    memory; `share`: of a GPU; `accelerator_type`: Ray's name of it, if one is asked for."""
+    """Peak memory of one process.
+
+    Attributes:
+        process: Its name.
+        parts: Bytes by what they are for, on the GPU if it has one, else in the host's memory.
+        share: Of a GPU.
+        accelerator_type: Ray's name of the GPU's type, if the process requires one.
+    """
 
     process: str
     parts: Parts
@@ -64,7 +85,7 @@ class Need:
 
     @property
     def limit(self) -> int | None:
-        """Bytes that it may take on its GPU; None without a GPU, or where the type's memory is not known."""
+        """Bytes that it may take on its GPU; None without a GPU or for an unknown type."""
         memory = memory_of(self.accelerator_type) if self.share and self.accelerator_type else None
         return None if memory is None else round(memory * min(1.0, self.share))
 
@@ -79,35 +100,49 @@ class Need:
             return "resources.trial_gpus=0, which plans on CPUs"
         if self.largest in ("activations", "logits"):
             return f"a smaller {train}.micro_batch_size or {train}.activation_checkpointing=true"
-        return f"{train}.zero_stage=3 with more {train}.num_workers, {train}.tuning=lora, or DeepSpeed's offloading"
+        return (
+            f"{train}.zero_stage=3 with more {train}.num_workers, {train}.tuning=lora, or "
+            "DeepSpeed's offloading"
+        )
 
     def describe(self) -> str:
-        """Return what it takes, of its GPU's memory if that is known, and its parts by falling size."""
+        """Return its bytes, of its GPU's memory if that is known, and its parts by falling size."""
         where = " of a GPU" if self.share else " of the machine"
         if self.limit:
             where = f" of the {gib(self.limit)} that it may take of a GPU ({self.accelerator_type})"
         parts = sorted(self.parts.items(), key=lambda part: -part[1])
-        return f"{gib(self.total)}{where}: {', '.join(f'{name} {gib(count)}' for name, count in parts)}"
+        return (
+            f"{gib(self.total)}{where}: "
+            f"{', '.join(f'{name} {gib(count)}' for name, count in parts)}"
+        )
 
-    def record(self) -> dict[str, Any]:
-        given = {"process": self.process, "total": self.total, "parts": self.parts, "share": self.share}
-        return given | {"accelerator_type": self.accelerator_type, "limit": self.limit, "fits": self.fits}
+    def record(self) -> NeedRecord:
+        """Return it as JSON has it."""
+        return {
+            "process": self.process,
+            "total": self.total,
+            "parts": self.parts,
+            "share": self.share,
+            "accelerator_type": self.accelerator_type,
+            "limit": self.limit,
+            "fits": self.fits,
+        }
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The processes of one search. `mixed`: how the mixed moments of the statistics are kept."""
+    """The processes of one search. `mixed`: how the mixed moments of the statistics are stored."""
 
     inputs: SearchInputs
     mixed: Mixed
 
     def all(self) -> list[Need]:
-        """Of the processes that hold a model, and of the driver, which holds none."""
+        """Return the needs of the processes that load a model, and of the driver."""
         needs = [self.driver(), self.original(), self.planning(), *self.trainings()]
         return [*needs, self.gate()] if self.config.promotion.enabled else needs
 
     def refusals(self) -> list[str]:
-        """Return a line for each process that does not fit its GPU: what it takes, of which what most, what helps."""
+        """Return a line for each process that does not fit its GPU: bytes, largest part, remedy."""
         return [self._refusal(need) for need in self.all() if not need.fits]
 
     def _refusal(self, need: Need) -> str:
@@ -116,17 +151,20 @@ class Needs:
         key = f"resources.{'trial_accelerator_type' if of_trials else 'accelerator_type'}"
         share = f" and {need.share:g} of it is asked for" if need.share < 1 else ""
         larger = [kind for kind in GIGABYTES if (memory_of(kind) or 0) >= need.total]
-        larger_type = f"; or {key}={min(larger, key=lambda kind: GIGABYTES[kind])}" if larger else ""
+        larger_type = (
+            f"; or {key}={min(larger, key=lambda kind: GIGABYTES[kind])}" if larger else ""
+        )
         return (
-            f"{key}: {memory_in_words(need.accelerator_type)}{share}, but the {need.process} takes {gib(need.total)}, "
-            f"{gib(need.parts[need.largest])} of it {need.largest}; what helps: {need.remedy}{larger_type}"
+            f"{key}: {memory_in_words(need.accelerator_type)}{share}, but the {need.process} takes "
+            f"{gib(need.total)}, {gib(need.parts[need.largest])} of it {need.largest}; what "
+            f"helps: {need.remedy}{larger_type}"
         )
 
     def driver(self) -> Need:
         return Need("driver", {"libraries": PROCESS, "texts": READING})
 
     def original(self) -> Need:
-        """The original model is measured, and then calibrated, layer by layer from its files."""
+        """Return the need of measuring the original model, and of calibrating it layer by layer."""
         first, width = self.conversions[0], self.working.itemsize
         measured = {"weights": width * self.size.total} | self.evaluating()
         calibration = {
@@ -136,21 +174,29 @@ class Needs:
         return self._task("original model", {"libraries": self._libraries}, measured, calibration)
 
     def planning(self) -> Need:
-        """Plan, convert and measure a candidate: the largest of all. Beside the model only the attention of the
-        converted one is held: the rest is the same memory."""
-        return max((self._planning(conversion) for conversion in self.conversions), key=lambda need: need.total)
+        """Return the need of planning, converting and measuring a candidate: the largest of all.
+
+        Beside the model only the attention of the converted one is in memory: the rest is shared.
+        """
+        return max(
+            (self._planning(conversion) for conversion in self.conversions),
+            key=lambda need: need.total,
+        )
 
     def _planning(self, conversion: Conversion) -> Need:
-        width, states = self.working.itemsize, self.config.data.eval.tokens * self.geometry.hidden_size
-        held = {"libraries": self._libraries, "weights": width * self.size.total}
-        held["converted attention"] = converted_attention(conversion, self.size)
-        held["records of layers"] = conversion.recorded()
-        moments = [{name: number} for name, number in in_memory_stages(conversion, self.size).items()]
+        width = self.working.itemsize
+        states = self.config.data.eval.tokens * self.geometry.hidden_size
+        permanent = {"libraries": self._libraries, "weights": width * self.size.total}
+        permanent["converted attention"] = converted_attention(conversion, self.size)
+        permanent["records of layers"] = conversion.recorded()
+        moments = [
+            {name: number} for name, number in in_memory_stages(conversion, self.size).items()
+        ]
         measured = self.evaluating() | {"teacher's states": min(TEACHER_BYTES, width * states)}
-        return self._task("planning", held, *moments, measured)
+        return self._task("planning", permanent, *moments, measured)
 
     def trainings(self) -> list[Need]:
-        """Workers of the trials and of the promotion; of each the largest that a recipe makes of them."""
+        """Return the needs of the workers of trials and promotion, with the most costly recipe."""
         named = [("training worker", self.config.train)]
         if self.config.promotion.enabled and self.config.promotion.steps:
             named.append(("promotion worker", self.config.promotion_train))
@@ -161,21 +207,24 @@ class Needs:
         return needs
 
     def training(self, process: str, train: TrainSettings) -> Need:
-        """A worker; where their number may change, one of the fewest, who has the largest share."""
+        """Return the need of a worker; where their number may change, with the largest share."""
         fewest = train.min_workers or train.num_workers
         parts, kind = self.worker(train.on(fewest)), self.config.resources.accelerator_type
         return Need(process, parts, train.gpus_per_worker, kind if train.gpus_per_worker else None)
 
     def gate(self) -> Need:
-        """The trained model in float32 on the CPU, and what is written of it, one after the other. Of the logits that
-        two models are compared by, three are there: before, after, and what they differ by."""
+        """Return the need of the gate: the trained model in float32 on the CPU, then its export.
+
+        Of the logits by which two models are compared there are three: before, after, and their
+        difference.
+        """
         width, tokens = FLOAT, 2 * self.config.data.sequence_length
         parts = {"libraries": PROCESS, "weights": width * self.size.total}
         parts["exported attention"] = width * self.geometry.num_layers * self.size.attention
         parts |= {"logits": 3 * width * tokens * self.geometry.vocab_size}
         return Need("gate", parts | {"activations": self._inner(tokens, width)})
 
-    # ---- what they have in common ------------------------------------------------------------------------------
+    # ---- what they have in common ----------------------------------------------------------------
 
     @property
     def config(self) -> SearchConfig:
@@ -215,12 +264,17 @@ class Needs:
 
     @property
     def _libraries(self) -> int:
-        """In the host's memory; what CUDA takes is left out of what a GPU is said to have."""
+        """Return the bytes of libraries in the host's memory.
+
+        `memory_of` leaves out what CUDA takes of a GPU.
+        """
         return 0 if self.config.resources.trial_gpus else PROCESS
 
-    def _task(self, process: str, held: Mapping[str, int], *moments: Mapping[str, int]) -> Need:
+    def _task(
+        self, process: str, permanent: Mapping[str, int], *moments: Mapping[str, int]
+    ) -> Need:
         demand = Demand.of(self.config)
-        return Need(process, _peak(held, *moments), demand.trial_gpus, demand.task_type)
+        return Need(process, _peak(permanent, *moments), demand.trial_gpus, demand.task_type)
 
     def _inner(self, tokens: int, width: int) -> int:
         """Of a forward pass without gradients: the stream twice, and what one layer makes of it."""
@@ -228,64 +282,100 @@ class Needs:
 
     @property
     def _layer_values(self) -> int:
-        """Numbers a token that a layer keeps for the way back: norms, projections, attention's output, the MLP's inner
-        values."""
-        g, given = self.geometry, self.inputs.model
-        inner = getattr(given, "intermediate_size", None) or getattr(given, "ffn_dim", 0) or 4 * g.hidden_size
+        """Numbers per token that a layer stores for the backward pass.
+
+        Norms, projections, attention's output, the MLP's inner values.
+        """
+        g, config_of_model = self.geometry, self.inputs.model
+        inner = (
+            getattr(config_of_model, "intermediate_size", None)
+            or getattr(config_of_model, "ffn_dim", 0)
+            or 4 * g.hidden_size
+        )
         return 6 * g.hidden_size + 4 * g.num_heads * g.head_dim + 4 * int(inner)
 
     def evaluating(self) -> Parts:
-        """An evaluation before any training, of the trials' micro-batch."""
+        """Return the parts of an evaluation before any training, of the trials' micro-batch."""
         tokens = self.config.train.device_batch_size * self.config.data.sequence_length
         logits = most_logit_bytes(self.geometry.vocab_size, tokens)
         return {"activations": self._inner(tokens, self.working.itemsize), "logits": logits}
 
-    # ---- a training worker -------------------------------------------------------------------------------------
+    # ---- a training worker -----------------------------------------------------------------------
 
     def worker(self, train: TrainSettings) -> Parts:
-        """Weights, gradients and optimiser state as far as the ZeRO stage leaves them whole, the teacher where
-        something is distilled, and the larger of two moments: the end of a forward pass, with all that the way back
-        wants, or the optimiser's step, with gradients in its own dtype and what Adam makes of them."""
-        width, on_gpu, zero = DTYPES[train.dtype].itemsize, train.gpus_per_worker > 0, _zero(train)
+        """Return the parts of a training worker.
+
+        Weights, gradients and optimiser state as far as the ZeRO stage leaves them whole, the
+        teacher where something is distilled, and the larger of two moments: the end of a forward
+        pass, with the activations of the backward pass, or the optimiser's step, with gradients in
+        its own dtype and Adam's temporaries.
+        """
+        width = DTYPES[train.dtype].itemsize
+        on_gpu = train.gpus_per_worker > 0
+        zero = _zero(train)
         trained = self._trained(train)
-        share = {name: train.num_workers if train.zero_stage >= stage else 1 for name, stage in _ZERO_STAGES.items()}
+        share = {
+            name: train.num_workers if train.zero_stage >= stage else 1
+            for name, stage in _ZERO_STAGES.items()
+        }
         master, state = _optimiser_bytes(train)
-        held = {
+        permanent = {
             "libraries": 0 if on_gpu else PROCESS,
             "weights": self.size.total * width / share["weights"],
             "gradients": trained * width / share["gradients"],
             "optimiser": trained * (master + 2 * state) / share["optimiser"],
         }
         if train.distillation != "none":
-            held["teacher"] = self.size.total * width / share["weights"]
+            permanent["teacher"] = self.size.total * width / share["weights"]
         bucket = zero["reduce_bucket_size"] if on_gpu else min(zero["reduce_bucket_size"], trained)
         if train.zero_stage:
-            held["buckets"] = width * bucket * (2 if train.zero_stage < 3 and zero.get("overlap_comm") else 1)
+            permanent["buckets"] = (
+                width * bucket * (2 if train.zero_stage < 3 and zero.get("overlap_comm") else 1)
+            )
         if train.zero_stage == 3:
-            live = max(zero["stage3_max_live_parameters"], self.size.embedding + zero["stage3_prefetch_bucket_size"])
-            # Of each model what is whole at once; of the largest gradient itself, what is sent and what is received
-            whole = min(self.size.total, live) * (1 + ("teacher" in held)) + 3 * self.size.embedding
-            if not on_gpu and train.num_workers > 1:  # gloo copies what it gathers, and what it scatters
+            live = max(
+                zero["stage3_max_live_parameters"],
+                self.size.embedding + zero["stage3_prefetch_bucket_size"],
+            )
+            # Of each model what is whole at once; of the largest gradient itself, what is sent and
+            # what is received
+            whole = (
+                min(self.size.total, live) * (1 + ("teacher" in permanent))
+                + 3 * self.size.embedding
+            )
+            # gloo copies what it gathers, and what it scatters
+            if not on_gpu and train.num_workers > 1:
                 whole += 2 * self.size.embedding
-            held["gathered"] = width * whole
+            permanent["gathered"] = width * whole
         part = trained / share["optimiser"]
         at_once = min(part, zero["sub_group_size"]) if train.zero_stage == 3 else part
-        temporary = state * (1 if on_gpu else 2)  # torch's Adam: a root and a quotient, on GPUs in place
+        # torch's Adam: a root and a quotient, on GPUs in place
+        temporary = state * (1 if on_gpu else 2)
         step = at_once * (temporary + (max(master, width) if train.zero_stage else 0))
         step += part * width if train.zero_stage in (1, 2) else 0  # gradients, flat
         if on_gpu and _device(zero, "offload_optimizer") != "none":
-            held["optimiser"] = step = 0
+            permanent["optimiser"] = step = 0
         if on_gpu and _device(zero, "offload_param") != "none":
-            held["weights"] = 0
-        written = 0 if on_gpu else min(SHARD, self.size.total * width)  # rank 0 collects a file in the host's memory
-        return _peak(held, self._way_back(train, width), {"optimiser's step": step}, {"written file": written})
+            permanent["weights"] = 0
+        # rank 0 collects a file in the host's memory
+        written = 0 if on_gpu else min(SHARD, self.size.total * width)
+        return _peak(
+            permanent,
+            self._way_back(train, width),
+            {"optimiser's step": step},
+            {"written file": written},
+        )
 
     def _way_back(self, train: TrainSettings, width: int) -> dict[str, float]:
-        """What a forward pass leaves for the backward pass, and the logits of a part of the micro-batch, whose gradient
-        of the head's weights is held beside their sum over the parts."""
+        """Return the parts that a forward pass leaves for the backward pass.
+
+        Of the logits it is those of a part of the micro-batch, whose gradient of the head's weights
+        is there beside their sum over the parts.
+        """
         g, tokens = self.geometry, train.device_batch_size * self.config.data.sequence_length
         layers = g.num_layers * self._layer_values
-        if train.activation_checkpointing:  # what enters each layer, and the inner values of the one made again
+        # What enters each layer, and the inner values of the one made again
+        if train.activation_checkpointing:
             layers = g.num_layers * g.hidden_size + self._layer_values
         slope = self.size.embedding * width if tokens > positions_at_once(g.vocab_size) else 0
         return {
@@ -300,8 +390,12 @@ class Needs:
         if train.tuning == "kv":
             return key_value_parameters(self.geometry)
         with torch.device("meta"):
-            layer = empty(window_config(self.inputs.model, 0, 2), torch.float32, torch.device("meta"))
-        sides = sum(sum(m.weight.shape) for name, m in adaptable(layer).items() if name.startswith(layer_prefix(layer)))  # type: ignore[union-attr,arg-type]
+            layer = empty(
+                window_config(self.inputs.model, 0, 2), torch.float32, torch.device("meta")
+            )
+        prefix = layer_prefix(layer)
+        adapted: list[Any] = [m for name, m in adaptable(layer).items() if name.startswith(prefix)]
+        sides = sum(sum(module.weight.shape) for module in adapted)
         return train.lora_rank * int(sides) * self.geometry.num_layers
 
 
@@ -318,14 +412,16 @@ def _device(zero: Mapping[str, Any], what: str) -> str:
 
 
 def _optimiser_bytes(train: TrainSettings) -> tuple[int, int]:
-    """Bytes a number of the optimiser's own copy of the weights, and of each of Adam's two moments."""
+    """Return the bytes per number of the optimiser's copy of the weights, and of each moment."""
     bf16, width = config_of(train).get("bf16", {}), DTYPES[train.dtype].itemsize
     master = width if bf16.get("bf16_master_weights_and_grads") else FLOAT
     state = width if bf16.get("bf16_optimizer_states") else FLOAT
     return master if train.zero_stage else 0, state
 
 
-def _peak(held: Mapping[str, float], *moments: Mapping[str, float]) -> Parts:
-    """What is held, with the largest moment."""
+def _peak(permanent: Mapping[str, float], *moments: Mapping[str, float]) -> Parts:
+    """Return the permanent parts with those of the largest moment."""
     largest = max(moments, key=lambda moment: sum(moment.values()))
-    return {name: round(number) for name, number in (dict(held) | dict(largest)).items() if number}
+    return {
+        name: round(number) for name, number in (dict(permanent) | dict(largest)).items() if number
+    }

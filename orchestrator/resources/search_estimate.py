@@ -1,8 +1,8 @@
-"""What a search will take: trials and tokens are counted, memory and disk are sums of what is held or written, time is
-tokens over a rate that is configured or measured here on random weights.
+"""Estimate of a search.
 
-The starts of processes and the search phases of DHA are left out; what a plan takes beyond its operations is not known
-beforehand.
+Trials and tokens are counted, memory and disk are sums, time is tokens over a rate that is
+configured or measured here on random weights. The starts of processes and the search phases of DHA
+are left out; what a plan takes beyond its operations is not known beforehand.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ from orchestrator.resources.time import planning_seconds, training_rate
 
 @dataclass(frozen=True)
 class SearchWork:
-    """What a search will do, counted: trials, those of them that are probes, trainings of the promotion, tokens.
+    """Work of a search, counted.
 
-    `tokens`: trained on if every rung stops as many as it should; `tokens_most`: if it stops none.
+    Attributes:
+        trials: Number of trials.
+        probes: Number of those of them that are probes.
+        trainings: Number of trainings of the promotion.
+        tokens: Trained on if every rung stops as many trials as it should.
+        tokens_most: Trained on if it stops none.
+        tokens_measured: Measured on.
     """
 
     trials: int
@@ -44,9 +50,16 @@ class SearchWork:
 
 @dataclass(frozen=True)
 class SearchTime:
-    """`rate`: tokens a second of one worker, None where it is not known; `rate_from`: "configured", "measured here", or
-    why it is not known. `cpu_hours`, `gpu_hours`: of trials and promotion; `hours`: on the wall with as many trials at
-    a time as there is room for; `price`: of these hours."""
+    """Time of a search.
+
+    Attributes:
+        rate: Tokens per second of one worker; None where it is not known.
+        rate_from: "configured", "measured here", or why it is not known.
+        cpu_hours: Of trials and promotion.
+        gpu_hours: Of trials and promotion.
+        hours: On the wall, with as many trials at a time as there is room for.
+        price: Of these hours.
+    """
 
     rate: float | None
     rate_from: str
@@ -57,15 +70,21 @@ class SearchTime:
 
     @classmethod
     def of(cls, inputs: SearchInputs, needs: Needs, work: SearchWork, parallel: int) -> SearchTime:
-        config, train, resources = inputs.config, inputs.config.train, inputs.config.resources
+        config = inputs.config
+        train = inputs.config.train
+        resources = inputs.config.resources
         length, configured = config.data.sequence_length, resources.tokens_per_second
         rate, source = training_rate(inputs.model, train, length, inputs.size, configured)
         if rate is None:
-            return cls(rate=None, rate_from=source, cpu_hours=None, gpu_hours=None, hours=None, price=None)
-        # What a recipe's recovery changes may be a distillation, which wants the original model too.
-        # A measured token goes forward alone, a trained one back as well, which is twice the work; where there is
-        # distillation both go forward through the original model too
-        share = 1 / 2 if any(each.distillation != "none" for each in inputs.trainings(train)) else 1 / 3
+            return cls(
+                rate=None, rate_from=source, cpu_hours=None, gpu_hours=None, hours=None, price=None
+            )
+        # What a recipe's recovery changes may be a distillation, which wants the original model
+        # too. A measured token goes forward alone, a trained one back as well, which is twice the
+        # work; where there is distillation both go forward through the original model too
+        share = (
+            1 / 2 if any(each.distillation != "none" for each in inputs.trainings(train)) else 1 / 3
+        )
         training = (work.tokens + work.tokens_measured * share) / rate / 3600
         driving = planning_seconds(needs.conversions, inputs.size, config.search.num_samples) / 3600
         cpu = training * train.cpus_per_worker + driving * max(1.0, resources.trial_cpus)
@@ -83,12 +102,20 @@ class SearchTime:
 
 @dataclass(frozen=True)
 class SearchEstimate(SearchTime, SearchWork):
-    """Counts, hours, bytes, and what of it does not fit (`warnings`).
+    """Counts, hours and bytes of a search.
 
-    `parallel`: trials at a time. `worker_bytes`, `driver_bytes`: peak memory of a training worker and of a trial's own
-    process; `processes`: these and all others by parts, and `refusals`: which of them do not fit the GPU that they ask
-    for. `disk`: bytes in the storage at the moment of most, `disk_parts` by what they are of (each at its own most),
-    `disk_kept` in the end, `disk_free`: what is free there.
+    Attributes:
+        parallel: Trials at a time.
+        worker_bytes: Peak memory of a training worker.
+        driver_bytes: Peak memory of a trial's own process.
+        memory_free: Bytes of memory available on this machine; 0 where it does not matter.
+        disk: Peak of the bytes in the storage.
+        disk_parts: By what they are of, each at its own peak.
+        disk_kept: Bytes there in the end.
+        disk_free: Bytes that are free there.
+        warnings: What does not fit, and what else a user should know.
+        processes: All processes by parts.
+        refusals: Which of them do not fit the GPU that they require.
     """
 
     parallel: int
@@ -115,30 +142,42 @@ class SearchEstimate(SearchTime, SearchWork):
         gpu_bytes: int | None = None,
         warnings: Sequence[str] = (),
     ) -> SearchEstimate:
-        """The estimate of a search with `parallel` trials at a time that writes into `storage`.
+        """Estimate a search.
 
-        Memory is held against that of this machine where it is the only one (`alone`), and that of processes with a GPU
-        against `gpu_bytes`, the memory of each of its GPUs, where that is given. `warnings`: what else is to be said.
+        Args:
+            inputs: Its configuration and checkpoint.
+            work: How much it does.
+            storage: The folder that it writes into.
+            parallel: Trials at a time.
+            alone: Whether this machine is the only one, against whose memory the search is checked.
+            gpu_bytes: Memory of each GPU, against which processes with a GPU are checked.
+            warnings: Further warnings.
         """
         train = inputs.config.train
         stored = Storage.of(inputs, work.converted, work.trainings, storage)
         needs = Needs(inputs, stored.mixed)
-        worker, driver, processes = needs.trainings()[0].total, needs.planning().total, needs.all()
+        worker = needs.trainings()[0].total
+        driver = needs.planning().total
+        processes = needs.all()
         total = parallel * (driver + train.num_workers * worker)
         memory = available_bytes() if alone and not train.gpus_per_worker else 0
-        found = []
+        problems = []
         if memory and total > SPARE * memory:
-            found.append(
-                f"memory: {parallel} trial(s) at a time take about {gib(total)}, and {gib(memory)} are available; "
-                "lower resources.max_concurrent, train.micro_batch_size or train.num_workers"
+            problems.append(
+                f"memory: {parallel} trial(s) at a time take about {gib(total)}, and {gib(memory)} "
+                "are available; lower resources.max_concurrent, train.micro_batch_size or "
+                "train.num_workers"
             )
-        found += [
-            f"memory: {need.process} takes {gib(need.total)} of a GPU, and each has {gib(gpu_bytes)}"
+        problems += [
+            f"memory: {need.process} takes {gib(need.total)} of a GPU, and each has "
+            f"{gib(gpu_bytes)}"
             for need in processes
-            if gpu_bytes is not None and need.share and need.total > gpu_bytes * min(1.0, need.share)
+            if gpu_bytes is not None
+            and need.share
+            and need.total > gpu_bytes * min(1.0, need.share)
         ]
         if shortage := stored.shortage(parallel):
-            found.append(f"disk: {shortage}")
+            problems.append(f"disk: {shortage}")
         disk = stored.disk(parallel)
         return cls(
             **asdict(work),
@@ -151,7 +190,7 @@ class SearchEstimate(SearchTime, SearchWork):
             disk_parts=disk.parts,
             disk_kept=disk.kept,
             disk_free=stored.free,
-            warnings=(*found, *warnings),
+            warnings=(*problems, *warnings),
             processes=tuple(processes),
             refusals=tuple(needs.refusals()),
         )
@@ -170,13 +209,24 @@ class SearchEstimate(SearchTime, SearchWork):
         probes = f", {self.probes} of them probes" if self.probes else ""
         words = {
             "trials": f"{self.trials}{probes}; {self.trainings} full training(s) in the promotion",
-            "tokens": f"about {compact(self.tokens)} to train on, {compact(self.tokens_most)} at most; "
-            f"{compact(self.tokens_measured)} to measure on",
-            "rate": f"{self.rate:.0f} tokens/s a worker, {self.rate_from}" if self.rate else self.rate_from,
+            "tokens": (
+                f"about {compact(self.tokens)} to train on, {compact(self.tokens_most)} at most; "
+                f"{compact(self.tokens_measured)} to measure on"
+            ),
+            "rate": f"{self.rate:.0f} tokens/s a worker, {self.rate_from}"
+            if self.rate
+            else self.rate_from,
         }
         if self.hours is not None and self.cpu_hours is not None:
-            unit = f"{self.gpu_hours:.2f} GPU-hours" if self.gpu_hours else f"{self.cpu_hours:.2f} CPU-hours"
-            wall = f"about {duration(3600 * self.hours)} with {self.parallel} trial(s) at a time, starts left out"
+            unit = (
+                f"{self.gpu_hours:.2f} GPU-hours"
+                if self.gpu_hours
+                else f"{self.cpu_hours:.2f} CPU-hours"
+            )
+            wall = (
+                f"about {duration(3600 * self.hours)} with {self.parallel} trial(s) at a time, "
+                "starts left out"
+            )
             words["time"] = f"{unit}; {wall}"
         if self.price is not None:
             words["price"] = f"{self.price:.2f} at {config.resources.price_per_hour:g} an hour"
@@ -185,8 +235,11 @@ class SearchEstimate(SearchTime, SearchWork):
         free = f" ({gib(self.memory_free)} available here)" if self.memory_free else ""
         total = self.parallel * (self.driver_bytes + config.train.num_workers * self.worker_bytes)
         words["memory"] = f"{gib(total)} with {self.parallel} trial(s) at a time{free}"
-        parts = ", ".join(f"{name} {gib(value)}" for name, value in self.disk_parts.items() if value)
+        parts = ", ".join(
+            f"{name} {gib(value)}" for name, value in self.disk_parts.items() if value
+        )
         words["disk"] = (
-            f"up to {gib(self.disk)} ({gib(self.disk_free)} free), {gib(self.disk_kept)} in the end; at most {parts}"
+            f"up to {gib(self.disk)} ({gib(self.disk_free)} free), {gib(self.disk_kept)} in the "
+            f"end; at most {parts}"
         )
         return words

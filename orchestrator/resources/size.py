@@ -1,7 +1,8 @@
-"""What is estimated: numbers in a checkpoint, and the conversion with the bytes of each thing that it holds.
+"""Size of a checkpoint, and the bytes of each thing in a conversion's memory.
 
-Legend: L layers, H query heads, d head dim, D model dim, e = D + 1, V vocabulary, C calibration tokens, E held-out
-tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T tokens a sequence, B sequences a batch.
+Legend: L layers, H query heads, d head dim, D model dim, e = D + 1, V vocabulary, C calibration
+tokens, E held-out tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T tokens
+a sequence, B sequences a batch.
 """
 
 from __future__ import annotations
@@ -29,16 +30,27 @@ from search_spaces.recipes.recipe import AXES, Recipe
 from trainers.settings import TrainSettings
 
 FLOAT, DOUBLE = 4, 8
-ADAM_COPIES = 7  # of the float32 attention layer in a local fit: itself, start, best, gradient, two moments, one spare
-READING, READ = 270 * 2**20, 110 * 2**20  # libraries that read and split texts: at work, and what stays of them
+# Of the float32 attention layer in a local fit: itself, start, best, gradient, two moments, spare
+ADAM_COPIES = 7
+# Libraries that read and split texts: at work, and what stays of them
+READING = 270 * 2**20
+READ = 110 * 2**20
 SPARE = 0.9  # share of the available memory that a conversion may plan with
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Size:
-    """Numbers (not bytes) of a checkpoint: parameters of one attention module, of one decoder layer, of those of them
-    that a token passes (some of the experts), of the embedding matrix, of all outside of the layers, of all."""
+    """Numbers (not bytes) of parameters of a checkpoint.
+
+    Attributes:
+        attention: Of one attention module.
+        layer: Of one decoder layer.
+        active: Of those of a layer that a token passes (some of the experts).
+        embedding: Of the embedding matrix.
+        outer: Of all outside of the layers.
+        total: Of all.
+    """
 
     attention: int
     layer: int
@@ -49,25 +61,40 @@ class Size:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Size:
-        """Counted on a model of one layer without storage. Raises ValueError for an unsupported family."""
+        """Count on a model of one layer without storage. Raises ValueError for a foreign family."""
         with torch.device("meta"):
-            model = empty(window_config(config, 0, config.vocab_size), torch.float32, torch.device("meta"))
+            model = empty(
+                window_config(config, 0, config.vocab_size), torch.float32, torch.device("meta")
+            )
         family, prefix = family_of(config), layer_prefix(model)
         attention = _numbers(family.attention_modules(model)[0])
         own = {name: p.numel() for name, p in model.named_parameters() if name.startswith(prefix)}
-        layer, experts = sum(own.values()), sum(size for name, size in own.items() if ".experts." in name)
-        number = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+        layer = sum(own.values())
+        experts = sum(size for name, size in own.items() if ".experts." in name)
+        number = (
+            getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+        )
         active = layer - experts + experts * getattr(config, "num_experts_per_tok", 1) // number
         embedding = model.get_input_embeddings().weight.numel()  # type: ignore[union-attr]
         outer = _numbers(model) - layer - (embedding if config.tie_word_embeddings else 0)
-        return cls(attention, layer, active, embedding, outer, outer + layer * geometry_of(config).num_layers)
+        return cls(
+            attention,
+            layer,
+            active,
+            embedding,
+            outer,
+            outer + layer * geometry_of(config).num_layers,
+        )
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is estimated: everything that the formulas read. `kv_ratio`: of the checkpoint's own KV cache; `dtype`: of
-    what is written, `working`: of what is computed in; `mixed`: how the mixed moments are kept; `in_files`: whether the
-    statistics lie in files, of which a layer at a time is mapped."""
+    """Everything that the formulas of a conversion's estimate read.
+
+    `kv_ratio`: of the checkpoint's own KV cache; `dtype`: of what is written, `working`: of what is
+    computed in; `mixed`: how the mixed moments are stored; `in_files`: whether the statistics lie
+    in files, of which a layer at a time is mapped.
+    """
 
     config: PretrainedConfig
     recipe: Recipe
@@ -98,17 +125,21 @@ class Conversion:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens whose inputs are kept beside the moments: files keep them for whoever reads them later."""
+        """Tokens whose inputs are stored beside the moments; files store them for later readers."""
         return self.used_tokens if self.in_files or "inputs" in self.recipe.needs else 0
 
     def sums(self) -> int:
         """Bytes of one layer's mixed moments while they are summed, as whole matrices."""
         g = self.geometry
-        return FLOAT * matrices(g, self.mixed) * (g.hidden_size + 1) ** 2 if self.statistics() else 0
+        return (
+            FLOAT * matrices(g, self.mixed) * (g.hidden_size + 1) ** 2 if self.statistics() else 0
+        )
 
     def calibrating(self) -> int:
-        """Bytes of a calibration pass besides the statistics: float32 queries, one batch of activations and of its
-        attention weights a slice."""
+        """Return the bytes of a calibration pass besides the statistics.
+
+        Float32 queries, one batch of activations and of its attention weights a slice.
+        """
         if "statistics" not in self.recipe.needs:
             return 0
         g, length = self.geometry, self.sequence_length
@@ -124,69 +155,94 @@ class Conversion:
         return FLOAT * 4 * g.num_heads * g.head_dim * g.hidden_size
 
     def fusing(self) -> int:
-        """Bytes of the Gram matrices that grouping and fusion of a layer work on, in float64 if not said otherwise."""
+        """Return the bytes of the Gram matrices of a layer's grouping and fusion (float64)."""
         if "statistics" not in self.recipe.needs:
             return 0
         g, parts = self.geometry, (self.recipe.fusion, self.recipe.alignment)
         # Rows of keys, queries and values, and their products with a moment.
-        held = 4 * DOUBLE * g.num_heads * g.head_dim * (g.hidden_size + 1)
+        count = 4 * DOUBLE * g.num_heads * g.head_dim * (g.hidden_size + 1)
         if g.rotary.free:
-            held += 2 * DOUBLE * (g.num_heads * len(g.rotary.free)) ** 2
+            count += 2 * DOUBLE * (g.num_heads * len(g.rotary.free)) ** 2
         if self.recipe.objective == "least_squares":
-            # Grams of all KV heads under each query head's weights, in float32; by estimates it is less.
-            held += FLOAT * g.num_heads * (g.num_kv_heads * g.head_dim) ** 2
+            # Grams of all KV heads under each query head's weights, in float32; by estimates it is
+            # less.
+            count += FLOAT * g.num_heads * (g.num_kv_heads * g.head_dim) ** 2
         # Fusion makes them for one group after the other, here for the largest of equal groups.
         members = math.ceil(1 / self.kv_ratio - 1e-9) if "least_squares" in parts else 0
-        return held + 3 * DOUBLE * members * g.num_heads // g.num_kv_heads * (members * g.head_dim) ** 2
+        return (
+            count
+            + 3 * DOUBLE * members * g.num_heads // g.num_kv_heads * (members * g.head_dim) ** 2
+        )
 
     @property
     def planned_on(self) -> int:
-        """Tokens on which a plan of all layers looks at the sensitivity of their outputs; 0 for another plan."""
+        """Tokens on which a plan of all layers measures how much outputs matter, else 0."""
         if "measure" not in AXES["allocation"].get(self.recipe.allocation).needs:
             return 0
-        return min(self.used_tokens, max(self.recipe.knobs("allocation")["tokens"], self.sequence_length))
+        return min(
+            self.used_tokens, max(self.recipe.knobs("allocation")["tokens"], self.sequence_length)
+        )
 
     def plan_files(self, width: int) -> int:
-        """Bytes that a plan of all layers leaves on disk on the way: each layer's metric, and what enters the layer."""
+        """Return the bytes of scratch files of a plan of all layers: metrics and layer inputs."""
         g, planned = self.geometry, self.planned_on
-        return g.num_layers * g.hidden_size * (FLOAT * g.hidden_size + width * planned) if planned else 0
+        return (
+            g.num_layers * g.hidden_size * (FLOAT * g.hidden_size + width * planned)
+            if planned
+            else 0
+        )
 
     def gradients(self, size: Size) -> int:
-        """Bytes that a pass through one layer keeps for its backward pass: what its products put out, for a batch, and
-        its attention weights."""
+        """Return the bytes that a pass through one layer stores for its backward pass.
+
+        The outputs of its products, for a batch, and its attention weights.
+        """
         g = self.geometry
         rows = batch_of(self.sequence_length, SENSITIVITY_BATCH) * self.sequence_length
-        return FLOAT * rows * (2 * size.layer // g.hidden_size + 3 * g.num_heads * self.sequence_length)
+        return (
+            FLOAT
+            * rows
+            * (2 * size.layer // g.hidden_size + 3 * g.num_heads * self.sequence_length)
+        )
 
     def recorded(self) -> int:
-        """Bytes that a conversion in memory keeps of what the original's layers do on the calibration tokens."""
-        if not (self.planned_on or "sequences" in AXES["refinement"].get(self.recipe.refinement).needs):
+        """Return the bytes of the original layers' outputs on the calibration tokens, in memory."""
+        if not (
+            self.planned_on or "sequences" in AXES["refinement"].get(self.recipe.refinement).needs
+        ):
             return 0
         g = self.geometry
         return bytes_to_keep(g.num_layers, self.used_tokens, g.hidden_size, self.working.itemsize)
 
     def refining(self, size: Size, beside: int = 1) -> int:
-        """Bytes of the local fits of `beside` layers at once, or of a ridge refit, whichever is more."""
+        """Return the bytes of local fits of `beside` layers at once, or of a larger ridge refit."""
         g = self.geometry
         features = g.num_heads * g.head_dim
         if "heal" not in self.recipe.refinement:
             return 0
-        heal = DOUBLE * (5 * features**2 + 4 * features * g.hidden_size) + FLOAT * self.used_tokens * features
+        heal = (
+            DOUBLE * (5 * features**2 + 4 * features * g.hidden_size)
+            + FLOAT * self.used_tokens * features
+        )
         if self.recipe.refinement != "fit_heal":
             return heal
         return max(heal, self.fitting(size, beside, self.recipe.knobs("refinement")["fit_tokens"]))
 
     def fitting(self, size: Size, beside: int, tokens: int = FIT_TOKENS) -> int:
-        """Bytes of the local fits of `beside` layers at once."""
-        # What enters the layer and what left the last attention, for all of them; of each layer what enters and leaves
-        # it, for the newest twice, and what enters it before the norm.
+        """Return the bytes of the local fits of `beside` layers at once."""
+        # What enters the layer and what left the last attention, for all of them; of each layer
+        # what enters and leaves it, for the newest twice, and what enters it before the norm.
         states = (2 + 2 * beside + 3) * min(self.used_tokens, tokens) * self.geometry.hidden_size
         return FLOAT * (beside * ADAM_COPIES * size.attention + states)
 
 
 class PlannedConversion(NamedTuple):
-    """A named candidate of a search, as far as its size depends on it: the requested share of the checkpoint's own KV
-    cache, and the share that its plan keeps."""
+    """A named candidate of a search, as far as its size depends on it.
+
+    Attributes:
+        kv_ratio: The requested share of the checkpoint's own KV cache.
+        used_ratio: The share that its plan uses.
+    """
 
     recipe: Recipe
     kv_ratio: float
@@ -195,8 +251,14 @@ class PlannedConversion(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchInputs:
-    """What the estimates of a search read: its configuration, the checkpoint's config, the dtype that models are
-    written in, its named candidates."""
+    """What the estimates of a search read.
+
+    Attributes:
+        config: Its configuration.
+        model: The checkpoint's config.
+        written: The dtype that models are written in.
+        candidates: Its named candidates.
+    """
 
     config: SearchConfig
     model: PretrainedConfig
@@ -212,8 +274,11 @@ class SearchInputs:
         return geometry_of(self.model)
 
     def trainings(self, train: TrainSettings) -> list[TrainSettings]:
-        """How the candidates are trained: these settings, and what a recipe's recovery changes of them."""
-        return [TrainSettings.model_validate(train.model_dump() | c.recipe.apply("recovery")) for c in self.candidates]
+        """Return `train` with what each candidate's recovery changes of it."""
+        return [
+            TrainSettings.model_validate(train.model_dump() | c.recipe.apply("recovery"))
+            for c in self.candidates
+        ]
 
 
 def _numbers(module: nn.Module) -> int:

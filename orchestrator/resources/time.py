@@ -1,7 +1,8 @@
-"""The floating-point operations of a conversion, and how fast this machine multiplies matrices and trains.
+"""Floating-point operations of a conversion, and the speed of this machine.
 
-Legend: L layers, H query heads, d head dim, D model dim, e = D + 1, V vocabulary, C calibration tokens, E held-out
-tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T tokens a sequence, B sequences a batch.
+Legend: L layers, H query heads, d head dim, D model dim, e = D + 1, V vocabulary, C calibration
+tokens, E held-out tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T tokens
+a sequence, B sequences a batch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from transformers import PretrainedConfig
 
 from attention.calibration.collecting import BLOCK
 from attention.conversion.fusion.estimates import LEADING
-from attention.conversion.refinement.local import FIT_TOKENS, NEAR, STEP_TOKENS, sequences_a_step, steps_in_all
+from attention.conversion.refinement.local import (
+    FIT_TOKENS,
+    NEAR,
+    STEP_TOKENS,
+    sequences_a_step,
+    steps_in_all,
+)
 from attention.conversion.refinement.windows import windows
 from attention.io.precision import DTYPES
 from orchestrator.resources.size import Conversion, Size
@@ -31,42 +38,59 @@ from trainers.settings import TrainSettings
 MEASURABLE = 300_000_000  # parameters up to which a rate is measured here
 FEW_TOKENS = 1024  # of the measured step
 PRICE, FUSED = 30.0, 100.0
-"""Operations, at the speed of a matrix product, of pricing and of fusing a group for each cubed row of its Gram matrix:
-eigenvalues take longer than products."""
+"""Operations, at the speed of a matrix product, of pricing and of fusing a group for each cubed row
+of its Gram matrix: eigenvalues take longer than products.
+"""
 WIDE = 1024  # rows of all value heads above which grouping goes by estimates
 SEARCHED = 500.0  # operations of a search by estimates, for each squared head and cubed head dim
 DOUBLE = 2.0  # a product in float64 against one in float32
 FITTING = 2.5
-"""A step of a local fit against its matrix products: attention weights, their gradients and Adam besides, as measured
-at hidden sizes of 256 to 1,024 (`python -m benchmarks estimates`)."""
+"""A step of a local fit against its matrix products: attention weights, their gradients and Adam
+besides, as measured at hidden sizes of 256 to 1,024 (`python -m benchmarks estimates`).
+"""
 ATTENDING = 14.0
-"""Operations of attention in a step of a fit on a window, forward and back, for each query, key and dim."""
+"""Operations of attention in a step of a fit on a window, forward and back, for each query, key and
+dim.
+"""
 LOGITS, DRAWN = 5.5, 6.0
-"""Products with the output matrix that measuring a token takes, and its share in the sensitivity of the outputs, with
-the softmax over the vocabulary counted as such."""
+"""Products with the output matrix that measuring a token takes, and its share in the sensitivity of
+the outputs, with the softmax over the vocabulary counted as such.
+"""
 START_SECONDS = 12.0  # libraries and texts
 
 
 def operations(conversion: Conversion, size: Size, tokens: int) -> float:
-    """Floating-point operations of a conversion layer by layer: forward passes, statistics, grouping, fusion,
-    refinement, held-out logits."""
+    """Return the floating-point operations of a conversion layer by layer.
+
+    Forward passes, statistics, grouping, fusion, refinement, held-out logits.
+    """
     g, c = conversion.geometry, conversion
     forward = 2.0 * size.active + 2 * 2 * g.num_heads * g.head_dim * c.sequence_length
     passes = 2 * forward * tokens
     wide = (g.hidden_size + 1) ** 2
     if "statistics" in c.recipe.needs:
         blocks = -(-c.sequence_length // BLOCK)  # of queries, each with the keys up to its end
-        mixing = 2.0 * g.num_heads * (g.hidden_size + 1) * c.sequence_length * (blocks + 1) / (2 * blocks)
+        mixing = (
+            2.0
+            * g.num_heads
+            * (g.hidden_size + 1)
+            * c.sequence_length
+            * (blocks + 1)
+            / (2 * blocks)
+        )
         passes += c.used_tokens * (forward + 2.0 * wide * (g.num_heads / 2 + 1) + mixing)
     if c.planned_on:
-        passes += c.planned_on * (4 * forward + 2.0 * g.hidden_size**2) + planning_operations(c, size, forward)
+        passes += c.planned_on * (4 * forward + 2.0 * g.hidden_size**2) + planning_operations(
+            c, size, forward
+        )
     features = g.num_heads * g.head_dim
     if c.recipe.objective == "least_squares":
         passes += grouping_operations(c)
     if "least_squares" in (c.recipe.fusion, c.recipe.alignment):
         passes += fusing_operations(c, g.num_kv_heads * c.kv_ratio)
     if "heal" in c.recipe.refinement:
-        moments, solved = 2.0 * c.used_tokens * features * (features + g.hidden_size), 4.3 * features**3
+        moments = 2.0 * c.used_tokens * features * (features + g.hidden_size)
+        solved = 4.3 * features**3
         passes += c.used_tokens * 4.0 * size.attention + DOUBLE * (moments + solved)
     if c.recipe.refinement == "fit_heal":
         knobs = c.recipe.knobs("refinement")
@@ -77,41 +101,58 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
 
 
 def grouping_operations(conversion: Conversion) -> float:
-    """Operations of grouping one layer: Gram matrices, then the prices of groups. A KV head counts once, whatever
-    number of query heads share it."""
+    """Operations of grouping one layer: Gram matrices, then the prices of groups.
+
+    A KV head counts once, whatever number of query heads share it.
+    """
     g = conversion.geometry
-    units, dim, width = g.num_kv_heads, g.head_dim, g.hidden_size
+    units = g.num_kv_heads
+    dim = g.head_dim
+    width = g.hidden_size
     rows = units * dim
     keys = 2.0 * (g.num_heads * dim + rows) * width**2
     if rows > WIDE and units > LIMIT:  # by estimates of the cost
         pooled = 2.0 * rows * width * (width / 2 + rows)
-        leading = 2.0 * g.num_heads * LEADING * width * (width / 2 + LEADING) + 12.0 * rows**2 * LEADING
+        leading = (
+            2.0 * g.num_heads * LEADING * width * (width / 2 + LEADING) + 12.0 * rows**2 * LEADING
+        )
         return keys + pooled + leading + SEARCHED * units**2 * dim**3
     prepared = 2.0 * g.num_heads * rows * width * (width / 2 + rows)
     if units > LIMIT:
         return keys + prepared + PRICES * PRICE * (4 * dim) ** 3
     equal = conversion.recipe.together
     sizes = [max(1, round(1 / conversion.kv_ratio))] if equal else range(2, units)
-    return keys + prepared + PRICE * sum(math.comb(units, size) * (size * dim) ** 3 for size in sizes)
+    return (
+        keys + prepared + PRICE * sum(math.comb(units, size) * (size * dim) ** 3 for size in sizes)
+    )
 
 
 def fusing_operations(conversion: Conversion, groups: float) -> float:
-    """Operations of least-squares fusion of one layer into `groups` key and value heads, in float64."""
+    """Return the operations of least-squares fusion of a layer into `groups` heads, in float64."""
     g, groups = conversion.geometry, max(1.0, groups)
-    units, dim, width = g.num_kv_heads, g.head_dim, g.hidden_size
+    units = g.num_kv_heads
+    dim = g.head_dim
+    width = g.hidden_size
     rows = units * dim / groups
     keys = 2.0 * (g.num_heads + units) * dim * width**2
     values = 2.0 * g.num_heads * rows * width * (width / 2 + rows)
     return DOUBLE * (keys + values) + FUSED * groups * rows**3
 
 
-def step_operations(conversion: Conversion, size: Size, asked: int = STEP_TOKENS, first: int | None = None) -> float:
-    """Operations of a step of a local fit: of whole sequences, or of a window of one with all keys before it; of its
-    `first` windows alone if that is given."""
+def step_operations(
+    conversion: Conversion, size: Size, step_tokens: int = STEP_TOKENS, first: int | None = None
+) -> float:
+    """Return the operations of a step of a local fit.
+
+    A step takes whole sequences, or a window of one with all keys before it.
+
+    Args:
+        first: Count this many windows of the sequence, its first ones; None for all.
+    """
     g, length = conversion.geometry, conversion.sequence_length
-    count = len(windows(length, asked))
-    parts = windows(length, asked)[:first]
-    tokens = sequences_a_step(length, asked) * length / count
+    count = len(windows(length, step_tokens))
+    parts = windows(length, step_tokens)[:first]
+    tokens = sequences_a_step(length, step_tokens) * length / count
     seen = sum(end for _, end in parts) / len(parts)  # keys, on average
     stored = 2.0 * g.num_kv_heads * g.head_dim * g.hidden_size
     queries = g.num_heads * g.head_dim
@@ -121,7 +162,7 @@ def step_operations(conversion: Conversion, size: Size, asked: int = STEP_TOKENS
 
 
 def planning_operations(conversion: Conversion, size: Size, forward: float) -> float:
-    """Operations of the loss increases of one layer, keys and values, and of its second calibration layer by layer."""
+    """Return the operations of one layer's loss increases, and of its second calibration."""
     c, own = conversion, conversion.recipe.knobs("allocation")
     problem = problem_of(c.recipe, c.kv_ratio, c.geometry)
     counts = [count for count in considered(problem, own["counts"]) if count < problem.stored]
@@ -131,14 +172,18 @@ def planning_operations(conversion: Conversion, size: Size, forward: float) -> f
     judged = 2.0 * checked * (2 * size.attention + c.geometry.hidden_size**2)
     sides = 1 if c.recipe.together else 2
     return (
-        len(counts) * sides * (steps * step_operations(c, size, first=NEAR) + judged) + fused + c.used_tokens * forward
+        len(counts) * sides * (steps * step_operations(c, size, first=NEAR) + judged)
+        + fused
+        + c.used_tokens * forward
     )
 
 
 @cache
 def matmul_rate(dtype: torch.dtype, size: int = 1024) -> float:
-    """Operations a second of a matrix product in `dtype` here: the fastest of ten, as others may be held up. Measured
-    once in a process."""
+    """Return the operations per second of a matrix product in `dtype` here, measured once.
+
+    It is the fastest of ten, as others may be interrupted.
+    """
     a, seconds = torch.ones(size, size, dtype=dtype), []
     for _ in range(10):
         started = time.perf_counter()
@@ -148,28 +193,42 @@ def matmul_rate(dtype: torch.dtype, size: int = 1024) -> float:
 
 
 def planning_seconds(conversions: Sequence[Conversion], size: Size, drawn: int) -> float:
-    """Seconds of planning and converting these candidates, and `drawn` more that are like them: their operations at the
-    rate of a matrix product here."""
-    each = sum(operations(conversion, size, 0) for conversion in conversions) / matmul_rate(conversions[0].working)
+    """Return the seconds of planning and converting the candidates, and `drawn` more like them."""
+    each = sum(operations(conversion, size, 0) for conversion in conversions) / matmul_rate(
+        conversions[0].working
+    )
     return each * (1 + drawn / len(conversions))
 
 
 def training_rate(
-    model_config: PretrainedConfig, train: TrainSettings, length: int, size: Size, configured: float | None = None
+    model_config: PretrainedConfig,
+    train: TrainSettings,
+    length: int,
+    size: Size,
+    configured: float | None = None,
 ) -> tuple[float | None, str]:
-    """Tokens a second that one worker trains on, in sequences of `length`, and where that is from."""
+    """Return the tokens per second of one worker, in sequences of `length`, and their source."""
     if configured is not None:
         return configured, "configured"
     wants_gpu = train.shape.device == "cuda"
     if wants_gpu and not torch.cuda.is_available():
-        return None, "unknown: workers have GPUs and this machine has none; set resources.tokens_per_second"
+        return (
+            None,
+            "unknown: workers have GPUs and this machine has none; set resources.tokens_per_second",
+        )
     if size.total > MEASURABLE:
-        return None, "unknown: too large a model to be measured in passing; set resources.tokens_per_second"
+        return (
+            None,
+            "unknown: too large a model to be measured in passing; set resources.tokens_per_second",
+        )
     return measured_rate(model_config, train, length), "measured here"
 
 
 def measured_rate(model_config: PretrainedConfig, train: TrainSettings, length: int) -> float:
-    """Tokens a second of one training step on random weights, distillation included: the second step of two."""
+    """Return the tokens per second of a training step on random weights, distillation included.
+
+    The second of two steps counts.
+    """
     from transformers import AutoModelForCausalLM
 
     device = torch.device(train.shape.device)

@@ -1,1 +1,1 @@
-"""A search: what is tried, one trial, Tune's run of many, the journal, and how a killed search goes on."""
+"""A search: candidates, searchers, schedulers, trials, Tune's run of them, and resumption."""

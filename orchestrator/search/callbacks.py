@@ -22,26 +22,39 @@ from orchestrator.tracking import gauges
 from orchestrator.tracking.described import trial_run
 from orchestrator.tracking.sync import MlflowSync
 
-_MOST_SHOWN = 3  # trials whose planning the progress tells of
+_MOST_SHOWN = 3  # trials whose planning the progress shows
 
 
 class SearchLog(Callback):
-    """Keeps MLflow's child runs (`mlflow` None: no MLflow) and the progress of `expected` trials up to date. `told`:
-    where that is shown; it counts the rungs that are behind."""
+    """Brings MLflow's child runs, the progress and Ray's gauges up to date.
 
-    def __init__(self, journal: Journal, mlflow: MlflowSync | None, expected: int, original_loss: float) -> None:
-        self.journal, self.mlflow = journal, mlflow
-        self.expected, self.original_loss = expected, original_loss
-        self.told = ProgressStage("trials")
-        self._shown, self._named = 0.0, 0
+    Attributes:
+        mlflow: Where the runs are; None for no MLflow.
+        expected: Number of trials.
+        stage: Shows the progress; it counts the rungs that are done.
+    """
+
+    def __init__(
+        self, journal: Journal, mlflow: MlflowSync | None, expected: int, original_loss: float
+    ) -> None:
+        self.journal = journal
+        self.mlflow = mlflow
+        self.expected = expected
+        self.original_loss = original_loss
+        self.stage = ProgressStage("trials")
+        self._shown = 0.0
+        self._named = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing, and no password: Tune pickles its callbacks for a resumption of its own, which is never used."""
+        """Return nothing, and no password.
+
+        Tune pickles its callbacks for a resumption of its own, which is never used.
+        """
         return {}
 
     @property
     def records(self) -> dict[str, TrialRecord]:
-        """By id, each with its name."""
+        """The trials by id, each with its name."""
         trials = self.journal.history.records
         if len(trials) != self._named:  # a name depends on who else there is
             name_trials(trials.values())
@@ -50,17 +63,19 @@ class SearchLog(Callback):
 
     @property
     def rungs(self) -> tuple[int, int]:
-        """How many are behind and how many there are; a trial that has ended has all its rungs behind it."""
+        """Number of rungs that are done, and of all; an ended trial counts with all its rungs."""
         each = self.journal.history.rungs
-        behind = (each if r.status in results.ENDED else len(r.rungs) for r in self.records.values())
-        return sum(behind), each * self.expected
+        done = (each if r.status in results.ENDED else len(r.rungs) for r in self.records.values())
+        return sum(done), each * self.expected
 
     def planning(self) -> str:
-        """How far trials are that plan, convert and measure, a few of them."""
+        """Return how far a few of the trials are that plan, convert and measure."""
         trials = self.journal.history.records  # by a thread of its own, which gives no names
         running = [r for r in list(trials.values()) if r.status == results.RUNNING and not r.rungs]
         folder = self.journal.path.parent / "trials"
-        lines = [(r.name, published_progress(str(folder / r.trial_id))) for r in running[:_MOST_SHOWN]]
+        lines = [
+            (r.name, published_progress(str(folder / r.trial_id))) for r in running[:_MOST_SHOWN]
+        ]
         return "; ".join(f"{name}: {line}" for name, line in lines if line)
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
@@ -69,17 +84,22 @@ class SearchLog(Callback):
 
     on_trial_complete = on_trial_error = on_trial_start
 
-    def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
+    def on_trial_result(
+        self, iteration: int, trials: list, trial: Any, result: dict, **info: Any
+    ) -> None:
         self.on_trial_start(iteration, trials, trial)
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
-        """Trials that had not ended (Ctrl-C) are marked; a resumed search takes them up again."""
+        """Mark trials that have not ended (Ctrl-C); a resumed search takes them up again."""
         if self.journal.history.open and self.journal.failed is None:
             self.journal.append(INTERRUPT)
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Bring MLflow to where the journal is: a driver may have been killed between the two, or the store away."""
+        """Bring MLflow to where the journal is.
+
+        A driver may have been killed between the two, or the store may have been away.
+        """
         for record in self.records.values():
             self._track(record)
         if self.records:
@@ -93,39 +113,54 @@ class SearchLog(Callback):
             self.journal.append(RUN, trial=record.trial_id, run_id=run_id)
 
     def _show(self, last: bool = False) -> None:
-        """The progress, once a second at most; `last`: now, whenever it was shown before."""
+        """Show the progress, once a second at most; with `last` in any case."""
         now = time.time()
         if not last and now - self._shown < 1:
             return
         self._shown = now
         records, search = list(self.records.values()), self.journal.path.parent.name
-        increases = {ratio: best.loss - self.original_loss for ratio, best in best_so_far(records).items()}
+        increases = {
+            ratio: best.loss - self.original_loss for ratio, best in best_so_far(records).items()
+        }
         gauges.tell_trials(search, (record.status for record in records), increases)
         gauges.tell(gauges.BEHIND, self.mlflow.waiting if self.mlflow else 0, search=search)
-        self.told.to(self.rungs[0], progress_note(records, self.expected, self.original_loss))
+        self.stage.to(self.rungs[0], progress_note(records, self.expected, self.original_loss))
 
 
 def best_so_far(records: list[TrialRecord]) -> dict[float, TrialRecord]:
-    """The trial of the lowest loss at each KV ratio, those that still run included."""
+    """Return the trial of the lowest loss at each KV ratio, running ones included."""
     best: dict[float, TrialRecord] = {}
     for record in records:
         if math.isfinite(record.loss) and record.status != results.FAILED and not record.probe:
-            best[record.kv_ratio] = min(best.get(record.kv_ratio, record), record, key=lambda r: r.loss)
+            best[record.kv_ratio] = min(
+                best.get(record.kv_ratio, record), record, key=lambda r: r.loss
+            )
     return best
 
 
 def progress_note(records: list[TrialRecord], expected: int, original_loss: float) -> str:
-    """Trials done, running, stopped, failed; the best so far; the speed."""
+    """Return the progress in words: trials by state, the best so far, the speed."""
     count = Counter(record.status for record in records)
-    states = [f"{count[results.DONE]} done, {count[results.RUNNING]} running, {count[results.STOPPED]} stopped"]
-    rare = {results.WAITING: "waiting", results.COPY: "the same as another", results.FAILED: "failed"}
+    common = (results.DONE, results.RUNNING, results.STOPPED)
+    rare = {
+        results.WAITING: "waiting",
+        results.COPY: "the same as another",
+        results.FAILED: "failed",
+    }
+    states = [f"{count[status]} {status}" for status in common]
     states += [f"{count[status]} {words}" for status, words in rare.items() if count[status]]
-    states += [f"{expected - len(records)} to come"] if expected > len(records) else []
+    if expected > len(records):
+        states.append(f"{expected - len(records)} to come")
     parts = [", ".join(states)]
     if best := best_so_far(records):
-        lowest = {ratio: (r.loss - original_loss, r.label) for ratio, r in sorted(best.items())[::-1]}
-        told = ", ".join(f"{percent(ratio)} {increase:+.3f} ({label})" for ratio, (increase, label) in lowest.items())
-        parts.append(f"smallest loss increase so far by share of the checkpoint's KV: {told}")
+        lowest = {
+            ratio: (r.loss - original_loss, r.label) for ratio, r in sorted(best.items())[::-1]
+        }
+        increases = ", ".join(
+            f"{percent(ratio)} {increase:+.3f} ({label})"
+            for ratio, (increase, label) in lowest.items()
+        )
+        parts.append(f"smallest loss increase so far by share of the checkpoint's KV: {increases}")
     if rate := tokens_per_second(records):
         parts.append(f"{compact(rate)} tokens/s")
     return "; ".join(parts)

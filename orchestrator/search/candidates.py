@@ -1,11 +1,11 @@
-"""What a searcher chooses among: the joint space of recipes and KV ratios, and the learning rates."""
+"""Candidates of a search: the joint space of recipes and KV ratios, and the learning rates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -25,15 +25,37 @@ from search_spaces.space.joint_space import Domain, JointSpace
 
 Point = dict[str, Any]
 OF_SEARCHER = "searcher."
-"""What the names of a searcher's own settings begin with."""
+"""Prefix of a searcher's own settings."""
+
+
+class CandidateConfig(TypedDict):
+    """The config of a trial of Tune, in the journal too: plain JSON values."""
+
+    recipe: str
+    kv_ratio: float
+    learning_rate: float
+    seed: int
+    choices: Mapping[str, Any]
+    """The recipe, as `Recipe.from_dict` takes it."""
+    plan: NotRequired[str]
+    probe: NotRequired[bool]
+    used_kv_ratio: NotRequired[float]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing to try: a recipe at a KV ratio, trained with a learning rate. `seed`: of its plan and its training.
-    `plan`: the plan to carry out, as JSON, where the searcher and not the recipe makes it. A `probe` is measured
-    untrained and ends there; its plan need not meet the ratio yet. `used`: the share that is kept where `kv_ratio`, a
-    ceiling, cannot be met; None where it can."""
+    """A recipe at a KV ratio, trained with a learning rate.
+
+    Attributes:
+        recipe: How heads are shared.
+        kv_ratio: The requested share of the checkpoint's own KV cache.
+        learning_rate: Of the training.
+        seed: Of plan and training.
+        plan: The plan to carry out, as JSON, where the searcher and not the recipe makes it.
+        probe: Whether it is measured untrained and ends there; its plan need not meet the ratio
+            yet.
+        used: The share that is used where `kv_ratio`, a ceiling, cannot be met; None where it can.
+    """
 
     recipe: Recipe
     kv_ratio: float
@@ -45,81 +67,114 @@ class Candidate:
 
     @property
     def used_ratio(self) -> float:
-        """The share of the checkpoint's KV heads that the plan keeps, at most `kv_ratio`."""
+        """The share of the checkpoint's KV heads that the plan uses, at most `kv_ratio`."""
         return self.kv_ratio if self.used is None else self.used
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for candidates that would give the same trial."""
-        return (self.recipe.digest, self.kv_ratio, self.learning_rate, self.seed, self.plan, self.probe)
+        return (
+            self.recipe.digest,
+            self.kv_ratio,
+            self.learning_rate,
+            self.seed,
+            self.plan,
+            self.probe,
+        )
 
-    def config(self) -> dict[str, Any]:
-        """What a Tune trial is handed: plain JSON values, complete in themselves."""
-        return {
+    def config(self) -> CandidateConfig:
+        """Return the config of its Tune trial, which is complete in itself."""
+        config: CandidateConfig = {
             "recipe": self.recipe.name,
             "kv_ratio": self.kv_ratio,
             "learning_rate": self.learning_rate,
             "seed": self.seed,
             "choices": self.recipe.to_dict(),
-            **({} if self.plan is None else {"plan": self.plan, "probe": self.probe}),
-            **({} if self.used is None else {"used_kv_ratio": self.used}),
         }
+        if self.plan is not None:
+            config["plan"] = self.plan
+            config["probe"] = self.probe
+        if self.used is not None:
+            config["used_kv_ratio"] = self.used
+        return config
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Candidate:
-        recipe, plan, probe = Recipe.from_dict(config["choices"]), config.get("plan"), bool(config.get("probe", False))
-        used = config.get("used_kv_ratio")
-        return cls(recipe, config["kv_ratio"], config["learning_rate"], config["seed"], plan, probe, used)
+        return cls(
+            Recipe.from_dict(config["choices"]),
+            config["kv_ratio"],
+            config["learning_rate"],
+            config["seed"],
+            config.get("plan"),
+            bool(config.get("probe", False)),
+            config.get("used_kv_ratio"),
+        )
 
 
 @dataclass
 class CandidateSpace:
-    """`JointSpace` with one more decision, the learning rate; a point is decided one domain at a time."""
+    """`JointSpace` with one more decision, the learning rate.
+
+    A point is decided one domain at a time.
+    """
 
     joint: JointSpace
     learning_rates: Sequence[float]
     seed: int = 0
 
     def next(self, point: Mapping[str, Any]) -> Domain | None:
-        """The next decision, or None when the point is complete."""
+        """Return the next decision, or None when the point is complete."""
         if (domain := self.joint.next(point)) is not None:
             return domain
         if len(self.learning_rates) > 1 and "learning_rate" not in point:
-            return Domain("learning_rate", "learning_rate", "choice", choices=tuple(self.learning_rates))
+            return Domain(
+                "learning_rate", "learning_rate", "choice", choices=tuple(self.learning_rates)
+            )
         return None
 
     def decide(self, choose: Callable[[Domain], Any]) -> Point:
-        """A complete point: one decision after the other, as `choose` takes it."""
+        """Return a complete point: one decision after the other, as `choose` takes it."""
         point: Point = {}
         while (domain := self.next(point)) is not None:
             point[domain.name] = choose(domain)
         return point
 
     def sample(self, generator: np.random.Generator) -> Point:
-        """A random valid point."""
+        """Return a random valid point."""
         return self.decide(lambda domain: domain.sample(generator))
 
     def vary(self, point: Mapping[str, Any], changes: int, generator: np.random.Generator) -> Point:
-        """A valid point beside another: `changes` of its decisions are drawn anew, and what no longer fits them."""
+        """Return a valid point near another.
+
+        So many `changes` of its decisions are drawn anew, and what no longer fits them.
+        """
         redrawn = set(generator.permutation(sorted(point))[:changes].tolist())
 
         def choose(domain: Domain) -> Any:
-            kept = domain.name in point and domain.name not in redrawn and _allows(domain, point[domain.name])
-            return point[domain.name] if kept else domain.sample(generator)
+            unchanged = (
+                domain.name in point
+                and domain.name not in redrawn
+                and _allows(domain, point[domain.name])
+            )
+            return point[domain.name] if unchanged else domain.sample(generator)
 
         return self.decide(choose)
 
     def candidate(self, point: Mapping[str, Any]) -> Candidate:
-        """The candidate of a complete point. A recipe without a name is called by its digest."""
+        """Return the candidate of a complete point; without a name it is called by its digest."""
         recipe, kv_ratio = self.joint.to_recipe(point)
         if recipe.name not in RECIPES:
             recipe = replace(recipe, name=f"joint-{recipe.digest[:6]}")
-        used = None if self.joint.geometry is None else used_ratio(recipe, kv_ratio, self.joint.geometry)
+        used = (
+            None
+            if self.joint.geometry is None
+            else used_ratio(recipe, kv_ratio, self.joint.geometry)
+        )
         rate = float(point.get("learning_rate", self.learning_rates[0]))
         return Candidate(recipe, kv_ratio, rate, self.seed, used=used)
 
     def locate(self, candidate: Candidate) -> Point | None:
-        """The point of a candidate, or None if it lies outside of the space (its choices are restricted)."""
+        """Return the point of a candidate, or None if it lies outside of the space."""
         fields = {"kv_ratio": candidate.kv_ratio, "learning_rate": candidate.learning_rate}
         fields |= {k: v for k, v in candidate.recipe.to_dict().items() if k != "settings"}
         fields |= dict(candidate.recipe.settings)
@@ -139,38 +194,51 @@ def _allows(domain: Domain, value: Any) -> bool:
         return value in domain.choices
     if value is None or value == AUTO_KNOB:  # a searcher draws numbers
         return False
-    return (domain.low is None or value >= domain.low) and (domain.high is None or value <= domain.high)
+    return (domain.low is None or value >= domain.low) and (
+        domain.high is None or value <= domain.high
+    )
 
 
 def named_candidates(
     config: SearchConfig, geometry: HeadGeometry, engine: EngineForm | None = None
 ) -> tuple[Candidate, ...]:
-    """Every configured arm at its KV ratios with every learning rate and seed, the baseline first and at every ratio.
+    """Return every arm at its KV ratios with every learning rate and seed.
 
-    Raises ConfigError for an unknown recipe, and for a ratio below all that a recipe can meet on this checkpoint, or
-    with `search.strict` one that it cannot meet exactly.
+    The baseline comes first, and at every ratio.
+
+    Args:
+        engine: What the engine of the search loads; None for any.
+
+    Raises:
+        ConfigError: For an unknown recipe, and for a ratio below all that a recipe can meet on this
+            checkpoint, or with `search.strict` one that it cannot meet exactly.
     """
     of_search = ratios_of(config.search, geometry)
     arms = [(_recipe(config, arm), ratios_of(arm, geometry) or of_search) for arm in config.arms]
     for recipe, _ in arms:
-        _check_held(recipe, engine)
+        _check_engine(recipe, engine)
     arms.sort(key=lambda arm: arm[0].name != config.search.baseline)
-    held = geometry if engine is None else engine.limited(geometry)
+    limited = geometry if engine is None else engine.limited(geometry)
     every = list(dict.fromkeys([*of_search, *(ratio for _, ratios in arms for ratio in ratios)]))
     pairs = []
     for recipe, ratios in arms:
         baseline = recipe.name == config.search.baseline
         strict, dtype = config.search.strict, config.model.dtype
-        cannot = partial(_cannot_meet, recipe, geometry=held, dtype=dtype, baseline=baseline, strict=strict)
+        cannot = partial(
+            _cannot_meet, recipe, geometry=limited, dtype=dtype, baseline=baseline, strict=strict
+        )
         for ratio in every if baseline else ratios:
             if reason := cannot(ratio):
-                known = [f"{k / geometry.num_kv_heads:g}" for k in range(1, geometry.num_kv_heads + 1)]
-                possible = [other for other in known if cannot(float(other)) is None]
+                shares = [
+                    f"{k / geometry.num_kv_heads:g}" for k in range(1, geometry.num_kv_heads + 1)
+                ]
+                possible = [other for other in shares if cannot(float(other)) is None]
                 raise ConfigError(
-                    f"search.kv_ratios: got {ratio:g}, which recipe {recipe.name} cannot meet on this checkpoint "
-                    f"({reason}); it can meet {', '.join(possible) or 'none'} of the checkpoint's own KV cache"
+                    f"search.kv_ratios: got {ratio:g}, which recipe {recipe.name} cannot meet on "
+                    f"this checkpoint ({reason}); it can meet {', '.join(possible) or 'none'} of "
+                    "the checkpoint's own KV cache"
                 )
-            pairs.append((recipe, ratio, used_ratio(recipe, ratio, held)))
+            pairs.append((recipe, ratio, used_ratio(recipe, ratio, limited)))
     return tuple(
         Candidate(recipe, ratio, rate, seed, used=used)
         for recipe, ratio, used in pairs
@@ -180,22 +248,30 @@ def named_candidates(
 
 
 def used_ratio(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> float | None:
-    """The share that a recipe keeps where `kv_ratio` is requested; None where that is met exactly."""
+    """Return the share that a recipe uses in place of `kv_ratio`; None where that is met."""
     used = float(nearest_budget(recipe, kv_ratio, geometry))
     return None if abs(used - kv_ratio) <= ROUNDING / 2 else used
 
 
 def ratios_of(section: SearchSection | ArmSection, geometry: HeadGeometry) -> list[float]:
-    """The KV ratios of a search or an arm, as shares of the checkpoint's own KV cache. Raises ConfigError."""
+    """Return the KV ratios of a search or an arm, as shares of the checkpoint's own KV cache.
+
+    Raises:
+        ConfigError: For KV heads that are no share of it.
+    """
     try:
-        return section.kv_ratios or [ratio_of_kv_heads(heads, geometry) for heads in section.kv_heads]
+        return section.kv_ratios or [
+            ratio_of_kv_heads(heads, geometry) for heads in section.kv_heads
+        ]
     except ValueError as error:
-        where = "search." if isinstance(section, SearchSection) else f"search.recipes: {section.name}: "
+        where = (
+            "search." if isinstance(section, SearchSection) else f"search.recipes: {section.name}: "
+        )
         raise ConfigError(f"{where}kv_heads: {error}") from None
 
 
 def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
-    """The recipe of an arm, called by its label. Raises ConfigError."""
+    """Return the recipe of an arm, called by its label. Raises ConfigError."""
     where = f"search.recipes: {arm.name}"
     fields = (*AXES, "together", "by")
     if unknown := next((name for name in arm.changes if name not in fields), None):
@@ -204,11 +280,17 @@ def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
     try:
         recipe = named_recipe(arm.recipe, **arm.changes, settings=arm.params)
     except ValueError as error:
-        key = "search.baseline" if arm.recipe not in {a.recipe for a in config.search.recipes} else where
+        key = (
+            "search.baseline"
+            if arm.recipe not in {a.recipe for a in config.search.recipes}
+            else where
+        )
         raise ConfigError(f"{key}: {cut(str(error))}") from None
     steps, last = recipe.knobs("relaxation").get("steps", 0), config.rungs.steps[-1]
     if steps >= max(last, 1) and last:
-        raise ConfigError(f"{where}: relaxation.steps must be below the last of rungs.steps, {last}, got {steps}")
+        raise ConfigError(
+            f"{where}: relaxation.steps must be below the last of rungs.steps, {last}, got {steps}"
+        )
     return replace(recipe, name=arm.name)
 
 
@@ -218,15 +300,16 @@ def engine_form(config: SearchConfig, model: Checkpoint) -> EngineForm | None:
     return None if name == "any" else EngineForm.of(name, model.config, model.geometry)
 
 
-def _check_held(recipe: Recipe, engine: EngineForm | None) -> None:
-    """Raises ConfigError for a recipe of plans that the engine does not hold exactly at their own bytes."""
+def _check_engine(recipe: Recipe, engine: EngineForm | None) -> None:
+    """Raise ConfigError for a recipe of plans that the engine does not load at their own bytes."""
     if engine is None:
         return
     if reasons := _refused(recipe, engine):
-        fits = [known.name for known in RECIPES.values() if not _refused(known, engine)]
+        fits = [other.name for other in RECIPES.values() if not _refused(other, engine)]
         raise ConfigError(
-            f"search.recipes: {recipe.name}: {'; '.join(reasons)}; set it in this arm's changes, take another recipe "
-            f"({', '.join(fits) or 'none fits'}), or set search.target=any and lower what is found (headfold export)"
+            f"search.recipes: {recipe.name}: {'; '.join(reasons)}; set it in this arm's changes, "
+            f"take another recipe ({', '.join(fits) or 'none fits'}), or set search.target=any and "
+            "lower what is found (headfold export)"
         )
 
 
@@ -237,7 +320,10 @@ def _refused(recipe: Recipe, engine: EngineForm) -> list[str]:
 def _cannot_meet(
     recipe: Recipe, ratio: float, geometry: HeadGeometry, dtype: str, baseline: bool, strict: bool
 ) -> str | None:
-    """Why, or None. With the whole cache the baseline is the original model, trained for the same tokens."""
+    """Say why a recipe cannot meet a ratio; None where it can.
+
+    With the whole cache the baseline is the original model, trained for the same tokens.
+    """
     if not baseline and (whole := keeps_everything(recipe.sharing, recipe.composition, ratio)):
         return whole
     try:
@@ -249,21 +335,39 @@ def _cannot_meet(
     return None
 
 
-def candidate_space(config: SearchConfig, geometry: HeadGeometry, engine: EngineForm | None = None) -> CandidateSpace:
-    """The space that free candidates are drawn from. Raises ConfigError for a field or choice that does not exist."""
+def candidate_space(
+    config: SearchConfig, geometry: HeadGeometry, engine: EngineForm | None = None
+) -> CandidateSpace:
+    """Return the space that free candidates are drawn from.
+
+    Raises:
+        ConfigError: For a field or choice that does not exist.
+    """
     section, ratios = config.search, ratios_of(config.search, geometry)
     try:
-        params = {name: value for name, value in section.params.items() if not name.startswith(OF_SEARCHER)}
+        params = {
+            name: value
+            for name, value in section.params.items()
+            if not name.startswith(OF_SEARCHER)
+        }
         choices, strict = section.search_space, section.strict
-        joint = JointSpace(ratios, geometry, choices=choices, settings=params, engine=engine, strict=strict)
+        joint = JointSpace(
+            ratios, geometry, choices=choices, settings=params, engine=engine, strict=strict
+        )
     except ValueError as error:
         text = cut(str(error))
         wrong = text.removeprefix("settings: ")
-        raise ConfigError(f"search.{'search_space' if wrong == text else 'params'}: {wrong}") from None
+        raise ConfigError(
+            f"search.{'search_space' if wrong == text else 'params'}: {wrong}"
+        ) from None
     return CandidateSpace(joint, config.learning_rates, config.seeds[0])
 
 
 def searcher_settings(config: SearchConfig) -> dict[str, Any]:
-    """The settings of the searcher itself, without their prefix."""
-    given = config.search.params
-    return {name.removeprefix(OF_SEARCHER): value for name, value in given.items() if name.startswith(OF_SEARCHER)}
+    """Return the settings of the searcher itself, without their prefix."""
+    params = config.search.params
+    return {
+        name.removeprefix(OF_SEARCHER): value
+        for name, value in params.items()
+        if name.startswith(OF_SEARCHER)
+    }

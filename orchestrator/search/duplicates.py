@@ -1,9 +1,10 @@
-"""Trials that lead to the same model: the work is done once, and the others are recorded as copies of the first.
+"""Trials that lead to the same model: one is trained, the others are recorded as copies of it.
 
-Two different candidates may come to the same plan and the same weights, such as two ways of grouping that find the same
-groups. That is known once a candidate has been converted: its training is then a function of those weights and of the
-job. The scheduler stops a trial whose work another has told before (`RungScheduler.copies`), and what the first one
-scores counts for its copies too, for the searcher here and for tables in `results.load_trials`.
+Two different candidates may come to the same plan and the same weights, such as two ways of
+grouping that end with the same groups. That is known once a candidate has been converted: its
+training is then a function of those weights and of the job. The scheduler stops a trial whose work
+another has reported before (`RungScheduler.copies`), and the scores of the first one count for its
+copies too, for the searcher here and for tables in `orchestrator.storage.journal.load_trials`.
 """
 
 from __future__ import annotations
@@ -15,29 +16,43 @@ from pathlib import Path
 from typing import Any
 
 from attention.io.checkpoint import DIGESTS
+from orchestrator.search.candidates import CandidateConfig
 from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.storage.json_files import read_json
 from trainers.jobs.train_job import TrainJob
 
-PLACES = ("model_dir", "out_dir", "storage_path", "run_name", "accelerator_type", "placement_strategy",
-          "checkpoint_address")  # fmt: skip
+# Fields of a job that say where it runs and writes
+_LOCATIONS = (
+    "model_dir", "out_dir", "storage_path", "run_name", "accelerator_type", "placement_strategy",
+    "checkpoint_address",
+)  # fmt: skip
 
 
 def work_digest(job: TrainJob, folder: Path) -> str:
-    """Equal for trainings that would end with the same weights: of the job but for its folders and nodes, and of the
-    weights that lie in the trial's folder when it begins (`converted`; with a relaxation `start` too)."""
-    record = {name: value for name, value in json.loads(job.to_json()).items() if name not in PLACES}
+    """Return a digest that is equal for trainings that would end with the same weights.
+
+    It is of the job but for its folders and nodes, and of the weights in the trial's folder when it
+    begins (`converted`; with a relaxation `start` too).
+    """
+    record = {
+        name: value for name, value in json.loads(job.to_json()).items() if name not in _LOCATIONS
+    }
     for name in ("converted", "start"):
         file = folder / name / DIGESTS
         digests = read_json(file) if file.is_file() else {}
         # The config beside the weights tells plans apart that differ in more than weights
-        record[name] = {k: v for k, v in digests.items() if k.endswith(".safetensors") or k == "config.json"}
+        record[name] = {
+            k: v for k, v in digests.items() if k.endswith(".safetensors") or k == "config.json"
+        }
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class CopyingSearcher(ResumableSearcher):
-    """Tells the searcher behind it of each copy what the first of its kind scores, and that it has ended when the first
-    one has. `copies`: by copy, the first; it grows while the search runs."""
+    """Reports the scores and the end of a trial to `searcher` for each of its copies too.
+
+    Args:
+        copies: By copy, the first trial; it grows while the search runs.
+    """
 
     def __init__(self, searcher: ResumableSearcher, copies: Mapping[str, str]) -> None:
         super().__init__(searcher.total)
@@ -49,7 +64,7 @@ class CopyingSearcher(ResumableSearcher):
     def suggest(self, trial_id: str) -> Any:
         return self.searcher.suggest(trial_id)
 
-    def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
+    def add_trial(self, trial_id: str, config: CandidateConfig) -> None:
         self.searcher.add_trial(trial_id, config)
 
     def on_trial_result(self, trial_id: str, result: dict) -> None:
@@ -57,7 +72,9 @@ class CopyingSearcher(ResumableSearcher):
         for each in (trial_id, *self._waiting.get(trial_id, ())):
             self.searcher.on_trial_result(each, result)
 
-    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
+    def on_trial_complete(
+        self, trial_id: str, result: dict | None = None, error: bool = False
+    ) -> None:
         first = self._copies.get(trial_id)
         if first is None:
             self._ends[trial_id] = (result, error)

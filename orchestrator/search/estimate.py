@@ -1,4 +1,4 @@
-"""What a search will take, from its configuration and the checkpoint's config.json: printed, and refused."""
+"""Estimates of a search from its configuration and the checkpoint's config, printed and checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from orchestrator.storage.paths import SearchFolder
 
 
 def estimate_search(
-    setup: SearchSetup, storage: Path, *, parallel: int = 1, alone: bool = True, gpu_bytes: int | None = None
+    setup: SearchSetup,
+    storage: Path,
+    *,
+    parallel: int = 1,
+    alone: bool = True,
+    gpu_bytes: int | None = None,
 ) -> SearchEstimate:
     """Estimate a search. No text and no weights are read, nothing is written.
 
@@ -30,7 +35,8 @@ def estimate_search(
         storage: The folder that it will write into.
         parallel: Trials at a time.
         alone: Whether this machine is the only one that it runs on.
-        gpu_bytes: Memory of each GPU of the machines that it will run on, where they are not this one.
+        gpu_bytes: Memory of each GPU of the machines that it will run on, where they are not
+            this one.
 
     Raises:
         ConfigError: For what `SearchSetup.problem` refuses.
@@ -48,34 +54,41 @@ def estimate_search(
 
 
 def storage_of(setup: SearchSetup) -> Storage:
-    """Return where the configuration says that a search will write, and how much."""
+    """Return where the configuration lets a search write, and how much."""
     return Storage.of(setup.inputs, setup.work.converted, setup.work.trainings)
 
 
 def check_disk(setup: SearchSetup, parallel: int) -> None:
-    """Raise ConfigError for a new search that cannot fit where it will write, before anything of it is made."""
+    """Raise ConfigError for a new search that does not fit where it will write."""
     if shortage := storage_of(setup).shortage(parallel):
         raise ConfigError(f"storage: {shortage}")
 
 
 def local_parallel(config: SearchConfig) -> int:
-    """Return the trials at a time on this machine; 1 where not even one fits, since a larger cluster will run it."""
+    """Return the trials at a time on this machine.
+
+    It is 1 where not even one fits, since a larger cluster will run it.
+    """
     with contextlib.suppress(ConfigError):
         return concurrency(local_nodes(), Demand.of(config), config.resources.max_concurrent)
     return 1
 
 
 def announce(setup: SearchSetup, folder: SearchFolder, parallel: int) -> None:
-    """Print what a search will take as it starts, warn of what does not fit, and keep it in the search's folder.
+    """Print the estimate of a search as it starts, with warnings, and save it in its folder.
 
-    A search that is resumed was announced before. What cannot be estimated ends no search: it is printed.
+    A search that is resumed was announced before. Where no estimate is possible, that is printed.
     """
     if folder.estimate.exists():
         return
     try:
-        estimate = estimate_search(setup, folder.root, parallel=parallel, alone=not os.environ.get("RAY_ADDRESS"))
+        estimate = estimate_search(
+            setup, folder.root, parallel=parallel, alone=not os.environ.get("RAY_ADDRESS")
+        )
     except Exception as error:
-        print(f"estimate not possible: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(
+            f"estimate not possible: {type(error).__name__}: {error}", file=sys.stderr, flush=True
+        )
         return
     write_json(folder.estimate, estimate.record())
     for number, (name, value) in enumerate(estimate.describe(setup.config).items()):

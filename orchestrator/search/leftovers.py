@@ -1,10 +1,11 @@
-"""What ended trials leave on disk and can no longer use: it is removed as soon as their end is in the journal.
+"""Removal of what ended trials leave on disk and can no longer use.
 
-Of every trial stay its recipe and plan, its converted weights, and those of its last and its best step: any of them can
-be promoted from there. With `promotion.keep_weights: finalists` those of the finalists alone stay, without the last
-step's where another one was better. The optimiser's state stays only where a promotion would go on from it: of the
-trials that it would choose now. Which those are is known early: a trial that ends later only takes places away. Of a
-copy the weights go too, as the first trial has the same. Trials that are paused, or that `--resume` tries again, keep
+Of every trial stay its recipe and plan, its converted weights, and those of its last and its best
+step: any of them can be promoted from there. With `promotion.keep_weights: finalists` those of the
+finalists alone stay, without the last step's where another one was better. The optimiser's state
+stays only where a promotion would go on from it: of the trials that it would choose now. Which
+those are is known early: a trial that ends later only takes ranks away. Of a copy the weights go
+too, as the first trial has the same. Trials that are paused, or that `--resume` tries again, keep
 everything.
 """
 
@@ -27,40 +28,55 @@ from trainers.jobs.checkpoints import CheckpointStore
 
 
 def select(trials: Sequence[TrialRecord], how: str, top: int) -> list[TrialRecord]:
-    """The trials to promote: the `top` best at each budget, or the front."""
+    """Return the trials to promote: the `top` best at each budget, or the front."""
     if how == "front":
         return front(trials)
     return [trial for best in ranked(trials).values() for trial in best[:top]]
 
 
 def best_of_recipe(trials: Sequence[TrialRecord], recipe: str) -> dict[float, TrialRecord]:
-    """The usable trial of a recipe of lowest held-out loss at each KV ratio that has one."""
-    return {ratio: best[0] for ratio, best in ranked([t for t in trials if t.recipe == recipe]).items()}
+    """Return the usable trial of a recipe of lowest held-out loss at each KV ratio that has one."""
+    return {
+        ratio: best[0] for ratio, best in ranked([t for t in trials if t.recipe == recipe]).items()
+    }
 
 
 def finalists(trials: Sequence[TrialRecord], config: SearchConfig) -> set[str]:
-    """The trials that a promotion as it is configured would train on if no other ended: candidates and baselines."""
+    """Return the trials that the configured promotion would train on if no other trial ended.
+
+    Candidates and baselines.
+    """
     chosen = select(trials, config.promotion.select, config.promotion.top)
     return {t.trial_id for t in (*chosen, *best_of_recipe(trials, config.search.baseline).values())}
 
 
 def remove_leftovers(
-    config: SearchConfig, folder: SearchFolder, history: History, known: dict[str, bool] | None = None
+    config: SearchConfig,
+    folder: SearchFolder,
+    history: History,
+    done: dict[str, bool] | None = None,
 ) -> None:
-    """Remove what the ended trials of a search can no longer use. Doing it again, or after a kill, does no harm.
+    """Remove what the ended trials of a search can no longer use.
 
-    `known`: the trials that it was done for, each with whether it was a finalist then; these are left out.
+    Doing it again, or after a kill, does no harm.
+
+    Args:
+        done: The trials that it was done for, each with whether it was a finalist then; these are
+            left out.
     """
-    records, known = history.records, {} if known is None else known
-    address, staying = folder.train_address, finalists(list(records.values()), config)
+    records = history.records
+    done = {} if done is None else done
+    address = folder.train_address
+    staying = finalists(list(records.values()), config)
     for trial_id, end in history.ends.items():
         finalist = trial_id in staying
-        if not end["lost"] and known.get(trial_id) != finalist:
-            with contextlib.suppress(OSError):  # an address that is away: the next time, at the end of the search too
+        if not end["lost"] and done.get(trial_id) != finalist:
+            # An address that is away: the next time, at the end of the search too
+            with contextlib.suppress(OSError):
                 _remove(folder, records[trial_id], finalist, address)
                 if config.promotion.keep_weights == "finalists":
                     _remove_weights(folder, records[trial_id], finalist)
-                known[trial_id] = finalist
+                done[trial_id] = finalist
 
 
 def _remove(folder: SearchFolder, record: TrialRecord, finalist: bool, address: str | None) -> None:
@@ -73,15 +89,25 @@ def _remove(folder: SearchFolder, record: TrialRecord, finalist: bool, address: 
         gone.append(root / "converted")
     # Of a relaxation's stages the last one's result is what training went on from
     relaxed = record.last.get("relaxed_dir")
-    gone += [stage for stage in root.glob("trained.relaxed/stage-*") if not relaxed or stage != Path(relaxed).parent]
+    gone += [
+        stage
+        for stage in root.glob("trained.relaxed/stage-*")
+        if not relaxed or stage != Path(relaxed).parent
+    ]
     for path in gone:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_weights(folder: SearchFolder, record: TrialRecord, finalist: bool) -> None:
     """Remove the weights that no promotion as it is configured takes up."""
-    root, last, best = folder.trial(record.trial_id), record.last, record.last.get("best_dir")
-    gone = [] if finalist else [root / "converted", root / "trained", root / "trained.best", root / "trained.relaxed"]
+    root = folder.trial(record.trial_id)
+    last = record.last
+    best = record.last.get("best_dir")
+    gone = (
+        []
+        if finalist
+        else [root / "converted", root / "trained", root / "trained.best", root / "trained.relaxed"]
+    )
     if finalist and last.get("checkpoint_path") and best and Path(best) != root / "trained":
         gone.append(root / "trained")  # the training goes on from its checkpoint
     for path in gone:
@@ -92,14 +118,17 @@ class Cleaning(Callback):
     """Removes leftovers while Tune runs, whenever a trial has ended."""
 
     def __init__(self, config: SearchConfig, folder: SearchFolder, history: History) -> None:
-        self.config, self.folder, self.history = config, folder, history
-        self._ends, self._known = 0, dict[str, bool]()
+        self.config = config
+        self.folder = folder
+        self.history = history
+        self._ends = 0
+        self._done: dict[str, bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune pickles its callbacks for a resumption of its own, which is never used."""
+        """Return nothing: Tune pickles its callbacks for a resumption that is never used."""
         return {}
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
         if len(self.history.ends) != self._ends:
             self._ends = len(self.history.ends)
-            remove_leftovers(self.config, self.folder, self.history, self._known)
+            remove_leftovers(self.config, self.folder, self.history, self._done)

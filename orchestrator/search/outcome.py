@@ -5,28 +5,56 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from orchestrator.reporting.comparison import compare
 from orchestrator.reporting.console import console, print_promoted, print_promotion
 from orchestrator.reporting.promoted_models import promoted_models
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord, best_per_budget, front
+from orchestrator.storage.records import OriginalRecord, TrialRecord, best_per_budget, front
 
 INTERRUPTED = 130
 
 
+class SearchRecord(TypedDict):
+    """The JSON of `headfold search`."""
+
+    folder: str
+    tracking: str
+    original: OriginalRecord
+    original_loss: float | None
+    trials: list[Mapping[str, Any]]
+    """The fields of each `TrialRecord`."""
+    front: list[str]
+    """Ids of the trials that no other one beats."""
+    best_per_budget: dict[str, str]
+    """Id of the best trial by KV ratio."""
+    comparison: list[Any]
+    """Arms beside each other (`orchestrator.reporting.comparison`)."""
+    promotion: Mapping[str, Any]
+    promoted: list[Any]
+    interrupted: bool
+    report: str | None
+
+
 @dataclass
 class SearchOutcome:
-    """What came out of a search.
+    """The result of a search.
 
-    `exit_code`: 130 if interrupted; 1 if no trial gave a result, the baseline failed at a budget (nothing can be
-    compared there), or a step of the promotion failed; else 0. Other failed trials are told, and the search stands.
+    Attributes:
+        folder: Its folder.
+        tracking: The address of MLflow.
+        original: The original model.
+        trials: All trials.
+        baseline: The recipe of the baseline.
+        promotion: The content of `promotion.json`; empty without a promotion.
+        interrupted: Whether it was interrupted.
+        report: The path of its page.
     """
 
     folder: Path
     tracking: str
-    original: dict[str, Any]
+    original: OriginalRecord
     trials: list[TrialRecord]
     baseline: str
     promotion: Mapping[str, Any] = field(default_factory=dict)
@@ -39,6 +67,12 @@ class SearchOutcome:
 
     @property
     def exit_code(self) -> int:
+        """The exit code of the process.
+
+        130 if interrupted; 1 if no trial has a result, the baseline failed at a budget (nothing can
+        be compared there), or a step of the promotion failed; else 0. Other failed trials are
+        reported, and the search stands.
+        """
         if self.interrupted:
             return INTERRUPTED
         compared = {t.kv_ratio for t in self.trials if t.usable and t.recipe == self.baseline}
@@ -47,10 +81,10 @@ class SearchOutcome:
 
     @property
     def status(self) -> str:
-        """As which state the parent run ends."""
+        """The state in which the parent run ends."""
         return {0: records.DONE, INTERRUPTED: records.KILLED}.get(self.exit_code, records.FAILED)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> SearchRecord:
         return {
             "folder": str(self.folder),
             "tracking": self.tracking,
@@ -58,7 +92,9 @@ class SearchOutcome:
             "original_loss": self.original.get("loss"),
             "trials": [asdict(t) for t in self.trials],
             "front": [t.trial_id for t in self.front],
-            "best_per_budget": {f"{b:g}": t.trial_id for b, t in best_per_budget(self.trials).items()},
+            "best_per_budget": {
+                f"{b:g}": t.trial_id for b, t in best_per_budget(self.trials).items()
+            },
             "comparison": compare(self.trials, self.original) if self.original else [],
             "promotion": self.promotion,
             "promoted": promoted_models(self.promotion),
@@ -68,7 +104,7 @@ class SearchOutcome:
 
 
 def print_outcome(outcome: SearchOutcome) -> None:
-    """The last lines: failures, where things lie, and the models that were promoted with what serves them."""
+    """Print the last lines: failures, paths, and the promoted models with what serves them."""
     print_promotion(outcome.promotion)
     failed = sum(t.status == records.FAILED for t in outcome.trials)
     out = console()
@@ -77,11 +113,14 @@ def print_outcome(outcome: SearchOutcome) -> None:
         how = f"run the same command with --resume {outcome.folder.name} to go on"
         out.print(f"interrupted: the state is saved; {how}", markup=False)
     if failed:
-        out.print(f"warning: {failed} of {len(outcome.trials)} trials failed; their errors are above and in MLflow")
+        out.print(
+            f"warning: {failed} of {len(outcome.trials)} trials failed; their errors are above and "
+            "in MLflow"
+        )
     if not outcome.front:
         out.print("no trial gave a result")
-    places = {"search": str(outcome.folder), "report": outcome.report, "MLflow": outcome.tracking}
-    for name, place in (places | {"exported": outcome.promotion.get("exported")}).items():
-        if place:
-            print(f"{name:9}{place}")
+    paths = {"search": str(outcome.folder), "report": outcome.report, "MLflow": outcome.tracking}
+    for name, path in (paths | {"exported": outcome.promotion.get("exported")}).items():
+        if path:
+            print(f"{name:9}{path}")
     print_promoted(outcome.promotion)

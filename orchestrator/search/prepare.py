@@ -1,14 +1,17 @@
-"""What a search does before its trials: the original model is found, scored and calibrated, once, and the increases of
-the loss are measured that plans rest on."""
+"""Preparation of the trials of a search.
+
+The original model is scored and calibrated, once, and the increases of the loss are measured that
+plans rest on.
+"""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -47,10 +50,12 @@ from trainers.evaluation import evaluate
 from trainers.text.data import read_sequences
 
 
-def prepare_original(config: SearchConfig, prepared: Prepared, folder: SearchFolder) -> OriginalRecord:
-    """Score the original model (nats per token) and calibrate it, once a search; kept in `original.json`."""
+def prepare_original(
+    config: SearchConfig, prepared: Prepared, folder: SearchFolder
+) -> OriginalRecord:
+    """Score the original model and calibrate it, once per search; saved in `original.json`."""
     if folder.original.exists():
-        return read_json(folder.original)
+        return cast(OriginalRecord, read_json(folder.original))
     path = locate_model(config.model.path, folder)
     device = config.train.device_with(config.resources.trial_gpus)
     record: OriginalRecord = on_cluster(
@@ -83,56 +88,82 @@ def measure_original(
     rows: int,
     workers: Workers | None,
 ) -> OriginalRecord:
-    """What is known of the original model, `rows` sequences at a time; leaves its calibration in `cache`."""
+    """Return the record of the original model, and leave its calibration in `cache`.
+
+    Args:
+        rows: Sequences at a time.
+        workers: Tasks that share the calibration; None for this process alone.
+    """
     started = time.perf_counter()
     opened = Checkpoint.open(path)
     model = checkpoints.load_working(opened, dtype, device)
     scored = evaluate(model, read_sequences(files["eval"])[:], batch_size=rows)
     cast_weights(model, checkpoints.dtype_of(dtype))  # bytes are those of what is written
-    facts = checkpoints.cache_facts(model, own_heads(geometry)) | {"parameters": checkpoints.parameters(model)}
+    facts = checkpoints.cache_facts(model, own_heads(geometry))
     del model  # the calibration reads a layer at a time
     tokens = read_sequences(files["calibration"])[:]
     weights = checkpoint.weights_digest(opened.folder, cache)
     calibration = checkpoint_calibration(
         opened, tokens, cache, dtype=dtype, device=device, weights=weights, workers=workers
     )
-    return {
+    record: OriginalRecord = {
         "model": path,
         "dtype": dtype,
         "loss": scored.loss,
         "eval_tokens": scored.tokens,
         "family": geometry.family,
-        **facts,
+        "kv_ratio": facts["kv_ratio"],
+        "kv_bytes_per_token": facts["kv_bytes_per_token"],
+        "cache_bytes_measured": facts["cache_bytes_measured"],
+        "cache_tokens": facts["cache_tokens"],
+        "parameters": facts["parameters"],
         "digests": {"weights": weights, "calibration": calibration.digest},
         "mixed_moments": calibration.mixed,
         "seconds": time.perf_counter() - started,
-        **scored.noted,
     }
+    if scored.notes:
+        record["notes"] = list(scored.notes)
+    return record
 
 
 def decode_times(
     config: SearchConfig, original: OriginalRecord, dtype: str, folder: SearchFolder
 ) -> DecodeTimes | None:
-    """How long the engine takes to decode, by KV heads, measured once a search and kept in `decode_times.json`; None
-    where the search does not ask."""
+    """Return the decode time of the engine by KV heads; None where it is no objective.
+
+    It is measured once per search and saved in `decode_times.json`.
+    """
     length = config.search.decode_context_length
     if length is None:
         return None
     if not folder.decode_times.exists():
-        asked = original["model"], config.search.target, length, dtype
-        made = on_cluster(task_options(config), "decode time in the engine", measure_decode_times, *asked)
-        write_json(folder.decode_times, asdict(made))
-        told = ", ".join(f"{1000 * s:.3g} ms with {heads}" for heads, s in zip(made.heads, made.seconds, strict=True))
-        print(f"decode time of {made.engine} at a context of {length}: {told} KV heads a layer", flush=True)
-    record: dict[str, Any] = read_json(folder.decode_times)
-    record |= {name: tuple(record[name]) for name in ("heads", "seconds")}
-    return DecodeTimes(**record)
+        times: DecodeTimes = on_cluster(
+            task_options(config),
+            "decode time in the engine",
+            measure_decode_times,
+            original["model"],
+            config.search.target,
+            length,
+            dtype,
+        )
+        write_json(folder.decode_times, asdict(times))
+        by_heads = ", ".join(
+            f"{1000 * seconds:.3g} ms with {heads}"
+            for heads, seconds in zip(times.heads, times.seconds, strict=True)
+        )
+        print(
+            f"decode time of {times.engine} at a context of {length}: {by_heads} KV heads a layer",
+            flush=True,
+        )
+    record = read_json(folder.decode_times)
+    return DecodeTimes(**record | {name: tuple(record[name]) for name in ("heads", "seconds")})
 
 
 def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
-    """Where trials find a model: an absolute folder, or a hub name.
+    """Return where trials find a model: an absolute folder, or a hub name.
 
-    A Ray job's working folder vanishes with the job, so a model inside it is copied into the search.
+    A Ray job's working folder vanishes with the job, so a model inside it is copied into the
+    search.
     """
     source = Path(path).expanduser()
     if not source.is_dir():
@@ -140,7 +171,9 @@ def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
     if in_ray_job() and not Path(path).is_absolute():
         copy = folder.root / name
         if not copy.exists():
-            checkpoint.write_atomically(copy, lambda fresh: shutil.copytree(source, fresh, dirs_exist_ok=True))
+            checkpoint.write_atomically(
+                copy, lambda fresh: shutil.copytree(source, fresh, dirs_exist_ok=True)
+            )
         return str(copy)
     return str(source.absolute())
 
@@ -148,7 +181,7 @@ def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
 def trial_context(
     config: SearchConfig, prepared: Prepared, folder: SearchFolder, original: OriginalRecord
 ) -> TrialContext:
-    """What all trials share."""
+    """Return what all trials share."""
     return TrialContext(
         folder=str(folder.root),
         model=original["model"],
@@ -171,27 +204,39 @@ def trial_context(
 
 
 def head_similarities(context: TrialContext, recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
-    """The recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side): for a searcher of plans."""
+    """Return a recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side).
+
+    For a searcher of plans.
+    """
     model = checkpoints.load_working(context.model, context.dtype, context.device)
     tokens = read_sequences(context.calibration_file)[:]
     planning = planning_context(model, context.calibration(tokens), tokens, None)
     layers = range(planning.geometry.num_layers)
-    return {(layer, side): planning.similarity(recipe, layer, side) for layer in layers for side in SIDES}
+    return {
+        (layer, side): planning.similarity(recipe, layer, side)
+        for layer in layers
+        for side in SIDES
+    }
 
 
 def run_search_phases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
-    """DHA's search phase, for every seed of every candidate whose plan rests on one."""
+    """Run DHA's search phase, for every seed of every candidate whose plan rests on one."""
     candidates = list(prepared.problem.named)
     if "fusion_loss" in config.search.search_space.get("objective", ()):
-        fixed = {k: v for k, v in config.search.params.items() if k in ("objective.steps", "objective.rate")}
+        fixed = {
+            k: v
+            for k, v in config.search.params.items()
+            if k in ("objective.steps", "objective.rate")
+        }
         candidates.append(Candidate(named_recipe("dha", settings=fixed), 0.5, 1.0, config.seeds[0]))
     phases = [phase for phase in map(context.search_phase, candidates) if phase]
     dha_distances.prepare(phases, context.calibration_cache, worker_options(config))
 
 
-# ---- increases of the loss, on the workers of a cluster --------------------------------------------------------------
-# A layer's points need nothing of another layer, so there are as many Ray tasks as layers. Each writes its points into
-# the file that trials read (`search_spaces.planning.curves`); what is there already is not measured again.
+# ---- increases of the loss, on the workers of a cluster ------------------------------------------
+# A layer's points need nothing of another layer, so there are as many Ray tasks as layers. Each
+# writes its points into the file that trials read (`search_spaces.planning.curves`); what is there
+# already is not measured again.
 
 SEVERAL = 4
 """Workers from which on their start is worth it; two are enough where they are GPUs."""
@@ -200,19 +245,24 @@ CurveTask = tuple[Candidate, int]
 
 
 def slots_of(config: SearchConfig) -> int:
-    """Tasks of one trial's CPUs and GPUs that the cluster has room for."""
-    return slots(cluster_nodes(), Demand.of(config).task.bundle | {"CPU": config.train.cpus_per_worker})
+    """Return for how many tasks of one trial's CPUs and GPUs the cluster has room."""
+    resources = Demand.of(config).task.bundle | {"CPU": config.train.cpus_per_worker}
+    return slots(cluster_nodes(), resources)
 
 
 def calibration_workers(config: SearchConfig) -> Workers | None:
-    """Tasks that share the calibration, where there is room for several; None where one process makes it."""
-    cpus, gpus, slots = config.train.cpus_per_worker, config.resources.trial_gpus, slots_of(config)
+    """Return the tasks that share the calibration; None where one process makes it."""
+    cpus = config.train.cpus_per_worker
+    gpus = config.resources.trial_gpus
+    slots = slots_of(config)
     return Workers(slots, cpus, gpus) if slots >= (2 if gpus else SEVERAL) else None
 
 
 def measure_increases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
-    """The loss increases that plans of named candidates rest on, if several workers can share the measuring; if not,
-    the first trial that needs them measures them."""
+    """Measure the loss increases that plans of named candidates rest on, by several workers.
+
+    Without room for several, the first trial that needs them measures them.
+    """
     cpus = config.train.cpus_per_worker
     if slots_of(config) >= SEVERAL:
         tasks = curve_tasks(prepared.problem.named, prepared.geometry.num_layers)
@@ -220,42 +270,60 @@ def measure_increases(config: SearchConfig, prepared: Prepared, context: TrialCo
 
 
 def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]:
-    """A task a layer for each set of curves that the candidates need: they depend on the seed and on how heads are
-    grouped and fused, not on the KV ratio."""
+    """Return a task per layer for each set of curves that the candidates need.
+
+    The curves depend on the seed and on how heads are grouped and fused, not on the KV ratio.
+    """
     first: dict[object, Candidate] = {}
     for candidate in candidates:
         recipe = candidate.recipe
-        if candidate.plan is not None or "measure" not in AXES["allocation"].get(recipe.allocation).needs:
+        if (
+            candidate.plan is not None
+            or "measure" not in AXES["allocation"].get(recipe.allocation).needs
+        ):
             continue
-        axes = (*DECIDES, "allocation", "refinement")  # what no refinement fits is measured without a fit
-        choices = tuple((axis, getattr(recipe, axis), tuple(recipe.knobs(axis).items())) for axis in axes)
+        # What no refinement fits is measured without a fit
+        axes = (*DECIDES, "allocation", "refinement")
+        choices = tuple(
+            (axis, getattr(recipe, axis), tuple(recipe.knobs(axis).items())) for axis in axes
+        )
         first.setdefault((choices, recipe.together, recipe.by, candidate.seed), candidate)
     return [(candidate, layer) for candidate in first.values() for layer in range(layers)]
 
 
 def measure_layer(task: CurveTask, context: TrialContext, threads: int | None = None) -> int:
-    """Measure in this process, with as many threads if given; returns the number of points of the layer."""
+    """Measure a layer in this process; return its number of points.
+
+    Args:
+        threads: Threads of torch; None for its own default.
+    """
     if threads is not None:
         torch.set_num_threads(threads)
     (candidate, layer), shared = task, shared_parts(context)
-    planning = planning_context(shared.original, shared.calibration, shared.tokens, context.calibration_cache)
+    planning = planning_context(
+        shared.original, shared.calibration, shared.tokens, context.calibration_cache
+    )
     generator = np.random.default_rng(candidate.seed)
     return measure_curves(candidate.recipe, candidate.used_ratio, planning, generator, [layer])
 
 
-def measure_on_workers(tasks: Sequence[CurveTask], context: TrialContext, options: dict[str, Any]) -> None:
-    """Run the tasks as Ray tasks with these options of `ray.remote`. A layer that cannot be measured is left to the
-    trials, which say why."""
+def measure_on_workers(
+    tasks: Sequence[CurveTask], context: TrialContext, options: Mapping[str, Any]
+) -> None:
+    """Run the tasks as Ray tasks with these options of `ray.remote`.
+
+    A layer that cannot be measured is left to the trials, which say why.
+    """
     if not tasks:
         return
     remote: Any = ray.remote(max_retries=1, **options)(measure_layer)
     waiting = [remote.remote(task, context, max(1, int(options["num_cpus"]))) for task in tasks]
-    with stage("measuring increases of the loss", len(tasks), "layers") as told:
+    with stage("measuring increases of the loss", len(tasks), "layers") as progress:
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=1)
             try:
                 ray.get(done)
             except RayError as error:
                 print(f"increases of the loss: {str(error).strip().splitlines()[-1]}", flush=True)
-            told.step()
+            progress.step()
     print(f"increases of the loss: {len(tasks)} layers measured", flush=True)

@@ -1,9 +1,10 @@
-"""Searcher and scheduler with a journal: a killed search goes on as if nothing had happened.
+"""Searcher and scheduler with a journal, from which a killed search is resumed.
 
-Tune sees `JournaledSearch` and `JournaledScheduler`; both hand on to the search's own. What these answer is written to
-the journal before Tune acts on it. A resumed search tells a fresh searcher and a fresh scheduler all that the journal
-holds, gives Tune the trials that had not ended, under their old names, and then goes on asking the searcher. A trial
-that starts again reports everything again; what was decided about it stays decided.
+Tune sees `JournaledSearch` and `JournaledScheduler`; both hand on to the search's own. Their
+answers are written to the journal before Tune acts on them. A resumed search replays the journal to
+a fresh searcher and a fresh scheduler, gives Tune the trials that had not ended, under their old
+names, and then goes on with the searcher. A trial that starts again reports everything again; what
+was decided about it stays decided.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ray.exceptions import RayActorError
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
@@ -26,33 +26,13 @@ from orchestrator.search.schedulers import RungScheduler
 from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.storage import journal as events
 from orchestrator.storage.journal import History, Journal, JournalError, result_of, unwritable
+from orchestrator.training.run import DISK_FULL, Failures, lost
 
 logger = logging.getLogger(__name__)
 
-LOSSES = 3
-"""How often in a row a trial may lose its machines without getting any further, before it counts as failed."""
-_FULL_DISK = (
-    r"No space left on device|File too large|Disk quota exceeded|PytorchStreamWriter failed|unexpected pos \d+ vs \d+"
-)
-"""What a disk that is full comes to: in Python, in Rust, and twice in torch's own files."""
-NOT_STARTED = r"worker group startup timed out|worker actors failed to initialize"
-"""What Ray Train says of workers whose nodes did not come, or went before they had started."""
-LOST = re.compile(
-    r"\b(RayActorError|ActorDiedError|ActorUnavailableError|NodeDiedError|WorkerCrashedError|OwnerDiedError|"
-    r"ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|RaySystemError|JournalError|CheckpointNotSentError)\b|"
-    + _FULL_DISK
-    + "|"
-    + NOT_STARTED
-)
-
-
-def lost(error: BaseException | str) -> bool:
-    """Whether a trial failed for its machines' sake (process, node, disk gone) and not for its own."""
-    return isinstance(error, RayActorError) or LOST.search(str(error)) is not None
-
 
 def error_of(trial: Any) -> str:
-    """What went wrong in a trial, in one line: the last exception of its log, else the last line."""
+    """Return the error of a trial in one line: the last exception of its log, or its last line."""
     if not trial.error_file or not Path(trial.error_file).exists():
         return "unknown error"
     return last_error(Path(trial.error_file).read_text(encoding="utf-8", errors="replace"))
@@ -60,37 +40,44 @@ def error_of(trial: Any) -> str:
 
 def disk_failed(error: BaseException | str) -> bool:
     """Whether Tune, or a trial, has ended because a file could not be written."""
-    return re.search(_FULL_DISK, str(error)) is not None
+    return re.search(DISK_FULL, str(error)) is not None
 
 
 class SteadyTrial(Trial):
-    """A trial that starts again when it has lost its machines, but not after an error of its own."""
+    """A trial that starts again when it has lost its machines, but not after its own error."""
 
     was_lost = False
-    _seen = (-1, 0)  # step at the last loss, losses at that step
+    _failures = Failures()
 
     def handle_error(self, exc: Any = None) -> None:
         super().handle_error(exc)
-        step = int((self.last_result or {}).get("step", -1))
-        self._seen = (step, self._seen[1] + 1 if step == self._seen[0] else 1)
+        self._failures = self._failures.another(int((self.last_result or {}).get("step", -1)))
         self.was_lost = exc is not None and lost(exc)
 
     def should_recover(self) -> bool:
-        return self.was_lost and self._seen[1] <= LOSSES
+        return self.was_lost and self._failures.retries_left
 
 
 class JournaledScheduler(FIFOScheduler):
-    """`inner` with its decisions in a journal; it is told of each report once."""
+    """A scheduler with its decisions in a journal; each report reaches it once.
+
+    Attributes:
+        inner: The search's own scheduler.
+        fresh: Trial and step of the report that Tune is dealing with, if it is a new one.
+        failed: Trials with an error, by id.
+    """
 
     def __init__(self, inner: RungScheduler, journal: Journal) -> None:
         super().__init__()
-        self.inner, self._journal, self._history = inner, journal, journal.history
+        self.inner = inner
+        self._journal = journal
+        self._history = journal.history
         self._known: set[str] = set()
-        self.fresh: tuple[str, int] | None = None  # the report that Tune is dealing with, if it was not told before
+        self.fresh: tuple[str, int] | None = None
         self.failed: dict[str, Any] = {}
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        """A trial that starts again is added once."""
+        """Add a trial; one that starts again is there already."""
         if trial.trial_id not in self._known:
             self._known.add(trial.trial_id)
             self.inner.on_trial_add(tune_controller, trial)
@@ -104,11 +91,11 @@ class JournaledScheduler(FIFOScheduler):
             # One that was paused and runs has been chosen to go on
             stopped = self._history.decisions[key] == TrialScheduler.STOP
             return TrialScheduler.STOP if stopped else TrialScheduler.CONTINUE
-        kept = result_of(result)
-        decision = self.inner.on_trial_result(tune_controller, trial, kept)
+        report = result_of(result)
+        decision = self.inner.on_trial_result(tune_controller, trial, report)
         if trial.trial_id in self.inner.copies:
-            kept["copy_of"] = self.inner.copies[trial.trial_id]
-        self._journal.append(events.REPORT, trial=trial.trial_id, result=kept, decision=decision)
+            report["copy_of"] = self.inner.copies[trial.trial_id]
+        self._journal.append(events.REPORT, trial=trial.trial_id, result=report, decision=decision)
         self.fresh = key
         return decision
 
@@ -116,7 +103,10 @@ class JournaledScheduler(FIFOScheduler):
         self.inner.on_trial_complete(tune_controller, trial, result)
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
-        """Whether the trial starts again is not known yet: `JournaledSearch` hands on the end."""
+        """Remember a failed trial.
+
+        Whether it starts again is not known yet: `JournaledSearch` hands on the end.
+        """
         self.failed[trial.trial_id] = trial
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
@@ -130,14 +120,17 @@ class JournaledScheduler(FIFOScheduler):
 
 
 class JournaledSearch(SearchGenerator):
-    """Trials of an interrupted search first, then those that `searcher` suggests, while there are slots for them.
+    """Trials of an interrupted search first, then those that `searcher` suggests.
 
-    Trials are called t0000, t0001, ... in the order of their suggestion, in this search and in one that resumes it.
+    A trial is suggested while there are slots. Trials are called t0000, t0001, ... in the order of
+    their suggestion, in this search and in one that resumes it.
     """
 
     def __init__(self, searcher: Searcher, scheduler: JournaledScheduler, journal: Journal) -> None:
         super().__init__(searcher)
-        self._scheduler, self._journal, self._history = scheduler, journal, journal.history
+        self._scheduler = scheduler
+        self._journal = journal
+        self._history = journal.history
         self._slots = scheduler.inner.slots
         self._counter = len(self._history.configs)
         self._waiting = deque(self._history.open)
@@ -187,31 +180,43 @@ class JournaledSearch(SearchGenerator):
         if self._scheduler.fresh is not None and self._scheduler.fresh[0] == trial_id:
             self.searcher.on_trial_result(trial_id, result)
 
-    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
+    def on_trial_complete(
+        self, trial_id: str, result: dict | None = None, error: bool = False
+    ) -> None:
         if trial_id in self._history.ends:
             return
-        told = trial_id in self._history.completed
-        end: dict[str, Any] = {"trial": trial_id, "error": None, "trace": None, "lost": False, "bare": result is None}
+        ended_before = trial_id in self._history.completed
+        reason = trace = None
+        was_lost = False
         if error:
             trial = self._scheduler.failed.pop(trial_id)
             reason = error_of(trial)
-            if disk_failed(reason):  # no end of its own: what is left of the search would end in the same way
+            trace = trial.error_file
+            was_lost = getattr(trial, "was_lost", False)
+            if disk_failed(reason):
+                # No end of its own: what is left of the search would end in the same way
                 raise JournalError(f"{self._journal.path.parent}: {unwritable(reason)}")
-            end |= {"error": reason, "trace": trial.error_file, "lost": getattr(trial, "was_lost", False)}
             self._scheduler.inner.on_trial_error(None, trial)
-        self._journal.append(events.END, **end)
-        if not told:
+        self._journal.append(
+            events.END,
+            trial=trial_id,
+            error=reason,
+            trace=trace,
+            lost=was_lost,
+            bare=result is None,
+        )
+        if not ended_before:
             self.searcher.on_trial_complete(trial_id, result=result, error=error)
 
     def save_to_dir(self, dirpath: str, session_str: str = "") -> None:
-        """Nothing: the journal is the state."""
+        """Save nothing: the journal is the state."""
 
 
 def replay(history: History, searcher: ResumableSearcher, scheduler: RungScheduler) -> None:
-    """Tell a fresh searcher and a fresh scheduler what the journal holds, in the order in which it happened.
+    """Replay a journal to a fresh searcher and a fresh scheduler, in the order of its events.
 
-    Nothing runs afterwards: the open trials take their slots when Tune has them back. The searcher is asked for
-    nothing: what another version of a library would suggest makes no difference.
+    Nothing runs afterwards: the open trials take their slots when Tune has them back. The searcher
+    suggests nothing: what another version of a library would suggest makes no difference.
     """
     trials: dict[str, Any] = {}
     ended: set[str] = set()
@@ -220,14 +225,18 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
         if kind == events.TRIAL:
             config = event["config"]
             searcher.add_trial(trial_id, config)
-            trials[trial_id] = SimpleNamespace(trial_id=trial_id, config=config, status=Trial.RUNNING, last_result={})
+            trials[trial_id] = SimpleNamespace(
+                trial_id=trial_id, config=config, status=Trial.RUNNING, last_result={}
+            )
             scheduler.on_trial_add(None, trials[trial_id])
         elif kind == events.REPORT:
             result, trial = event["result"], trials[trial_id]
             trial.last_result = result
             decision = scheduler.on_trial_result(None, trial, result)
             if decision != event["decision"]:
-                logger.warning("%s: %s was decided, now it would be %s", trial_id, event["decision"], decision)
+                logger.warning(
+                    "%s: %s was decided, now it would be %s", trial_id, event["decision"], decision
+                )
             trial.status = Trial.PAUSED if event["decision"] == events.PAUSE else Trial.RUNNING
             if event["decision"] != TrialScheduler.STOP:
                 searcher.on_trial_result(trial_id, result)
@@ -249,7 +258,7 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
 
 
 def settle(journal: Journal) -> None:
-    """Write the ends that a kill has kept from the journal, and open again what was lost for its machines' sake.
+    """Write the ends that a kill has left out, and open again what has lost its machines.
 
     A trial that was stopped, or has reported its last rung, has nothing left to do.
     """
@@ -259,8 +268,12 @@ def settle(journal: Journal) -> None:
     for trial_id in history.open:
         record = history.records[trial_id]
         stopped = history.decisions.get((trial_id, record.step)) == TrialScheduler.STOP
-        if record.rungs and (stopped or record.probe or record.last.get("rung") == history.rungs - 1):
-            journal.append(events.END, trial=trial_id, error=None, trace=None, lost=False, bare=False)
+        if record.rungs and (
+            stopped or record.probe or record.last.get("rung") == history.rungs - 1
+        ):
+            journal.append(
+                events.END, trial=trial_id, error=None, trace=None, lost=False, bare=False
+            )
     for trial_id, end in list(history.ends.items()):
         if end["lost"]:
             journal.append(events.AGAIN, trial=trial_id)

@@ -1,4 +1,4 @@
-"""A search before it begins: its configuration with the checkpoint open, and what follows from the two."""
+"""A search before it begins: its configuration with the checkpoint open."""
 
 from __future__ import annotations
 
@@ -13,20 +13,25 @@ from orchestrator import checkpoints
 from orchestrator.config.schema import SearchConfig
 from orchestrator.resources.search_estimate import SearchWork
 from orchestrator.resources.size import PlannedConversion, SearchInputs
-from orchestrator.search.candidates import candidate_space, engine_form, named_candidates, searcher_settings
+from orchestrator.search.candidates import (
+    candidate_space,
+    engine_form,
+    named_candidates,
+    searcher_settings,
+)
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.storage.paths import storage_path
 
 
 def open_models(config: SearchConfig, *, weights: bool = True) -> SearchConfig:
-    """Return the configuration with the plain copies of its models where they are GGUF files or quantised.
+    """Return the configuration with plain copies of models that are GGUF files or quantised.
 
     The copies lie in the storage, which every node sees.
 
     Args:
         config: The configuration as it was read.
-        weights: Whether the copies hold weights. Without (for estimates) they are configs and tokenizers in the
-            user's cache.
+        weights: Whether the copies have weights. Without (for estimates) they are configs and
+            tokenizers in the user's cache.
 
     Raises:
         ConfigError: For a source that cannot be read.
@@ -47,7 +52,7 @@ def open_models(config: SearchConfig, *, weights: bool = True) -> SearchConfig:
 class SearchSetup:
     """A configuration and its checkpoint, which is opened once.
 
-    What follows from the two is worked out when it is first needed, and kept.
+    What follows from the two is worked out when it is first needed, and cached.
 
     Attributes:
         config: The configuration, its models as `open_models` leaves them.
@@ -58,8 +63,13 @@ class SearchSetup:
     model: Checkpoint
 
     @classmethod
-    def open(cls, config: SearchConfig, *, weights: bool = True, sequence_length: int | None = None) -> SearchSetup:
-        """Open the checkpoint of a configuration. Raises ConfigError as `checkpoints.open_checkpoint` does."""
+    def open(
+        cls, config: SearchConfig, *, weights: bool = True, sequence_length: int | None = None
+    ) -> SearchSetup:
+        """Open the checkpoint of a configuration.
+
+        Raises ConfigError as `checkpoints.open_checkpoint` does.
+        """
         model = checkpoints.open_checkpoint(
             config.model.path, "model.path", weights=weights, sequence_length=sequence_length
         )
@@ -105,7 +115,9 @@ class SearchSetup:
             config=self.config,
             model=self.model.config,
             written=DTYPES[self.dtype],
-            candidates=tuple(PlannedConversion(c.recipe, c.kv_ratio, c.used_ratio) for c in candidates),
+            candidates=tuple(
+                PlannedConversion(c.recipe, c.kv_ratio, c.used_ratio) for c in candidates
+            ),
         )
 
     @cached_property
@@ -113,7 +125,7 @@ class SearchSetup:
         """How much the search does: trials, trainings and tokens, counted."""
         config, problem = self.config, self.problem
         trials = make_searcher(config.search.searcher, problem).total
-        # A searcher with a number of its own measures its samples untrained, and trains what it has found.
+        # A searcher with a number of its own measures its samples untrained, and trains the best.
         probes = problem.samples if trials > problem.total else 0
         baselines = sum(c.recipe.name == config.search.baseline for c in problem.named)
         never_stopped = baselines if config.rungs.stop else trials - probes

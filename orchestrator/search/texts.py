@@ -23,7 +23,7 @@ _PROMOTION = "promotion"
 
 @dataclass(frozen=True)
 class SearchTexts:
-    """Which text each split is cut from. `cache`: folder of token sets."""
+    """Texts that each split is cut from. `cache`: folder of token sets."""
 
     model: str
     tokenizer: Any
@@ -32,9 +32,17 @@ class SearchTexts:
 
     @classmethod
     def check(cls, config: SearchConfig, model: Checkpoint, cache: Path) -> SearchTexts:
-        """Everything that can be wrong and is known before a text is read. Raises DataError naming split and source."""
-        cuts, length, field = {}, config.data.sequence_length, config.data.text_field
-        texts: dict[str, tuple[Split, str, int]] = {split: (split, *config.data.section(split)) for split in SPLITS}
+        """Check everything that can be checked before a text is read.
+
+        Raises:
+            DataError: Naming split and source.
+        """
+        cuts = {}
+        length = config.data.sequence_length
+        field = config.data.text_field
+        texts: dict[str, tuple[Split, str, int]] = {
+            split: (split, *config.data.section(split)) for split in SPLITS
+        }
         if (fresh := config.promotion.data) is not None:
             texts[_PROMOTION] = "train", fresh.source or config.data.source, fresh.tokens
         for name, (split, source, tokens) in texts.items():
@@ -45,25 +53,33 @@ class SearchTexts:
 
     @cached_property
     def folders(self) -> dict[str, Path]:
-        """Where each split's token set lies, or will."""
+        """The folder of each split's token set, which may not be there yet."""
         return {split: cut.folder(self.tokenizer, self.cache) for split, cut in self.cuts.items()}
 
-    def there(self) -> list[str]:
-        """Splits whose token set needs no more work."""
+    def complete(self) -> list[str]:
+        """Return the splits whose token set is complete."""
         return [split for split, folder in self.folders.items() if is_complete(folder)]
 
     def make_small(self) -> None:
-        """Tokenise, in this process, what is not there and has SMALL tokens or fewer. Raises DataError."""
+        """Tokenise, in this process, what is not there and has SMALL tokens or fewer.
+
+        Raises DataError.
+        """
         for split, cut in self.cuts.items():
             if cut.tokens <= SMALL_TEXT:
                 with _named(split, cut.source):
                     token_set(cut, self.tokenizer, self.cache)
 
     def make_all(self) -> None:
-        """Tokenise what is not there on all CPUs of the cluster that this process is connected to. Raises DataError."""
+        """Tokenise what is not there on all CPUs of the cluster that this process is connected to.
+
+        Raises DataError.
+        """
         for split, cut in self.cuts.items():
             with _named(split, cut.source):
-                token_set(cut, self.tokenizer, self.cache, tokenise=tokeniser(self.model, cut.tokens))
+                token_set(
+                    cut, self.tokenizer, self.cache, tokenise=tokeniser(self.model, cut.tokens)
+                )
 
 
 @contextmanager

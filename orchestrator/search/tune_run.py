@@ -20,11 +20,17 @@ from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.cluster.session import last_error
 from orchestrator.config.schema import SearchConfig
 from orchestrator.search.callbacks import SearchLog
-from orchestrator.search.candidates import Candidate
+from orchestrator.search.candidates import Candidate, CandidateConfig
 from orchestrator.search.duplicates import CopyingSearcher
 from orchestrator.search.leftovers import Cleaning, remove_leftovers
 from orchestrator.search.prepare import head_similarities
-from orchestrator.search.resume import JournaledScheduler, JournaledSearch, disk_failed, replay, settle
+from orchestrator.search.resume import (
+    JournaledScheduler,
+    JournaledSearch,
+    disk_failed,
+    replay,
+    settle,
+)
 from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.searchers import make_searcher
 from orchestrator.search.trials.context import SearchSession
@@ -34,28 +40,44 @@ from orchestrator.storage.journal import Journal, JournalError, unwritable
 
 
 def run_trials(session: SearchSession, prepared: Prepared) -> None:
-    """Run the trials, or go on with those of an interrupted search. The results lie in the folder's journal.
+    """Run the trials, or go on with those of an interrupted search.
 
-    Ctrl-C stops Tune in an orderly way: the open trials are marked as killed. Raises JournalError when the journal can
-    no longer be written, as on a full disk; everything up to then is kept.
+    The results lie in the folder's journal. Ctrl-C stops Tune in an orderly way: the open trials
+    are marked as killed.
+
+    Raises:
+        JournalError: If the journal cannot be written, as on a full disk; everything up to then
+            stays.
     """
     config, folder = session.config, session.folder
     journal = Journal(folder.journal)
     history = journal.history
-    # Tune pickles the searcher into the search's folder: nothing in it holds the configuration, whose tracking address
-    # may have a password
+    # Tune pickles the searcher into the search's folder: nothing in it holds the configuration,
+    # whose tracking address may have a password
     options = task_options(config)
-    similar = partial(on_cluster, options, "similarities of heads", head_similarities, session.context)
+    similar = partial(
+        on_cluster, options, "similarities of heads", head_similarities, session.context
+    )
     problem = replace(prepared.problem, similarities=similar)
     searcher = make_searcher(config.search.searcher, problem)
     log = SearchLog(journal, session.mlflow, searcher.total, session.context.original_loss)
     rungs = config.rungs
-    given = RungProblem(
-        len(rungs.steps), rungs.reduction_factor, (config.search.baseline,), config.objectives, searcher.total
+    rung_problem = RungProblem(
+        len(rungs.steps),
+        rungs.reduction_factor,
+        (config.search.baseline,),
+        config.objectives,
+        searcher.total,
     )
-    scheduler = make_scheduler(rungs.scheduler if rungs.stop else "none", given, rungs.params if rungs.stop else None)
+    scheduler = make_scheduler(
+        rungs.scheduler if rungs.stop else "none",
+        rung_problem,
+        rungs.params if rungs.stop else None,
+    )
     copying = CopyingSearcher(searcher, scheduler.copies)
-    scheduler.slots.capacity = ConcurrencyLimit(Demand.of(config), config.resources.max_concurrent).trials
+    scheduler.slots.capacity = ConcurrencyLimit(
+        Demand.of(config), config.resources.max_concurrent
+    ).trials
     settle(journal)
     remove_leftovers(config, folder, history)
     log.catch_up()
@@ -65,11 +87,13 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     decided = JournaledScheduler(scheduler, journal)
     _quiet(session.parallel)
     callbacks = [log, Cleaning(config, folder, history)]
-    tuner = _tuner(session, JournaledSearch(copying, decided, journal), decided, callbacks, log.expected)
-    behind, rungs_of_all = log.rungs
+    tuner = _tuner(
+        session, JournaledSearch(copying, decided, journal), decided, callbacks, log.expected
+    )
+    done, total = log.rungs
     try:
-        with stage("trials", rungs_of_all, "rungs", start=behind) as log.told:
-            log.told.detail = log.planning
+        with stage("trials", total, "rungs", start=done) as log.stage:
+            log.stage.detail = log.planning
             tuner.fit()
     except Exception as error:
         if journal.failed is None and not disk_failed(error):
@@ -77,7 +101,8 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
         with contextlib.suppress(OSError, JournalError):
             log.on_experiment_end([])
         journal.failed = journal.failed or f"{folder.root}: {unwritable(last_error(str(error)))}"
-    remove_leftovers(config, folder, history)  # once more: workers that were stopped may have been writing
+    # Once more: workers that were stopped may have been writing
+    remove_leftovers(config, folder, history)
     if journal.failed is not None:
         raise JournalError(journal.failed)
 
@@ -92,7 +117,8 @@ def _tuner(
     demand = Demand.of(session.config)
     return tune.Tuner(
         tune.with_resources(
-            tune.with_parameters(run_trial, context=session.context), partial(_own, demand, session.context.rungs)
+            tune.with_parameters(run_trial, context=session.context),
+            partial(_own, demand, session.context.rungs),
         ),
         tune_config=tune.TuneConfig(
             search_alg=search,
@@ -102,33 +128,44 @@ def _tuner(
             trial_name_creator=lambda trial: trial.trial_id,
             trial_dirname_creator=lambda trial: trial.trial_id,
         ),
-        run_config=tune.RunConfig(name="search", storage_path=str(session.folder.tune), callbacks=callbacks, verbose=0),
+        run_config=tune.RunConfig(
+            name="search", storage_path=str(session.folder.tune), callbacks=callbacks, verbose=0
+        ),
     )
 
 
-def _own(demand: Demand, rungs: Sequence[int], config: dict[str, Any]) -> tune.PlacementGroupFactory:
-    """What a trial's own process holds as long as it lasts: all that planning needs where nothing comes after it, else
-    no GPU, which would be idle while the workers train."""
+def _own(
+    demand: Demand, rungs: Sequence[int], config: CandidateConfig
+) -> tune.PlacementGroupFactory:
+    """Return the resources of a trial's own process for as long as it lasts.
+
+    All that planning needs where nothing comes after it, else no GPU, which would be idle while the
+    workers train.
+    """
     trains = trained(Candidate.from_config(config), rungs)
-    return tune.PlacementGroupFactory([{"CPU": demand.process_cpus} if trains else demand.task.bundle])
+    return tune.PlacementGroupFactory(
+        [{"CPU": demand.process_cpus} if trains else demand.task.bundle]
+    )
 
 
 def stops_in_training(config: SearchConfig) -> bool:
     """Whether a trial may be stopped while its workers train.
 
-    Else its process, with torch and the original model loaded, takes the next trial. One that still waits for workers
-    must not: Tune gives it two seconds to end, then drops the *next* trial without a word to anybody [ray 2.60].
+    Else its process, with torch and the original model loaded, takes the next trial. One that still
+    waits for workers must not: Tune gives it two seconds to end, then drops the *next* trial
+    without a word to anybody [ray 2.60].
     """
     return config.rungs.stop and len(config.rungs.steps) > 2
 
 
 def _quiet(parallel: int) -> None:
-    """Our own log and progress line replace Tune's, our journal its snapshots."""
+    """Turn off Tune's log, progress and snapshots: ours, and the journal, replace them."""
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "3600")
-    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(parallel)  # nodes that are to be added are asked for at once
+    # Nodes that are to be added are requested at once
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(parallel)
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
-    # Errors of trials are told once, at the end, with the place of their trace.
+    # Errors of trials are reported once, at the end, with the path of their trace.
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     logging.getLogger("ray.train").setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Everything about a search that can be wrong, checked before anything of it starts."""
+"""Checks of a search, before anything of it starts."""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
+from attention.io.targets import target
 from orchestrator import checkpoints
 from orchestrator.cluster.capacity import search_concurrency
 from orchestrator.cluster.session import local_nodes, starts_ray
 from orchestrator.config.schema import ConfigError, SearchConfig, check_training
+from orchestrator.evaluation.generations import encode_prompts
+from orchestrator.evaluation.long_context import TEXTS, context_lengths
+from orchestrator.evaluation.task_files import ACCURACIES, accuracy_of
+from orchestrator.evaluation.tasks import HarnessTasks
 from orchestrator.resources.accelerators import memory_of
 from orchestrator.resources.processes import Needs
-from orchestrator.search.measurement_checks import check_decode_time, check_extras, check_tasks
 from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.setup import SearchSetup
 from orchestrator.search.texts import SearchTexts
+from orchestrator.serving.decode_times import TOKENS
+from orchestrator.serving.engine import EngineError
+from orchestrator.serving.engines import engine
 from orchestrator.storage.paths import check_writable, storage_path
 
 
@@ -54,7 +62,7 @@ class Prepared:
 
 
 def validate_search(config: SearchConfig) -> Prepared:
-    """Check a configuration (`check_search`), and tokenise texts that are small into its storage. Raises as that."""
+    """Check a configuration (`check_search`), and tokenise small texts into its storage."""
     prepared = check_search(config)
     storage_path(config.storage).mkdir(parents=True, exist_ok=True)
     prepared.texts.make_small()
@@ -62,20 +70,27 @@ def validate_search(config: SearchConfig) -> Prepared:
 
 
 def rehearse_search(config: SearchConfig) -> Prepared:
-    """The same where nothing may be written: small texts are tokenised for their mistakes alone, into a folder that
-    goes again."""
+    """Check a configuration as `validate_search` does, where nothing may be written.
+
+    Small texts are tokenised for their mistakes alone, into a temporary folder.
+    """
     prepared = check_search(config)
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
-        missing = {split: cut for split, cut in prepared.texts.cuts.items() if split not in prepared.reused}
+        missing = {
+            split: cut for split, cut in prepared.texts.cuts.items() if split not in prepared.reused
+        }
         replace(prepared.texts, cache=Path(folder), cuts=missing).make_small()
     return prepared
 
 
 def check_search(config: SearchConfig) -> Prepared:
-    """Check a configuration against its checkpoint, its texts and its storage, as far as can be before texts are read.
+    """Check a configuration against its checkpoint, its texts and its storage.
 
-    Nothing is written. Raises ConfigError or DataError naming key, value and remedy. What the cluster has is checked
-    once it is connected.
+    Nothing is written, and no text is read. The resources of the cluster are checked once it is
+    connected.
+
+    Raises:
+        ConfigError: Naming key, value and remedy. Likewise DataError of texts.
     """
     length = config.data.sequence_length
     setup = SearchSetup.open(config)
@@ -99,7 +114,7 @@ def check_search(config: SearchConfig) -> Prepared:
     storage = storage_path(config.storage)
     check_writable(storage)
     texts = SearchTexts.check(config, model, storage / "cache" / "tokens")
-    return Prepared(setup, texts, tuple(texts.there()), storage / "cache")
+    return Prepared(setup, texts, tuple(texts.complete()), storage / "cache")
 
 
 def check_accelerators(setup: SearchSetup) -> None:
@@ -108,15 +123,18 @@ def check_accelerators(setup: SearchSetup) -> None:
     Nothing is checked where there is no type, or one whose memory is not known.
     """
     section = setup.config.resources
-    if not any(kind and memory_of(kind) for kind in (section.accelerator_type, section.trial_accelerator_type)):
+    if not any(
+        kind and memory_of(kind)
+        for kind in (section.accelerator_type, section.trial_accelerator_type)
+    ):
         return
-    # The smallest statistics: what is kept of them is chosen later, by the room that there is
+    # The smallest statistics: their form is chosen later, by the free space
     if refusals := Needs(setup.inputs, "pooled").refusals():
         raise ConfigError("\n".join(refusals))
 
 
 def check_scheduler(config: SearchConfig) -> None:
-    """Raises ConfigError for a scheduler that does not exist, and for parameters that it does not have."""
+    """Raise ConfigError for an unknown scheduler, and for parameters that it does not have."""
     name = config.rungs.scheduler
     try:
         SCHEDULERS.get(name).settings(config.rungs.params)
@@ -126,45 +144,125 @@ def check_scheduler(config: SearchConfig) -> None:
 
 
 def check_epochs(config: SearchConfig) -> None:
-    """Raises ConfigError if the longest training, to the last rung and through the promotion, goes through a text more
-    often than `data.max_epochs`."""
+    """Raise ConfigError if the longest training reads a text more often than `data.max_epochs`.
+
+    The longest training goes to the last rung and through the promotion.
+    """
     length, section = config.data.sequence_length, config.promotion
     needed, promoted = config.rungs.steps[-1] * config.train.batch_size, 0
     if section.enabled:
         promoted = section.steps * config.promotion_train.batch_size
     steps = "rungs.steps"
     if section.data is not None:
-        _check_epochs(config, "promotion.data.tokens", "promotion.steps", promoted, section.data.tokens // length)
+        _check_epochs(
+            config,
+            "promotion.data.tokens",
+            "promotion.steps",
+            promoted,
+            section.data.tokens // length,
+        )
     elif promoted:
         needed, steps = needed + promoted, "rungs.steps and promotion.steps"
     _check_epochs(config, "data.train.tokens", steps, needed, config.data.train.tokens // length)
 
 
 def _check_epochs(config: SearchConfig, key: str, steps: str, needed: int, there: int) -> None:
-    """`steps` take `needed` sequences of a text that has `there`."""
+    """Raise ConfigError if `steps` take too many sequences (`needed`) of a text of `available`."""
     length, most = config.data.sequence_length, config.data.max_epochs
     if needed > most * there:
         raise ConfigError(
-            f"{key}: {steps} (each of train.batch_size sequences of data.sequence_length {length}) take "
-            f"{needed * length} tokens, {needed / there:.3g} times the {there * length} of the text; set {key} to "
-            f"{math.ceil(needed / most) * length}, or data.max_epochs to {math.ceil(needed / there)} to train on the "
-            "same text again"
+            f"{key}: {steps} (each of train.batch_size sequences of data.sequence_length {length}) "
+            f"take {needed * length} tokens, {needed / there:.3g} times the {there * length} of "
+            f"the text; set {key} to {math.ceil(needed / most) * length}, or data.max_epochs to "
+            f"{math.ceil(needed / there)} to train on the same text again"
         )
 
 
 def _check_length(length: int, path: str, geometry: HeadGeometry) -> None:
     if length > geometry.max_positions:
         raise ConfigError(
-            f"data.sequence_length: got {length}, but {path!r} takes at most {geometry.max_positions} positions; "
-            "choose a shorter one"
+            f"data.sequence_length: got {length}, but {path!r} takes at most "
+            f"{geometry.max_positions} positions; choose a shorter one"
         )
 
 
 def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:
-    """Build the searcher once: it says itself what it cannot do."""
+    """Build the searcher once: it refuses itself what it cannot do."""
     try:
         make_searcher(config.search.searcher, problem)
     except ValueError as error:
         message = str(error)
-        place = "search.params: searcher.*" if " has no setting " in message else "search.searcher"
-        raise ConfigError(message if message.startswith("search.") else f"{place}: {message}") from None
+        key = "search.params: searcher.*" if " has no setting " in message else "search.searcher"
+        raise ConfigError(
+            message if message.startswith("search.") else f"{key}: {message}"
+        ) from None
+
+
+# ---- what is measured beside loss and bytes ------------------------------------------------------
+
+
+def check_extras(config: SearchConfig, model: Checkpoint) -> None:
+    """Raise ConfigError for prompts and context lengths that the promotion cannot measure.
+
+    Prompts and contexts that the model does not take, or that have too little held-out text.
+    """
+    section = config.promotion
+    if not (section.enabled and (section.prompts or section.context_lengths)):
+        return
+    try:
+        if section.prompts:
+            encode_prompts(
+                section.prompts, checkpoints.load_tokenizer(model), model.geometry.max_positions
+            )
+        if section.context_lengths:
+            longest = context_lengths(
+                ",".join(map(str, section.context_lengths)), model.geometry.max_positions
+            )[-1]
+            needed, there = TEXTS * longest, config.data.eval.tokens
+            if needed > there:
+                raise ConfigError(
+                    f"context_lengths: {longest} take {needed} held-out tokens, data.eval.tokens "
+                    f"are {there}; set data.eval.tokens to {needed}, or choose a shorter context"
+                )
+    except ConfigError as error:
+        raise ConfigError(f"promotion.{error}") from None
+
+
+def check_tasks(config: SearchConfig) -> None:
+    """Raise ConfigError for tasks of the promotion that its gate cannot run or compare."""
+    section = config.promotion
+    if not (section.enabled and section.tasks):
+        return
+    try:
+        metrics = HarnessTasks(section.tasks).metrics
+    except ConfigError as error:
+        raise ConfigError(f"promotion.{error}") from None
+    if section.max_task_drop is not None and (
+        without := [n for n, m in metrics.items() if not accuracy_of(m)]
+    ):
+        raise ConfigError(
+            f"promotion.max_task_drop: task {without[0]!r} has no accuracy "
+            f"({', '.join(ACCURACIES)}), but {', '.join(metrics[without[0]])}; leave it out of "
+            "promotion.tasks, or max_task_drop"
+        )
+
+
+def check_decode_time(config: SearchConfig, geometry: HeadGeometry) -> None:
+    """Raise ConfigError where no engine can be timed at `search.decode_context_length`."""
+    length, name = config.search.decode_context_length, config.search.target
+    if length is None:
+        return
+    key = f"search.decode_context_length: got {length}"
+    if name == "any":
+        raise ConfigError(
+            f"{key} with search.target any: which engine? set search.target, e.g. to llama.cpp"
+        )
+    if not TOKENS < length <= geometry.max_positions:
+        raise ConfigError(
+            f"{key}, expected more than the {TOKENS} tokens that are decoded, and at most the "
+            f"{geometry.max_positions} positions of {config.model.path!r}"
+        )
+    try:
+        engine(target(name).engines[0]).find(None)
+    except EngineError as error:
+        raise ConfigError(f"{key}: {error}") from None

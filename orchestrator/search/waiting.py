@@ -1,4 +1,4 @@
-"""That a search waits for nodes, and for which: in its log, its folder, its run in MLflow and its gauge."""
+"""Report of the nodes that a search waits for: in its log, its folder, MLflow and its gauge."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ from orchestrator.tracking.sync import MlflowSync, Run
 
 
 @contextlib.contextmanager
-def waiting_told(config: SearchConfig, folder: SearchFolder, mlflow: MlflowSync, run: Callable[[], Run]) -> Iterator:
-    """For as long as the body runs, tell what it waits for, once and when that changes. `run`: that of the search, as
-    MLflow is to hold it now."""
+def report_waiting(
+    config: SearchConfig, folder: SearchFolder, mlflow: MlflowSync, run: Callable[[], Run]
+) -> Iterator:
+    """Report what the body waits for as it runs, once and when that changes.
 
-    def tell(text: str | None) -> None:
+    Args:
+        run: Returns the run of the search as MLflow should have it now.
+    """
+
+    def report(text: str | None) -> None:
         print(f"waiting  for {text}" if text else "waiting  no more", flush=True)
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        with contextlib.suppress(OSError):  # a full disk, which is told where it ends the search
+        with contextlib.suppress(OSError):  # a full disk is reported where it ends the search
             write_json(folder.waiting, {"waits_for": text, "since": since})
         gauges.tell(gauges.WAITS, text is not None, search=folder.root.name)
         mlflow.put(run())
 
     gauges.tell(gauges.WAITS, 0, search=folder.root.name)
     if waits_for(folder.waiting):  # of a driver that was killed
-        tell(None)
-    with watch_pending(Demand.of(config), tell):
+        report(None)
+    with watch_pending(Demand.of(config), report):
         yield

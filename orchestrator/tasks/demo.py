@@ -21,7 +21,7 @@ READER = "examples/load_exported.py"
 
 
 def demo(options: DemoOptions) -> None:
-    """Search, promote and export, then load the export in software that knows nothing of Headfold."""
+    """Search, promote and export, then load the export in software that knows no Headfold."""
     config, model = shipped(CONFIG), shipped(MODEL).parent
     if options.path:
         print(model)
@@ -41,21 +41,38 @@ def demo(options: DemoOptions) -> None:
     if exported is None:
         print("demo: nothing was promoted that stock software loads, so there is no export to load")
         return
-    print("demo: loading the export with plain transformers, in a process that cannot import Headfold", flush=True)
+    print(
+        "demo: loading the export with plain transformers, in a process that cannot import "
+        "Headfold",
+        flush=True,
+    )
     subprocess.run([sys.executable, str(shipped(READER)), exported], check=True)
-    best = promoted_models(outcome.promotion)[0]  # by its recipe, often one with a head count of its own in each layer
+    best = promoted_models(outcome.promotion)[
+        0
+    ]  # by its recipe, often one with a head count of its own in each layer
     _load_in_llama_cpp(Path(best["path"]), best["label"], Path(settings.storage) / "gguf")
     print(f"demo: exported checkpoint  {exported}")
 
 
 def _load_in_llama_cpp(promoted: Path, recipe: str, out: Path) -> None:
+    from orchestrator.config.options import ExportOptions
     from orchestrator.serving.export import export_checkpoint
     from orchestrator.serving.tables import print_check
 
     engine = find_spec("xllamacpp") is not None
-    loaded = "loaded there and compared" if engine else "not loaded there, for lack of it: pip install xllamacpp"
-    print(f"demo: the best model of the smallest cache, by {recipe}, as one file for llama.cpp, {loaded}", flush=True)
-    record = export_checkpoint(promoted, "gguf", out, check=engine, overwrite=True)
+    loaded = (
+        "loaded there and compared"
+        if engine
+        else "not loaded there, for lack of it: pip install xllamacpp"
+    )
+    print(
+        f"demo: the best model of the smallest cache, by {recipe}, as one file for llama.cpp, "
+        f"{loaded}",
+        flush=True,
+    )
+    record = export_checkpoint(
+        ExportOptions(checkpoint=promoted, target="gguf", out=out, check=engine, overwrite=True)
+    )
     print(record["format_note"])
     if record["check"]:
         print_check(record["check"])

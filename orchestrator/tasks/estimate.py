@@ -1,6 +1,7 @@
 """`headfold estimate`: what a search or a conversion will take, from configs alone.
 
-What is wrong with the command or the configuration is reported before any library that takes long to import.
+What is wrong with the command or the configuration is reported before any library that takes long
+to import.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from orchestrator.resources.search_estimate import SearchEstimate
 
 OF_SEARCH = "a search: headfold estimate CONFIG [KEY=VALUE]..."
-OF_CONVERSION = "a conversion: headfold estimate --model M --kv-ratio 0.5,0.25 (or --kv-heads, --kv-bytes)"
+OF_CONVERSION = (
+    "a conversion: headfold estimate --model M --kv-ratio 0.5,0.25 (or --kv-heads, --kv-bytes)"
+)
 
 
 class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
@@ -45,11 +48,18 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
             config = Path(changes.pop(0))
         if config is None:
             return None
-        of_conversion = (options.model, options.engine, options.kv_ratio, options.kv_heads, options.kv_bytes)
+        of_conversion = (
+            options.model,
+            options.engine,
+            options.kv_ratio,
+            options.kv_heads,
+            options.kv_bytes,
+        )
         if any(of_conversion) or options.recipe != "auto":
             listed = f" ({config}); {BY_COMMA}" if NUMBERS.fullmatch(str(config)) else ""
             raise ConfigError(
-                f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of both{listed}"
+                f"estimate: expected one of two, {OF_SEARCH}, or {OF_CONVERSION}; got parts of "
+                f"both{listed}"
             )
         return read_search_config(config, changes)
 
@@ -71,7 +81,9 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         config, memory = open_models(self.search_config, weights=False), self.options.gpu_memory
         storage, parallel = storage_path(config.storage), local_parallel(config)
         setup = SearchSetup.open(config, weights=False, sequence_length=config.data.sequence_length)
-        return estimate_search(setup, storage, parallel=parallel, gpu_bytes=memory * 2**30 if memory else None)
+        return estimate_search(
+            setup, storage, parallel=parallel, gpu_bytes=memory * 2**30 if memory else None
+        )
 
     @cached_property
     def points(self) -> list[ConversionEstimate]:

@@ -25,7 +25,8 @@ def init(options: InitOptions) -> None:
     """Write the two files, or print the first.
 
     Raises:
-        ConfigError: For a checkpoint that has nothing to convert, and for files that are there or cannot be written.
+        ConfigError: For a checkpoint that has nothing to convert, and for files that are there
+            or cannot be written.
     """
     first, shortage = _first_config(options)
     if str(options.out) == "-":
@@ -35,21 +36,27 @@ def init(options: InitOptions) -> None:
     brief = file.with_stem(f"{file.stem}-smoke")
     for path in (file, brief):
         if path.exists():
-            raise ConfigError(f"out: {str(path)!r} exists; name another file with --out, or remove it")
+            raise ConfigError(
+                f"out: {str(path)!r} exists; name another file with --out, or remove it"
+            )
     for path, content in ((file, first.text()), (brief, replace(first, smoke=True).text())):
         try:
             with path.open("x", encoding="utf-8") as stream:
                 stream.write(content)
         except OSError as error:
-            raise ConfigError(f"out: cannot write to {str(path)!r} ({error.strerror}); name another file") from None
+            raise ConfigError(
+                f"out: cannot write to {str(path)!r} ({error.strerror}); name another file"
+            ) from None
     if shortage:
         print(f"warning: {shortage}", file=sys.stderr)
     print(f"wrote {file} and {brief}; next: headfold search {brief} --dry-run")
 
 
 def _first_config(options: InitOptions) -> tuple[FirstConfig, str | None]:
-    """Return the first configuration, the small one where the disk lacks room, and by how much it still does."""
-    opened = checkpoints.open_model(options.model, "model", dequantize=options.dequantize, weights=False)
+    """Return the first configuration, made small for a small disk, and what it still lacks."""
+    opened = checkpoints.open_model(
+        options.model, "model", dequantize=options.dequantize, weights=False
+    )
     checkpoints.check_own_cache(opened, "model")
     gpus, memory = _gpus_here()
     first = FirstConfig(
@@ -74,14 +81,14 @@ def _first_config(options: InitOptions) -> tuple[FirstConfig, str | None]:
 
 
 def _shortage(first: FirstConfig, opened: Checkpoint) -> str | None:
-    """Say by how much a search of one trial at a time does not fit its storage; None where it does."""
+    """Return what a search of one trial at a time lacks in its storage; None if it fits."""
     config = parse_config(read_yaml(first.text()), where="the new configuration")
     model = config.model.with_folders(path=opened.path)
     return storage_of(SearchSetup(config.model_copy(update={"model": model}), opened)).shortage(1)
 
 
 def _gpus_here() -> tuple[int, int]:
-    """GPUs of this machine, and bytes of memory of the smallest; 80 GiB where there is none to ask."""
+    """Return the GPUs of this machine, and the bytes of memory of the smallest; else 80 GiB."""
     count = torch.cuda.device_count()
     sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(count)]
     return count, min(sizes, default=80 * 2**30)

@@ -1,4 +1,4 @@
-"""`headfold promote`: chosen trials of a search that has run go on to the full training, the gate and the registry."""
+"""`headfold promote`: the full training, gate and registry for chosen trials of a search."""
 
 from __future__ import annotations
 

@@ -51,9 +51,15 @@ class Recipes(Task[RecipesOptions, RecipesRecord]):
             path, config = None, LlamaConfig()
             geometry = geometry_of(config)
         else:
-            opened = checkpoints.open_model(options.model, "model", dequantize=options.dequantize, weights=False)
-            path, config, geometry = opened.path, opened.config, opened.geometry
-        chosen = choice.choose_recipe(config, geometry, options.engine and choice.engine_name(options.engine))
+            opened = checkpoints.open_model(
+                options.model, "model", dequantize=options.dequantize, weights=False
+            )
+            path = opened.path
+            config = opened.config
+            geometry = opened.geometry
+        chosen = choice.choose_recipe(
+            config, geometry, options.engine and choice.engine_name(options.engine)
+        )
         self.reason = chosen.reason
         rows: list[RecipeRow] = [
             {

@@ -1,4 +1,7 @@
-"""`headfold report`, `watch` and `ui`: the three views of a search. They read its files and change nothing of it."""
+"""`headfold report`, `watch` and `ui`: the three views of a search.
+
+They read its files and change nothing of it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class SearchReport(Task[ReportOptions, Mapping[str, Any]]):
         print(f"report: {record['report']}")
 
 
-def watch_search(options: WatchOptions) -> None:
+def watch_progress(options: WatchOptions) -> None:
     """Show how far a search is until it ends, or once."""
     from orchestrator.reporting import status
     from orchestrator.storage.outputs import check_results, write_result

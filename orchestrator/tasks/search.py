@@ -46,7 +46,9 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
         self.config  # noqa: B018
         check_packages("search", *SEARCH_PACKAGES)
         if self.rehearsal and self.options.resume:
-            raise ConfigError("dry_run: a search that goes on was checked when it began; leave out --resume")
+            raise ConfigError(
+                "dry_run: a search that goes on was checked when it began; leave out --resume"
+            )
 
     def rehearse(self) -> Iterator[Mapping[str, str]]:
         from orchestrator.search.estimate import check_disk, estimate_search, local_parallel
@@ -64,7 +66,10 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
         estimate.check()
         check_disk(setup, parallel)
         folder = SearchFolder.free_path(storage, config.name)
-        taken = f" ({config.name!r} is there already; --resume goes on with the newest search of that name)"
+        taken = (
+            f" ({config.name!r} is there already; --resume goes on with the newest search of that "
+            "name)"
+        )
         yield {"folder": f"{folder}{taken if folder.name != config.name else ''}"}
 
     def run(self) -> Mapping[str, Any]:
@@ -82,12 +87,18 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
 
 
 def split_overrides(words: list[str], resume: bool) -> tuple[list[str], str | None]:
-    """Return the overrides among some words, and the search that `--resume` names: the one word that is no override.
+    """Return the overrides among some words, and the search that `--resume` names.
+
+    That is the one word that is no override.
 
     Raises:
         ConfigError: If there are several such words.
     """
-    names = [word for word in words if "=" not in word or (Path(word) / "search.yaml").is_file()] if resume else []
+    names = (
+        [word for word in words if "=" not in word or (Path(word) / "search.yaml").is_file()]
+        if resume
+        else []
+    )
     if len(names) > 1:
         raise ConfigError(f"--resume: got the names {' and '.join(names)}; give one")
     return [word for word in words if word not in names], next(iter(names), None)

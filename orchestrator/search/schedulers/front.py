@@ -1,15 +1,17 @@
-"""Multi-objective asynchronous successive halving (MO-ASHA, Schmucker 2021) over held-out loss and KV bytes per token.
+"""Multi-objective asynchronous successive halving (MO-ASHA, Schmucker 2021).
 
-Every trial stops to think at each rung: it is paused, its process goes to another trial, and it continues from its
-checkpoint when it advances. KV ratios share one bracket, since a trial with fewer bytes is never behind one with more
-for its loss alone: ranks are by dominance.
+The objectives are held-out loss and KV bytes per token. Every trial is paused at each rung: its
+process goes to another trial, and it continues from its checkpoint when it advances. KV ratios
+share one bracket, since a trial with fewer bytes is never behind one with more for its loss alone:
+ranks are by dominance.
 
-Asynchronous (Li 2020, Algorithm 2): of the n trials that a rung has seen, the best floor(n / factor) may go on; those
-of them that have not yet done so advance, the highest rung first. Which are the best is said by non-dominated sorting
-(Schmucker 2021, Algorithm 1); with one objective it is a sort.
+Asynchronous (Li 2020, Algorithm 2): of the n trials that have reached a rung, the best floor(n /
+factor) may go on; those of them that have not yet done so advance, the highest rung first. The best
+are chosen by non-dominated sorting (Schmucker 2021, Algorithm 1); with one objective it is a sort.
 
-Synchronous (Jamieson 2016): trials advance from a rung once all that can reach it have done so. Slow trials hold up the
-others; who advances depends on the results alone and not on the order in which they come.
+Synchronous (Jamieson 2016): trials advance from a rung once all that can reach it have done so.
+Slow trials delay the others; who advances depends on the results alone and not on the order in
+which they come.
 """
 
 from __future__ import annotations
@@ -31,69 +33,91 @@ Values = tuple[float, ...]
 
 @dataclass
 class Rung:
-    """What a rung has seen, in order of arrival. `waiting`: came here and neither went on nor ended."""
+    """The trials that have reached a rung, in order of arrival.
+
+    Attributes:
+        advanced: Those that have gone on from here.
+        waiting: Those that have neither gone on nor ended.
+        best: Those that may go on; None if they have to be chosen anew.
+    """
 
     trials: list[str] = field(default_factory=list)
     values: list[Values] = field(default_factory=list)
     advanced: set[str] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)
-    best: list[str] | None = None  # of those seen so far, the ones that may go on; None: to be found anew
+    best: list[str] | None = None
 
 
 class Rungs:
-    """The rungs below the last one. `select(values, count)` gives the indices of the `count` best, best first.
+    """The rungs below the last one.
 
-    `expected`: of a synchronous search, how many trials will be told of or leave (None: asynchronous).
+    Args:
+        select: `select(values, count)` returns the indices of the `count` best, best first.
+        expected: Number of trials that will arrive or leave in a synchronous search; None if it is
+            asynchronous.
     """
 
     def __init__(
-        self, count: int, factor: float, select: Callable[[Sequence[Values], int], Sequence[int]], expected: int | None
+        self,
+        count: int,
+        factor: float,
+        select: Callable[[Sequence[Values], int], Sequence[int]],
+        expected: int | None,
     ) -> None:
         self.rungs = [Rung() for _ in range(count)]
-        self._factor, self._select, self._expected = factor, select, expected
-        self._place: dict[str, int] = {}  # the highest rung that a trial has come to
+        self._factor = factor
+        self._select = select
+        self._expected = expected
+        self._highest: dict[str, int] = {}  # the highest rung that a trial has come to
         self._left: set[str] = set()
         self._closed = False
 
-    def tell(self, trial: str, index: int, values: Values) -> None:
-        """A trial has come to a rung, for the first time. It waits there until it advances."""
+    def arrive(self, trial: str, index: int, values: Values) -> None:
+        """Add a trial that has reached a rung for the first time, and waits there."""
         rung = self.rungs[index]
         rung.trials.append(trial)
         rung.values.append(values)
         rung.waiting.add(trial)
         rung.best = None
-        self._place[trial] = index
+        self._highest[trial] = index
 
     def leave(self, trial: str) -> None:
-        """A trial goes no further. What it scored still counts at the rungs that it came to."""
+        """Let a trial end. Its scores still count at the rungs that it has reached."""
         self._left.add(trial)
-        if trial in self._place:
-            self.rungs[self._place[trial]].waiting.discard(trial)
+        if trial in self._highest:
+            self.rungs[self._highest[trial]].waiting.discard(trial)
 
     def rejoin(self, trial: str) -> None:
-        """A trial that had left is there again, where it had come to."""
+        """Bring a trial that had left back to the rung that it had reached."""
         if trial not in self._left:
             return
         self._left.discard(trial)
-        if trial in self._place and trial not in (rung := self.rungs[self._place[trial]]).advanced:
+        if (
+            trial in self._highest
+            and trial not in (rung := self.rungs[self._highest[trial]]).advanced
+        ):
             rung.waiting.add(trial)
 
     def advance(self, trial: str) -> int:
-        """A trial goes on from where it waits. Returns the rung that it leaves."""
-        index = self._place[trial]
+        """Let a trial go on from where it waits. Return the index of the rung that it leaves."""
+        index = self._highest[trial]
         self.rungs[index].advanced.add(trial)
         self.rungs[index].waiting.discard(trial)
         return index
 
     def close(self) -> bool:
-        """No more trials come: of each rung at least one goes on. False if that was known."""
-        was, self._closed = self._closed, True
+        """Let at least one trial go on from each rung, as no more come.
+
+        Return whether anything changes by that.
+        """
+        was_closed = self._closed
+        self._closed = True
         for rung in self.rungs:
             rung.best = None
-        return not was
+        return not was_closed
 
     def next(self) -> str | None:
-        """The trial to advance now: the best of the highest rung that has one to advance; None if there is none."""
+        """Return the best trial of the highest rung that has one to advance, or None."""
         for index, rung in reversed(list(enumerate(self.rungs))):
             if rung.waiting and self._open(index):
                 for trial in self._best(rung):
@@ -102,47 +126,59 @@ class Rungs:
         return None
 
     def _best(self, rung: Rung) -> list[str]:
-        """The trials that may go on from a rung, best first: found anew after each arrival only."""
+        """Return the trials that may go on from a rung, best first.
+
+        They are chosen anew after each arrival only.
+        """
         if rung.best is None:
             count = max(int(len(rung.trials) / self._factor), int(self._closed))
             order = range(len(rung.trials))
-            if self._expected is not None:  # of equals the first counts: here, too, whatever came first
-                order = sorted(order, key=lambda place: rung.trials[place])
-            kept = self._select([rung.values[place] for place in order], count) if count else []
-            rung.best = [rung.trials[order[place]] for place in kept]
+            # Of equals the first counts: here, too, whatever came first
+            if self._expected is not None:
+                order = sorted(order, key=lambda index: rung.trials[index])
+            values = [rung.values[index] for index in order]
+            best = self._select(values, count) if count else []
+            rung.best = [rung.trials[order[index]] for index in best]
         return rung.best
 
     def _open(self, index: int) -> bool:
-        """Whether trials may advance from a rung: in a synchronous search only when nobody else can come to it."""
+        """Return whether trials may advance from a rung.
+
+        In a synchronous search they may only when nobody else can come to it.
+        """
         if self._expected is None:
             return True
-        if not self._closed and len(self._place.keys() | self._left) < self._expected:
+        if not self._closed and len(self._highest.keys() | self._left) < self._expected:
             return False
         return all(self._passed(below, index) for below in self.rungs[:index])
 
     def _passed(self, below: Rung, index: int) -> bool:
-        """Whether all that will go on from a lower rung have come to `index`, or further, or have left."""
+        """Return whether all trials of lower rungs have come to `index`, or have left."""
         if any(trial in below.waiting for trial in self._best(below)):
             return False
-        return all(trial in self._left or self._place[trial] >= index for trial in below.advanced)
+        return all(trial in self._left or self._highest[trial] >= index for trial in below.advanced)
 
 
 class FrontHalving(RungScheduler):
-    """`Rungs` for Tune. When the searcher has no more candidates, nothing runs and nobody is to advance, the trials
-    that still wait are stopped, at least one of each rung having gone on."""
+    """`Rungs` for Tune.
+
+    When the searcher has no more candidates, nothing runs and nobody is to advance, the trials that
+    still wait are stopped, at least one of each rung having gone on.
+    """
 
     def __init__(self, problem: RungProblem, ties: str, synchronous: bool) -> None:
         super().__init__(problem)
         if synchronous and problem.trials is None:
             raise ValueError("a synchronous scheduler must know how many trials there will be")
-        select, expected = partial(pareto.select_best, ties=ties), problem.trials if synchronous else None
+        select = partial(pareto.select_best, ties=ties)
+        expected = problem.trials if synchronous else None
         self._rungs = Rungs(max(0, problem.rungs - 1), problem.reduction_factor, select, expected)
         self._paused: dict[str, Any] = {}
         self._next: str | None = None
 
     def _decide(self, trial: Any, rung: int, values: Values) -> str:
-        """A trial that is the next to advance goes on at once, in the process that it has."""
-        self._rungs.tell(trial.trial_id, rung, values)
+        """Let the trial that is the next to advance go on at once, in its own process."""
+        self._rungs.arrive(trial.trial_id, rung, values)
         if self._choose() != trial.trial_id:
             return TrialScheduler.PAUSE
         self._rungs.advance(trial.trial_id)
@@ -168,7 +204,7 @@ class FrontHalving(RungScheduler):
         return self._next
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        """Also of a trial that comes back: one that is to wait further, must be brought back as paused."""
+        """Add a trial, also one that comes back; one that is to wait comes back as paused."""
         super().on_trial_add(tune_controller, trial)
         if self.counts(trial):
             self._rungs.rejoin(trial.trial_id)
@@ -185,17 +221,25 @@ class FrontHalving(RungScheduler):
         return decision
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
-        """The next trial to advance, once it has really stopped and there is room; Tune starts new ones by itself."""
+        """Return the next trial to advance, once it has really stopped and there is room.
+
+        Tune starts new ones by itself.
+        """
         trial = self._paused.get(self._next) if self._next is not None else None
         if trial is not None and trial.status == Trial.PAUSED and not self.slots.full:
             self.advance(trial.trial_id)
             return trial
-        if self._next is None and self._paused and not self.slots.taken and tune_controller.search_alg.is_finished():
+        if (
+            self._next is None
+            and self._paused
+            and not self.slots.taken
+            and tune_controller.search_alg.is_finished()
+        ):
             self._close(tune_controller)
         return None
 
     def _close(self, tune_controller: Any) -> None:
-        """Nothing more comes, nothing runs, nobody advances: what still waits, once it has really stopped, ends."""
+        """End what still waits, once it has stopped, where nothing runs and nobody advances."""
         if self._rungs.close():
             self._choose()
         elif all(trial.status == Trial.PAUSED for trial in self._paused.values()):
@@ -205,11 +249,24 @@ class FrontHalving(RungScheduler):
 
 @SCHEDULERS.part(
     "front",
-    source="Schmucker 2021, Algorithm 1 (MO-ASHA); Li 2020, Algorithm 2; Deb 2002 (ranks, crowding)",
+    source="Schmucker 2021, Algorithm 1 (MO-ASHA); Li 2020, Algorithm 2; Deb 2002 (ranks, "
+    "crowding)",
     knobs=(
-        Knob("ties", "choice", "whom to take of a rank that does not fit in whole", choices=pareto.TIES),
-        Knob("synchronous", "bool", "advance only when a rung is complete: decisions without regard to order"),
+        Knob(
+            "ties",
+            "choice",
+            "whom to take of a rank that does not fit in whole",
+            choices=pareto.TIES,
+        ),
+        Knob(
+            "synchronous",
+            "bool",
+            "advance only when a rung is complete: decisions without regard to order",
+        ),
     ),
 )
-def front(problem: RungProblem, *, ties: str = "epsilon_net", synchronous: bool = False) -> RungScheduler:
+def front(
+    problem: RungProblem, *, ties: str = "epsilon_net", synchronous: bool = False
+) -> RungScheduler:
+    """Return the scheduler `front`."""
     return FrontHalving(problem, ties, synchronous)

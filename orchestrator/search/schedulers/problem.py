@@ -1,4 +1,4 @@
-"""What a scheduler is handed, and what all of them share: who counts at the rungs, and deciding once."""
+"""The input of a scheduler, and what all schedulers share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ SCHEDULERS = Axis("scheduler", "orchestrator.search.schedulers")
 
 @dataclass
 class Slots:
-    """How many trials run at a time, in place of Tune's `max_concurrent_trials`, which counts paused ones too [2.60].
+    """The trials that run at a time.
 
-    `capacity`: a number, or who knows it now (None: no limit). `promised`: whether a paused trial goes first.
+    In place of Tune's `max_concurrent_trials`, which counts paused ones too [2.60].
+
+    Attributes:
+        capacity: Their number, or a function that returns it; None for no limit.
+        promised: Whether a paused trial goes first.
+        taken: The trials that run.
     """
 
     capacity: int | Callable[[], int] | None = None
@@ -35,10 +40,14 @@ class Slots:
 
 @dataclass(frozen=True)
 class RungProblem:
-    """`rungs`: how many, the untrained conversion included; results carry `rung`, from 0.
+    """What a scheduler has to decide.
 
-    At each rung about 1 / `reduction_factor` of the trials goes on. `objectives` are to be small; the first one is the
-    quality. Trials of a `protected` recipe are never held. `trials`: how many the search makes at most.
+    Attributes:
+        rungs: Number of rungs, the untrained conversion included; results have a `rung`, from 0.
+        reduction_factor: About 1 / `reduction_factor` of the trials goes on at each rung.
+        protected: Recipes whose trials always go on.
+        objectives: Keys of a report that are minimised; the first one is the quality.
+        trials: Largest number of trials of the search.
     """
 
     rungs: int
@@ -54,31 +63,42 @@ class RungProblem:
             raise ValueError(f"the reduction factor must be above 1, got {self.reduction_factor}")
 
 
-def make_scheduler(name: str, problem: RungProblem, params: Mapping[str, Any] | None = None) -> RungScheduler:
-    """The scheduler of a name. Raises ValueError for a name that there is not, and parameters that it does not have."""
+def make_scheduler(
+    name: str, problem: RungProblem, params: Mapping[str, Any] | None = None
+) -> RungScheduler:
+    """Return the scheduler of a name.
+
+    Raises:
+        ValueError: For an unknown name, and for parameters that it does not have.
+    """
     part = SCHEDULERS.get(name)
     return part(problem, **part.settings(params))
 
 
 class RungScheduler(FIFOScheduler):
-    """Decides at each rung whether a trial goes on. Subclasses say how in `_decide`; here every trial does.
+    """Decides at each rung whether a trial goes on.
 
-    The last rung holds nobody: its trials end by themselves and write their weights. A trial whose recipe is protected
-    (the baseline of every comparison) goes on whatever its loss and does not count at the rungs; nor does one whose
-    `plan` the searcher has made: a probe, which ends untrained, or what many probes have led to. A trial whose loss is
-    not finite is stopped at once. A rung that a trial reports again, because it continues from a checkpoint or was
+    Subclasses decide in `_decide`; here every trial goes on.
+
+    The last rung stops nobody: its trials end by themselves and write their weights. A trial whose
+    recipe is protected (the baseline of every comparison) goes on whatever its loss and does not
+    count at the rungs; nor does one whose `plan` the searcher has made: a probe, which ends
+    untrained, or the plan that many probes have led to. A trial whose loss is not finite is stopped
+    at once. A rung that a trial reports again, because it continues from a checkpoint or was
     restarted, counts once and stays decided.
 
-    A report that is `pooled` is of a model which the trial never trains from: its relaxation starts from unfused heads.
-    It holds nobody and does not count; the first rung behind the relaxation does. A trial whose `work_digest` another
-    one has told before would be trained to the same model: it is stopped, as a copy of that one (`copies`: by copy, the
-    first), and does not count.
+    A report that is `pooled` is of a model which the trial never trains from: its relaxation starts
+    from unfused heads. It stops nobody and does not count; the first rung after the relaxation
+    does. A trial whose `work_digest` another one has reported before would be trained to the same
+    model: it is stopped, as a copy of that one (`copies`: by copy, the first), and does not count.
 
-    Trials are compared by their loss at the rung itself, all after the same number of steps: what is decided is which
-    of them training still helps. What a trial is worth in the end is its best step (`TrialRecord.best`), which stays.
+    Trials are compared by their loss at the rung itself, all after the same number of steps: what
+    is decided is which of them training still helps. The result of a trial in the end is its best
+    step (`TrialRecord.best`), which stays.
 
-    The state is a function of the events alone, in their order: trials added, reports, advances, ends. A resumed search
-    tells a fresh scheduler the events again, for Tune brings one back as it was when the search began [ray 2.60].
+    The state is a function of the events alone, in their order: trials added, reports, advances,
+    ends. A resumed search replays the events to a fresh scheduler, for Tune brings one back as it
+    was when the search began [ray 2.60].
     """
 
     def __init__(self, problem: RungProblem) -> None:
@@ -88,23 +108,29 @@ class RungScheduler(FIFOScheduler):
         self._works: dict[str, str] = {}
         self.copies: dict[str, str] = {}
 
-    # ---- for subclasses ---------------------------------------------------------------------------------------
+    # ---- for subclasses --------------------------------------------------------------------------
 
     def _decide(self, trial: Any, rung: int, values: tuple[float, ...]) -> str:
-        """CONTINUE, PAUSE or STOP for the first report at a rung below the last, of a trial that counts."""
+        """Return CONTINUE, PAUSE or STOP for a trial that counts.
+
+        It is asked once for each rung below the last.
+        """
         return TrialScheduler.CONTINUE
 
     def _over(self, trial: Any) -> None:
-        """A trial has ended, however it did."""
+        """Free the slot of a trial that has ended, however it did."""
         self.slots.taken.discard(trial.trial_id)
 
     def counts(self, trial: Any) -> bool:
         return self.problem.rungs > 1 and not self._protected(trial) and "plan" not in trial.config
 
-    # ---- events -----------------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------
 
     def advance(self, trial_id: str) -> None:
-        """A paused trial goes on: `choose_trial_to_run` has given it to Tune, or had before a restart."""
+        """Let a paused trial go on.
+
+        `choose_trial_to_run` has given it to Tune, or had before a restart.
+        """
         self.slots.taken.add(trial_id)
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
@@ -127,7 +153,7 @@ class RungScheduler(FIFOScheduler):
         self._over(trial)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
-        """Tune starts what is pending by itself."""
+        """Return None: Tune starts what is pending by itself."""
         return None
 
     def _judge(self, trial: Any, result: dict) -> str:
@@ -138,7 +164,12 @@ class RungScheduler(FIFOScheduler):
             return TrialScheduler.CONTINUE
         if quality is not None and not math.isfinite(quality):
             return TrialScheduler.STOP  # NaN would pass every comparison
-        if quality is None or rung is None or not self.counts(trial) or rung >= self.problem.rungs - 1:
+        if (
+            quality is None
+            or rung is None
+            or not self.counts(trial)
+            or rung >= self.problem.rungs - 1
+        ):
             return TrialScheduler.CONTINUE
         key = (trial.trial_id, int(rung))
         if key not in self._decisions:
@@ -150,7 +181,10 @@ class RungScheduler(FIFOScheduler):
         return trial.config.get("recipe") in self.problem.protected
 
     def _is_copy(self, trial: Any, work: str | None) -> bool:
-        """Whether another trial, the first with this work, does it. A protected trial always does its own."""
+        """Return whether another trial, the first with this work, does it.
+
+        A protected trial always does its own.
+        """
         if work is None:
             return False
         first = self._works.setdefault(work, trial.trial_id)

@@ -1,9 +1,10 @@
 """The walk of AsymGQA as parallel trials: every move that it scores is a probe of its own.
 
-Several chains walk at a time, each with a generator of its own and one probe at most under way, so that each accepts,
-resets and preserves as in the paper; results are taken as they come. A chain's score is minus its probe's loss on the
-calibration tokens: the held-out text judges the search and decides nothing in it. When the probes are used up, the best
-plan of each KV ratio is trained through the rungs, once with every learning rate and seed.
+Several chains walk at a time, each with a generator of its own and one probe at most under way, so
+that each accepts, resets and preserves as in the paper; results are taken as they come. A chain's
+score is minus its probe's loss on the calibration tokens: the held-out text judges the search and
+decides nothing in it. When the probes are used up, the best plan of each KV ratio is trained
+through the rungs, once with every learning rate and seed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ray.tune.search import Searcher
 from attention.axes import Knob
 from attention.geometry import HeadGeometry
 from orchestrator.config.schema import ConfigError
-from orchestrator.search.candidates import Candidate
+from orchestrator.search.candidates import Candidate, CandidateConfig
 from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces.allocation.uniform import uniform
 from search_spaces.grouping.chain import Chain, SiteKey, searched_sites
@@ -35,10 +36,10 @@ CHOSEN = ("grouping", "similarity", "alignment", "fusion", "refinement", "recove
 
 
 class ChainSearch(ResumableSearcher):
-    """The configured candidates, then the chains' probes, then the best plan of every KV ratio as a full trial.
+    """The configured candidates, then the chains' probes, then the best plan of every KV ratio.
 
-    A plan that was measured before is not measured again: its score is known, and the move is made at once. So there
-    are `total` trials at most.
+    The best plans are trained as full trials. A plan that was measured before is not measured
+    again: its score is known, and the move is made at once. So there are `total` trials at most.
     """
 
     def __init__(self, problem: SearchProblem, chains: int) -> None:
@@ -47,11 +48,13 @@ class ChainSearch(ResumableSearcher):
         self._chains = make_chains(problem, self._recipe, chains)
         self._scores: dict[str, float | None] = {}
         self._running: dict[str, str] = {}
-        self._finals = list(itertools.product(self._chains, problem.space.learning_rates, problem.seeds))
+        self._finals = list(
+            itertools.product(self._chains, problem.space.learning_rates, problem.seeds)
+        )
         super().__init__(problem.total + len(self._finals))
 
     def suggest(self, trial_id: str) -> Any:
-        """A trial; None while every chain waits for a result; FINISHED when all has been suggested."""
+        """Return a trial, None while every chain waits for a result, or FINISHED."""
         if self._made < len(self._problem.named):
             candidate: Candidate | None = self._problem.named[self._made]
         else:
@@ -61,26 +64,34 @@ class ChainSearch(ResumableSearcher):
         self._made += 1
         return candidate.config()
 
-    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
-        """Take a probe's score: it reports once. A probe that failed, or diverged, counts as rejected."""
+    def on_trial_complete(
+        self, trial_id: str, result: dict | None = None, error: bool = False
+    ) -> None:
+        """Take a probe's score: it reports once.
+
+        A probe that failed, or diverged, counts as rejected.
+        """
         plan = self._running.pop(trial_id, None)
         if plan is None:
             return
         loss = None if error or result is None else result.get(SCORE)
         self._scores[plan] = None if loss is None or not math.isfinite(loss) else -float(loss)
 
-    def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
+    def add_trial(self, trial_id: str, config: CandidateConfig) -> None:
         candidate = Candidate.from_config(config)
         if candidate.probe and candidate.plan is not None:
-            # The chains make the moves that they had made, up to this one
-            next((chain for _, chain in self._walking() if self._wanted(chain) == candidate.plan), None)
+            # The chains repeat their moves, up to this one
+            next(
+                (chain for _, chain in self._walking() if self._wanted(chain) == candidate.plan),
+                None,
+            )
             self._running[trial_id] = candidate.plan
         elif candidate.plan is not None:
             self._finals.remove((candidate.kv_ratio, candidate.learning_rate, candidate.seed))
         self._made += 1
 
     def _probe(self, trial_id: str) -> Candidate | None:
-        """A plan that some chain wants measured and no trial measures yet."""
+        """Return a plan that some chain waits for and no trial measures yet."""
         for kv_ratio, chain in self._walking():
             plan = self._wanted(chain)
             if plan is not None and plan not in self._running.values():
@@ -90,12 +101,20 @@ class ChainSearch(ResumableSearcher):
         return None
 
     def _walking(self) -> list[tuple[float, Chain]]:
-        """The chains that have not ended, by ratio; those that have moved least come first."""
-        chains = [(kv_ratio, chain) for kv_ratio, chains in self._chains.items() for chain in chains if not chain.done]
+        """Return the chains that have not ended, by ratio, those that have moved least first."""
+        chains = [
+            (kv_ratio, chain)
+            for kv_ratio, chains in self._chains.items()
+            for chain in chains
+            if not chain.done
+        ]
         return sorted(chains, key=lambda pair: pair[1].moves)
 
     def _wanted(self, chain: Chain) -> str | None:
-        """The plan that the chain waits for, after every move whose score is known; None when it is done."""
+        """Return the plan that the chain waits for, or None when it is done.
+
+        Every move whose score is known is made before.
+        """
         while (plan := chain.propose_next(self._similarities)) is not None:
             text = plan.to_json()
             if text not in self._scores:
@@ -104,11 +123,14 @@ class ChainSearch(ResumableSearcher):
         return None
 
     def _final(self) -> Candidate | None:
-        """The best plan of a KV ratio whose chains have all ended, with one of the learning rates and seeds."""
-        for place, (kv_ratio, rate, seed) in enumerate(self._finals):
+        """Return the best plan of a KV ratio whose chains have all ended.
+
+        It is suggested once with each learning rate and seed.
+        """
+        for index, (kv_ratio, rate, seed) in enumerate(self._finals):
             chains = self._chains[kv_ratio]
             if all(chain.done for chain in chains):
-                del self._finals[place]
+                del self._finals[index]
                 best = max(chains, key=lambda chain: chain.score)  # the first of equals
                 return Candidate(self._recipe, kv_ratio, rate, seed, best.plan.to_json())
         return None
@@ -121,9 +143,12 @@ class ChainSearch(ResumableSearcher):
 
 
 def walk_recipe(problem: SearchProblem) -> Recipe:
-    """The recipe asymgqa, scored by the whole model, with what `search.search_space` and `search.params` say.
+    """Return the recipe asymgqa, scored by the whole model, with the choices of the configuration.
 
-    Raises ConfigError for a choice that is not one walk, one similarity and so on.
+    They are in `search.search_space` and `search.params`.
+
+    Raises:
+        ConfigError: For a choice that is not one walk, one similarity and so on.
     """
     joint = problem.space.joint
     changes: dict[str, Any] = {}
@@ -133,26 +158,43 @@ def walk_recipe(problem: SearchProblem) -> Recipe:
         if name in CHOSEN and len(allowed) == 1:
             changes[name] = allowed[0]
         elif name in CHOSEN or getattr(base, name, None) not in allowed:
-            kept = f"{name} {getattr(base, name)!r} only" if name not in CHOSEN else f"one value for {name}"
-            raise ConfigError(f"search.search_space: got {name}: {allowed}, but the asymgqa searcher takes {kept}")
+            expected = (
+                f"{name} {getattr(base, name)!r} only"
+                if name not in CHOSEN
+                else f"one value for {name}"
+            )
+            raise ConfigError(
+                f"search.search_space: got {name}: {allowed}, but the asymgqa searcher takes "
+                f"{expected}"
+            )
     if not changes.get("grouping", base.grouping).startswith("walk_"):
         raise ConfigError(
-            f"search.search_space: got grouping: [{changes['grouping']}], but the asymgqa searcher walks; choose "
-            "walk_asymmetric or walk_symmetric"
+            f"search.search_space: got grouping: [{changes['grouping']}], but the asymgqa searcher "
+            "walks; choose walk_asymmetric or walk_symmetric"
         )
     changed = base.with_changes(**changes)
     engine = joint.engine
-    if engine and (reasons := engine.refusals(changed.to_dict(), equal_groups=changed.equal_groups)):
-        raise ConfigError(f"search.target: the asymgqa searcher cannot be: {'; '.join(reasons)}; choose target any")
-    settings = {name: value for name, value in joint.settings.items() if name in dict(changed.settings)}
+    if engine and (
+        reasons := engine.refusals(changed.to_dict(), equal_groups=changed.equal_groups)
+    ):
+        raise ConfigError(
+            f"search.target: the asymgqa searcher cannot be: {'; '.join(reasons)}; choose target "
+            "any"
+        )
+    settings = {
+        name: value for name, value in joint.settings.items() if name in dict(changed.settings)
+    }
     return replace(changed.with_changes(settings=settings), name=_RECIPE)
 
 
 def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float, list[Chain]]:
-    """The chains of every KV ratio. The samples are spread evenly over them and their sites, the first sites first.
+    """Return the chains of every KV ratio.
 
-    Raises ConfigError for a KV ratio that cannot be met, and for fewer samples than one move a site, or more than
-    `grouping.iterations` allows.
+    The samples are spread evenly over them and their sites, the first sites first.
+
+    Raises:
+        ConfigError: For a KV ratio that cannot be met, and for fewer samples than one move per
+            site, or more than `grouping.iterations` allows.
     """
     joint = problem.space.joint
     geometry = cast(HeadGeometry, joint.geometry)
@@ -163,10 +205,17 @@ def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float
         except ValueError as error:
             raise ConfigError(f"search.kv_ratios: {error}") from None
         admissible = admissible_counts(walk, geometry)
-        counts[kv_ratio] = uniform(geometry.num_layers, geometry.num_kv_heads, budget, admissible=admissible)
-    sites = {kv_ratio: list(searched_sites(counts[kv_ratio], geometry.num_kv_heads)) for kv_ratio in counts}
+        counts[kv_ratio] = uniform(
+            geometry.num_layers, geometry.num_kv_heads, budget, admissible=admissible
+        )
+    sites = {
+        kv_ratio: list(searched_sites(counts[kv_ratio], geometry.num_kv_heads))
+        for kv_ratio in counts
+    }
     moves = _spread(problem.samples, sites, chains, walk.knobs("grouping")["iterations"])
-    settings = {k: v for k, v in walk.knobs("grouping").items() if k not in ("iterations", "equal_sizes")}
+    settings = {
+        k: v for k, v in walk.knobs("grouping").items() if k not in ("iterations", "equal_sizes")
+    }
     settings["symmetric"] = walk.grouping == "walk_symmetric"
     generators = np.random.default_rng(problem.seed).spawn(len(moves))
     by_ratio: dict[float, list[Chain]] = {kv_ratio: [] for kv_ratio in counts}
@@ -178,26 +227,33 @@ def make_chains(problem: SearchProblem, walk: Recipe, chains: int) -> dict[float
 def _spread(
     samples: int, sites: Mapping[float, list[SiteKey]], chains: int, iterations: int
 ) -> dict[tuple[float, int], dict[SiteKey, int]]:
-    """Moves at each site of each chain (KV ratio, index), `samples` in all. Raises ConfigError if they do not fit."""
-    places = [
+    """Return the moves at each site of each chain (KV ratio, index), `samples` in all.
+
+    Raises ConfigError if they do not fit.
+    """
+    targets = [
         (kv_ratio, index, keys[position])
         for position in range(max(map(len, sites.values())))
         for kv_ratio, keys in sites.items()
         if position < len(keys)
         for index in range(chains)
     ]
-    if not len(places) <= samples <= iterations * len(places):
-        walked = " and ".join(f"{len(keys)} sites at {kv_ratio:g}" for kv_ratio, keys in sites.items())
-        raise ConfigError(
-            f"search.num_samples: got {samples}, but {chains} chain(s) for each budget, with {walked}, make "
-            f"{len(places)} probes with one move a site and {iterations * len(places)} with grouping.iterations "
-            f"{iterations}; choose a number between them, or other searcher.chains or grouping.iterations in "
-            "search.params"
+    if not len(targets) <= samples <= iterations * len(targets):
+        walked = " and ".join(
+            f"{len(keys)} sites at {kv_ratio:g}" for kv_ratio, keys in sites.items()
         )
-    each, more = divmod(samples, len(places)) if places else (0, 0)
-    moves: dict[tuple[float, int], dict[SiteKey, int]] = {key: {} for key in itertools.product(sites, range(chains))}
-    for place, (kv_ratio, index, site) in enumerate(places):
-        moves[kv_ratio, index][site] = each + (place < more)
+        raise ConfigError(
+            f"search.num_samples: got {samples}, but {chains} chain(s) for each budget, with "
+            f"{walked}, make {len(targets)} probes with one move a site and "
+            f"{iterations * len(targets)} with grouping.iterations {iterations}; choose a number "
+            "between them, or other searcher.chains or grouping.iterations in search.params"
+        )
+    each, more = divmod(samples, len(targets)) if targets else (0, 0)
+    moves: dict[tuple[float, int], dict[SiteKey, int]] = {
+        key: {} for key in itertools.product(sites, range(chains))
+    }
+    for number, (kv_ratio, index, site) in enumerate(targets):
+        moves[kv_ratio, index][site] = each + (number < more)
     return moves
 
 
@@ -207,5 +263,5 @@ def _spread(
     knobs=(Knob("chains", "int", "walks at a time for each KV ratio", low=1, high=1024),),
 )
 def asymgqa(problem: SearchProblem, *, chains: int = 2) -> ResumableSearcher:
-    """Raises ConfigError for choices, KV ratios or samples that the walk cannot use."""
+    """Return the searcher. Raises ConfigError for choices, ratios or samples that it cannot use."""
     return ChainSearch(problem, chains)

@@ -1,15 +1,15 @@
-"""Tree-structured Parzen estimators over the joint space, by Optuna; the only file that knows of it.
+"""Tree-structured Parzen estimators over the joint space, by Optuna, which only this file uses.
 
-Two objectives, held-out loss and KV bytes per token (three where decode time is measured), so that the search spreads
-along the front and does not settle at one budget. Conditional decisions are asked for only where they come up (define
-by run).
+Two objectives, held-out loss and KV bytes per token (three where decode time is measured), so that
+the search spreads along the front and does not settle at one budget. Conditional decisions are made
+only where they come up (define by run). A suggestion is a function of the seed, its number and the
+results reported before it, in whatever order they came.
 
-A suggestion is a function of the seed, its number and the results told before it, in whatever order they came.
-
-A trial that is paused or stopped at an early rung is told with the lowest loss that it had until then, and again when
-it gets further: a trial is worth its best step, as in every table (`TrialRecord.best`). An early loss is above what
-full training would give, and only trials that were behind at the same rung stay there, so the estimator errs on the
-safe side. A trial that diverged or failed is not told of, nor the loss of a pooled model that a relaxation never trains
+A trial that is paused or stopped at an early rung is reported with the lowest loss that it had
+until then, and again when it gets further: the result of a trial is its best step, as in every
+table (`TrialRecord.best`). An early loss is above what full training would give, and only trials
+that were behind at the same rung stay there, so the estimator errs on the safe side. A trial that
+diverged or failed is not reported, nor is the loss of a pooled model that a relaxation never trains
 from.
 """
 
@@ -24,38 +24,52 @@ from typing import Any
 import numpy as np
 import optuna
 
-from orchestrator.search.candidates import Candidate, Point
+from orchestrator.search.candidates import Candidate, CandidateConfig, Point
 from orchestrator.search.searchers.listed import ListedSearcher
 from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces import pareto
 from search_spaces.space.joint_space import Domain
 
 _TRIES_PER_CHANGE = 10
-"""Variations of a proposal in one decision that may repeat an earlier candidate too, before two are changed."""
+"""Variations of a proposal in one decision that may repeat an earlier candidate too, before two are
+changed.
+"""
 RECENT, BEST = 150, 50
-"""Results that a proposal rests on: those of the newest trials, and the best of the others by rank. With all of them
-TPE would be slower each time, and it weighs old results down anyway."""
+"""Results that a proposal rests on: those of the newest trials, and the best of the others by rank.
+
+With all of them TPE would be slower each time, and it weighs old results down anyway.
+"""
 
 
 class FrontSearch(ListedSearcher):
-    """The configured candidates, then what Optuna proposes; it learns from those too that lie in the space."""
+    """The configured candidates, then proposals of Optuna.
+
+    It learns from the configured ones too, if they lie in the space.
+    """
 
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
         self._points: dict[str, Point] = {}
-        self._seen: dict[str, Any] = {}  # Optuna's trials, with the best scores told of, by trial
+        self._seen: dict[str, Any] = {}  # Optuna's trials, with the best scores reported, by trial
         self._dropped: set[str] = set()
 
-    def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
+    def add_trial(self, trial_id: str, config: CandidateConfig) -> None:
         super().add_trial(trial_id, config)
         if (point := self._problem.space.locate(Candidate.from_config(config))) is not None:
             self._points[trial_id] = point
 
-    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
-        """A paused trial that is stopped for good comes without a result: what it told before counts."""
+    def on_trial_complete(
+        self, trial_id: str, result: dict | None = None, error: bool = False
+    ) -> None:
+        """End a trial.
+
+        A paused trial that is stopped for good comes without a result: its earlier report counts.
+        """
         if result is not None and not error:
             self.on_trial_result(trial_id, result)
-        diverged = result is not None and not math.isfinite(result.get(self._problem.objectives[0], 0.0))
+        diverged = result is not None and not math.isfinite(
+            result.get(self._problem.objectives[0], 0.0)
+        )
         if (error or diverged) and trial_id in self._points:
             self._seen.pop(trial_id, None)
             self._dropped.add(trial_id)
@@ -64,32 +78,42 @@ class FrontSearch(ListedSearcher):
     def on_trial_result(self, trial_id: str, result: dict) -> None:
         values = tuple(float(result.get(name, math.nan)) for name in self._problem.objectives)
         point, rung = self._points.get(trial_id), int(result.get("rung", 0))
-        if point is None or trial_id in self._dropped or result.get("pooled") or not all(map(math.isfinite, values)):
+        if (
+            point is None
+            or trial_id in self._dropped
+            or result.get("pooled")
+            or not all(map(math.isfinite, values))
+        ):
             return
         if (seen := self._seen.get(trial_id)) is not None:
             if seen.user_attrs["rung"] >= rung:
                 return
             values = (min(values[0], seen.values[0]), *values[1:])  # a trial is worth its best step
-        asked = optuna.trial.FixedTrial(point)
-        self._problem.space.decide(partial(ask, asked))
+        trial = optuna.trial.FixedTrial(point)
+        self._problem.space.decide(partial(ask, trial))
         self._seen[trial_id] = optuna.trial.create_trial(
-            params=point, distributions=asked.distributions, values=values, user_attrs={"rung": rung}
+            params=point,
+            distributions=trial.distributions,
+            values=values,
+            user_attrs={"rung": rung},
         )
 
     def _window(self) -> list[Any]:
-        """What a proposal rests on, at most RECENT + BEST results, by trial number."""
-        seen = [self._seen[trial] for trial in sorted(self._seen, key=lambda trial: (len(trial), trial))]
+        """Return what a proposal rests on, at most RECENT + BEST results, by trial number."""
+        seen = [
+            self._seen[trial] for trial in sorted(self._seen, key=lambda trial: (len(trial), trial))
+        ]
         if len(seen) <= RECENT + BEST:
             return seen
         older = seen[:-RECENT]
-        kept = sorted(pareto.select_best([trial.values for trial in older], BEST))
-        return [*(older[place] for place in kept), *seen[-RECENT:]]
+        best = sorted(pareto.select_best([trial.values for trial in older], BEST))
+        return [*(older[index] for index in best), *seen[-RECENT:]]
 
     def draws(self, number: int) -> Iterator[Candidate]:
-        """The estimator's, and, where that was tried, what lies beside it: one decision drawn anew, later more.
+        """Yield the estimator's proposal, then its neighbours: one decision drawn anew, later more.
 
-        Asking the estimator again helps little: among decisions that are mostly choices its likeliest draw is what was
-        best so far, whatever the seed.
+        Another proposal of the estimator helps little: among decisions that are mostly choices its
+        likeliest draw is the best so far, whatever the seed.
         """
         space = self._problem.space
         directions = [optuna.study.StudyDirection.MINIMIZE] * len(self._problem.objectives)
@@ -116,5 +140,6 @@ def ask(trial: Any, domain: Domain) -> Any:
 
 @SEARCHERS.part("optuna", source="Bergstra 2011; Ozaki 2022 (several objectives)")
 def bayesian(problem: SearchProblem) -> ResumableSearcher:
+    """Return the searcher `optuna`."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return FrontSearch(problem)

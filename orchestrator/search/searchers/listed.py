@@ -1,4 +1,4 @@
-"""Searchers that look at no result: the configured candidates alone, and independent draws besides."""
+"""Searchers that use no result: configured candidates alone, or with independent draws."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ import numpy as np
 from ray.tune.search import Searcher
 
 from orchestrator.config.schema import ConfigError
-from orchestrator.search.candidates import Candidate
-from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem, first_new
+from orchestrator.search.candidates import Candidate, CandidateConfig
+from orchestrator.search.searchers.problem import (
+    SEARCHERS,
+    ResumableSearcher,
+    SearchProblem,
+    first_new,
+)
 
 
 class ListedSearcher(ResumableSearcher):
@@ -22,44 +27,53 @@ class ListedSearcher(ResumableSearcher):
         self._tried = {candidate.key for candidate in problem.named}
 
     def draws(self, number: int) -> Iterator[Candidate]:
-        """Proposals for candidate `number` of the search, as many as are asked for."""
+        """Yield proposals for candidate `number` of the search, as many as are needed."""
         raise NotImplementedError
 
     def suggest(self, trial_id: str) -> Any:
         number, named = self._made, self._problem.named
         if number >= self.total:
             return Searcher.FINISHED
-        candidate = named[number] if number < len(named) else first_new(self.draws(number), self._tried)
+        candidate = (
+            named[number] if number < len(named) else first_new(self.draws(number), self._tried)
+        )
         config = candidate.config()
         self.add_trial(trial_id, config)
         return config
 
-    def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
+    def add_trial(self, trial_id: str, config: CandidateConfig) -> None:
         self._made += 1
         self._tried.add(Candidate.from_config(config).key)
 
-    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
+    def on_trial_complete(
+        self, trial_id: str, result: dict | None = None, error: bool = False
+    ) -> None:
         """Nothing to learn from."""
 
 
 class RandomSearcher(ListedSearcher):
+    """The configured candidates, then random ones."""
+
     def draws(self, number: int) -> Iterator[Candidate]:
         space, generator = self._problem.space, np.random.default_rng([self._problem.seed, number])
         while True:
             yield space.candidate(space.sample(generator))
 
 
-@SEARCHERS.part("random", source="Bergstra and Bengio 2012: the comparison that any cleverer searcher must beat")
+@SEARCHERS.part(
+    "random", source="Bergstra and Bengio 2012: the comparison that any cleverer searcher must beat"
+)
 def random(problem: SearchProblem) -> ResumableSearcher:
+    """Return the searcher `random`."""
     return RandomSearcher(problem)
 
 
 @SEARCHERS.part("grid", source="exhaustive comparison, as papers print it")
 def grid(problem: SearchProblem) -> ResumableSearcher:
-    """Every configured recipe at every KV ratio and learning rate. Raises ConfigError if samples are asked for."""
+    """Return the searcher of the configured candidates alone. Raises ConfigError for samples."""
     if problem.samples:
         raise ConfigError(
-            f"search.num_samples: got {problem.samples}, but the grid searcher draws no candidates of its own; set it "
-            "to 0, or choose searcher optuna or random"
+            f"search.num_samples: got {problem.samples}, but the grid searcher draws no candidates "
+            "of its own; set it to 0, or choose searcher optuna or random"
         )
     return ListedSearcher(problem)

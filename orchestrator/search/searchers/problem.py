@@ -1,4 +1,4 @@
-"""What a searcher is handed, and what all of them share."""
+"""The input of a searcher, and what all searchers share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ray.tune.search import Searcher
 
 from attention.axes import Axis
 from orchestrator.config.schema import OBJECTIVES
-from orchestrator.search.candidates import Candidate, CandidateSpace
+from orchestrator.search.candidates import Candidate, CandidateConfig, CandidateSpace
 from search_spaces.recipes.recipe import Recipe
 
 SEARCHERS = Axis("searcher", "orchestrator.search.searchers")
@@ -22,12 +22,18 @@ TRIES = 50
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """`named` are the configured candidates, tried first; then `samples` more are drawn from `space`.
+    """What a searcher has to search.
 
-    `objectives`: names in a report of what is to be small, the loss first.
-    `seed`: of the searcher; `seeds`: with which a plan that it has searched is trained. `settings`: its own knobs.
-    `similarities(recipe)`: the recipe's similarity of the stored KV heads `[U, U]` by (layer, side); it may load the
-    model, and is there when trials are to be run.
+    Attributes:
+        space: What `samples` candidates are drawn from.
+        named: The configured candidates, tried first.
+        samples: Number of candidates that are drawn after them.
+        seed: Of the searcher.
+        settings: Its own knobs.
+        seeds: With which a plan that it has searched is trained.
+        similarities: `similarities(recipe)` returns the recipe's similarity of the stored KV heads
+            `[U, U]` by (layer, side); it may load the model, and is there when trials run.
+        objectives: Keys of a report that are minimised, the loss first.
     """
 
     space: CandidateSpace
@@ -45,25 +51,28 @@ class SearchProblem:
 
 
 class ResumableSearcher(Searcher):
-    """A searcher that can be told of trials which it suggested in an earlier process. `total`: trials at the most."""
+    """A searcher that can take up trials which it suggested in an earlier process.
+
+    `total`: largest number of trials.
+    """
 
     def __init__(self, total: int) -> None:
         super().__init__(metric=OBJECTIVES[0], mode="min")
         self.total = total
 
-    def add_trial(self, trial_id: str, config: dict[str, Any]) -> None:
+    def add_trial(self, trial_id: str, config: CandidateConfig) -> None:
         """Take up a recorded suggestion, as if `suggest` had made it now."""
         raise NotImplementedError
 
 
 def make_searcher(name: str, problem: SearchProblem) -> ResumableSearcher:
-    """The searcher of a name with the problem's settings. Raises ValueError for settings that it does not have."""
+    """Return the searcher of a name with the problem's settings. Raises ValueError for others."""
     part = SEARCHERS.get(name)
     return part(problem, **part.settings(problem.settings))
 
 
 def first_new(candidates: Iterator[Candidate], tried: Collection[Any]) -> Candidate:
-    """The first candidate whose key has not been tried; after TRIES draws too many, whatever comes."""
+    """Return the first candidate with a new key; after TRIES draws too many, whatever comes."""
     for candidate in itertools.islice(candidates, TRIES):
         if candidate.key not in tried:
             return candidate

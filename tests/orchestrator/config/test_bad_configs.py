@@ -96,7 +96,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_dir: Path) -> 
     monkeypatch.setattr(search_module, "connected", started)
     monkeypatch.setattr(Tracker, "open", lambda *a: None)
     monkeypatch.setattr(data, "resolve", functools.lru_cache(data.resolve))
-    monkeypatch.setattr(SearchTexts, "there", lambda self: [])
+    monkeypatch.setattr(SearchTexts, "complete", lambda self: [])
     monkeypatch.setattr(SearchTexts, "make_small", lambda self: None)
     monkeypatch.setattr(checkpoints, "open_checkpoint", functools.lru_cache(checkpoints.open_checkpoint))
     with pytest.raises(ClusterStarted):

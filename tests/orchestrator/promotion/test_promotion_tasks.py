@@ -23,8 +23,8 @@ from orchestrator.promotion import promote
 from orchestrator.promotion.measuring import limit_violations
 from orchestrator.promotion.state import PROMOTED, REFUSED
 from orchestrator.reporting.card import CARD
-from orchestrator.search.measurement_checks import check_extras, check_tasks
 from orchestrator.search.trials.context import SearchSession, TrialContext
+from orchestrator.search.validation import check_extras, check_tasks
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, TrialRecord

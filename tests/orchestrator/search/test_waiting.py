@@ -16,7 +16,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from orchestrator.cluster import pending_resources
 from orchestrator.config.schema import parse_config
 from orchestrator.reporting.status import line, read_status
-from orchestrator.search.waiting import waiting_told
+from orchestrator.search.waiting import report_waiting
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import waits_for
@@ -65,7 +65,7 @@ def test_a_search_says_what_it_waits_for(
         return tracker.client.get_run(mlflow.parent_id).data.tags["headfold.waits_for"]
 
     assert tag().startswith("what a killed driver")
-    with waiting_told(config, folder, mlflow, run):
+    with report_waiting(config, folder, mlflow, run):
         assert tag() == "nothing"
         assert read_status(folder).waits_for is None
         for _ in range(2):

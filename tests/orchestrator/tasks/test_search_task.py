@@ -94,6 +94,6 @@ def test_the_start_of_a_search(config: Path, calls: Counter[str], monkeypatch: p
     monkeypatch.setattr(pipeline, "_run_to_end", begin)
     monkeypatch.setattr(Tracker, "open", lambda *_: None)
     monkeypatch.setattr(pipeline, "MlflowSync", lambda *_: None)
-    monkeypatch.setattr(pipeline, "_keep_id", lambda *_: None)
+    monkeypatch.setattr(pipeline, "_save_run_id", lambda *_: None)
     assert run_here("search", config) == 1
     assert calls == {"config.json": 1, "inputs": 1}
