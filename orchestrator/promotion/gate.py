@@ -111,9 +111,8 @@ class _Gate:
         plan_digest = self.plan.digest
         trained_digest = checkpoint.weights_digest(self.trained.folder)
         model = checkpoints.load_model(self.trained.folder)
-        round_weights(
-            model, self.dtype
-        )  # what is shipped; training may have computed in a wider dtype
+        # What is shipped: training may have computed in a wider dtype
+        round_weights(model, self.dtype)
         with self._check("cache"):
             self._check_cache(model)
         held_out = read_sequences(self.context.eval_file)[:]
