@@ -40,7 +40,9 @@ class StartPoint:
     resume_from: str | None = None
 
     @classmethod
-    def of(cls, trial: TrialRecord, candidate: Candidate, session: SearchSession, *, same_layout: bool) -> StartPoint:
+    def of(
+        cls, trial: TrialRecord, candidate: Candidate, session: SearchSession, *, same_layout: bool
+    ) -> StartPoint:
         """Continue the trial's last training checkpoint, if it is there and can be.
 
         It may be gone (`orchestrator.search.leftovers`), or the promotion splits its training in
@@ -56,7 +58,9 @@ class StartPoint:
             if relaxation is None:
                 return cls(folder / "converted", trial.step, 0, saved)
             # The steps of a relaxation count, but lie before the run that goes on
-            return cls(Path(str(trial.last["relaxed_dir"])), trial.step, relaxation.total_steps, saved)
+            return cls(
+                Path(str(trial.last["relaxed_dir"])), trial.step, relaxation.total_steps, saved
+            )
         if (folder / "trained").is_dir():
             return cls(folder / "trained", trial.step, trial.step)
         if (best := trial.last.get("best_dir")) and Path(best).is_dir():
@@ -83,14 +87,18 @@ class Training:
         if trial.step == total:
             return cls(trial, total, total, None)
         context, section = session.context, session.config.promotion
-        candidate = Candidate.from_config(read_json(session.folder.trial(trial.trial_id) / "recipe.json"))
+        candidate = Candidate.from_config(
+            read_json(session.folder.trial(trial.trial_id) / "recipe.json")
+        )
         trial_settings = context.settings(candidate.recipe, candidate.learning_rate)
         settings = TrainSettings.model_validate(trial_settings.model_dump() | section.train)
         same_layout = layout_of(settings) == layout_of(trial_settings)
         start = StartPoint.of(trial, candidate, session, same_layout=same_layout)
         steps = [step - start.offset for step in milestones(start.step, total, section.evaluations)]
         target = session.folder.promoted / f"{trial.trial_id}-{total}"
-        job = context.job(f"promote-{target.name}", start.model, target / "trained", candidate, steps)
+        job = context.job(
+            f"promote-{target.name}", start.model, target / "trained", candidate, steps
+        )
         reads_on = start.step and start.resume_from is None and context.promotion_file is None
         shape = session.config.promotion_shape
         job = replace(
@@ -136,7 +144,9 @@ Done = Callable[[Training, float | None, str | None], None]
 def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
     """Return `evaluations` steps spread evenly over (start, total], the last one being `total`."""
     span = total - start
-    return tuple(sorted({start + round(span * (i + 1) / evaluations) for i in range(evaluations)} - {start}))
+    return tuple(
+        sorted({start + round(span * (i + 1) / evaluations) for i in range(evaluations)} - {start})
+    )
 
 
 def run_all(
@@ -228,7 +238,9 @@ class Measured:
     position: int | None = None
 
 
-def best_model(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]] = ()) -> Measured | None:
+def best_model(
+    trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]] = ()
+) -> Measured | None:
     """Return the model that is shipped; None if there is none.
 
     Of all that was measured on the trial's way (converted, relaxed, at its rungs, in its promotion)
@@ -238,11 +250,17 @@ def best_model(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, 
         folder: The trial's.
         reports: Those of its promotion.
     """
-    models = [model for model in _models(trial, folder, reports) if math.isfinite(model.loss) and model.folder.is_dir()]
+    models = [
+        model
+        for model in _models(trial, folder, reports)
+        if math.isfinite(model.loss) and model.folder.is_dir()
+    ]
     return min(models, key=lambda model: (model.loss, model.step), default=None)
 
 
-def _models(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]]) -> Iterator[Measured]:
+def _models(
+    trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]]
+) -> Iterator[Measured]:
     positions = {int(r["step"]): r.get("data_position") for r in (*trial.rungs, *reports)}
 
     def trained(step: int, loss: float | None, kl: float | None, weights: str | Path) -> Measured:
@@ -259,7 +277,9 @@ def _models(trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any
     if trial.step and "best_dir" not in last:
         yield trained(trial.step, last.get("loss"), last.get("kl"), folder / "trained")
     for report in (report for report in (last, *reports[-1:]) if "best_dir" in report):
-        yield trained(report["best_step"], report["best_loss"], report["best_kl"], report["best_dir"])
+        yield trained(
+            report["best_step"], report["best_loss"], report["best_kl"], report["best_dir"]
+        )
 
 
 def _number(loss: float | None) -> float:
