@@ -176,7 +176,7 @@ class PromotionSteps:
             f"{entry.name} · {entry.role}",
             self._tags(entry),
             _run_status(entry),
-            params_of(trial) | training.params | {"promotion_steps": entry.steps},
+            {**params_of(trial), **training.params, "promotion_steps": entry.steps},
             self._points(entry, training),
             texts,
             files,

@@ -70,7 +70,8 @@ class JournalEvent(TypedDict):
     format: int
     rungs: int
     trial: str
-    config: dict[str, Any]
+    config: Any
+    """As the searcher suggested it."""
     result: Any
     """A `RungReport`."""
     decision: str
@@ -272,7 +273,7 @@ class History:
         self.events: list[JournalEvent] = []
         self.rungs = 0
         self.records: dict[str, TrialRecord] = {}
-        self.configs: dict[str, dict[str, Any]] = {}
+        self.configs: dict[str, Any] = {}
         self.decisions: dict[tuple[str, int], str] = {}
         self.ends: dict[str, JournalEvent] = {}
         self.paused: set[str] = set()
