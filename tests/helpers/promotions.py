@@ -36,6 +36,7 @@ def entry(
     recipe: str = "headfold",
     loss: float = 2.1,
     baseline_loss: float | None = 2.5,
+    untrained_loss: float | None = None,
     trained: str | None = None,
 ) -> PromotionEntry:
     return PromotionEntry(
@@ -44,7 +45,7 @@ def entry(
         0.5,
         4,
         status=TRAINED,
-        trained=TrainedModel(trained or str(folder.trial(name) / "trained"), loss),
+        trained=TrainedModel(trained or str(folder.trial(name) / "trained"), loss, untrained_loss=untrained_loss),
         baseline=None if baseline_loss is None else BaselineModel(None, baseline_loss, None),
     )
 
