@@ -176,7 +176,7 @@ class PromotionSteps:
             f"{entry.name} · {entry.role}",
             self._tags(entry),
             _run_status(entry),
-            params_of(trial) | training.params | {"promotion_steps": entry.steps},
+            params_of(trial) | dict(training.params) | {"promotion_steps": entry.steps},
             self._points(entry, training),
             texts,
             files,
@@ -220,7 +220,7 @@ class PromotionSteps:
         ]
         if entry.trained_at is not None:
             trial = self.trials[entry.trial_id]
-            metrics: dict[str, float | None] = {**entry.comparison, "best_loss": entry.loss}
+            metrics: dict[str, Any] = {**entry.comparison, "best_loss": entry.loss}
             if entry.gate is not None:
                 metrics |= metrics_of(entry.gate)
             if not reports:  # the trial had reached these steps before

@@ -9,11 +9,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, TypeGuard
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard
 
 from attention.conversion.relaxation_knobs import UNFINISHED
 from attention.ratios import is_met, percent
 from orchestrator.storage.json_files import read_json
+
+if TYPE_CHECKING:
+    from attention.calibration.sizes import Mixed
 
 WAITING, RUNNING = "waiting", "running"
 DONE, STOPPED, FAILED, KILLED = "done", "stopped", "failed", "killed"
@@ -40,7 +43,7 @@ class OriginalRecord(TypedDict):
     parameters: int
     digests: dict[str, str]
     """Of its `weights` and of its `calibration`."""
-    mixed_moments: str | None
+    mixed_moments: Mixed | None
     """How the mixed moments of its statistics are kept."""
     seconds: float
     notes: NotRequired[list[str]]
