@@ -45,7 +45,7 @@ from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
 from orchestrator.storage.records import best_per_budget, waits_for
 from orchestrator.storage.trust import warn_of_pickles
-from orchestrator.tracking.described import NOTE, search_note, shared_of
+from orchestrator.tracking.run_metadata import NOTE, search_note, shared_of
 from orchestrator.tracking.errors import redact
 from orchestrator.tracking.metrics import best_point, point
 from orchestrator.tracking.runs import Tracker, default_uri

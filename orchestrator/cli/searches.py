@@ -157,7 +157,7 @@ def ui(
 ) -> None:
     """Serve MLflow's page of a search at http://127.0.0.1:PORT until Ctrl-C, and print its address."""
     from orchestrator.storage.paths import SearchFolder
-    from orchestrator.tracking.page import serve_page
+    from orchestrator.tracking.ui import serve_page
 
     check_packages("ui", "mlflow")
     serve_page(SearchFolder.existing(search), port)

@@ -38,7 +38,7 @@ from orchestrator.storage.mirror import mirrored
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord, waits_for
 from orchestrator.storage.trust import warn_of_pickles
-from orchestrator.tracking.described import shared_of
+from orchestrator.tracking.run_metadata import shared_of
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, Run, parent_run
 

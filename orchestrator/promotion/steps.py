@@ -37,7 +37,7 @@ from orchestrator.search.trials.context import SearchSession
 from orchestrator.storage import records
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.records import TrialRecord
-from orchestrator.tracking.described import NOTE, datasets_of, params_of
+from orchestrator.tracking.run_metadata import NOTE, datasets_of, params_of
 from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.logged_model import write_mlmodel
 from orchestrator.tracking.metrics import point

@@ -19,7 +19,7 @@ from orchestrator.storage.journal import INTERRUPT, RUN, Journal
 from orchestrator.storage.records import TrialRecord
 from orchestrator.storage.trial_names import name_trials
 from orchestrator.tracking import gauges
-from orchestrator.tracking.described import trial_run
+from orchestrator.tracking.run_metadata import trial_run
 from orchestrator.tracking.sync import MlflowSync
 
 SHOWN = 3  # trials whose planning the progress tells of

@@ -33,7 +33,7 @@ from orchestrator.storage import records
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import storage_path
-from orchestrator.tracking.described import dataset_of
+from orchestrator.tracking.run_metadata import dataset_of
 from orchestrator.training.tracked import TrackedTraining
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.curve import read_curve

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.storage import records
-from orchestrator.tracking.described import NOTE, Dataset, source_tags
+from orchestrator.tracking.run_metadata import NOTE, Dataset, source_tags
 from orchestrator.tracking.metrics import point
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, Run

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from attention.io import checkpoint
 from orchestrator.promotion.state import PromoteOutcome
 from orchestrator.reporting.console import print_promoted
-from orchestrator.reporting.pages.promoted_sections import sequences_that_fit
+from orchestrator.reporting.pages.model_sections import sequences_that_fit
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.reporting.promoted_models import promoted_models
 from orchestrator.reporting.serve_commands import ways_to_serve

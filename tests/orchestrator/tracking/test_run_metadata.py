@@ -16,7 +16,7 @@ from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, TrialRecord
-from orchestrator.tracking.described import search_note, shared_of, trial_run
+from orchestrator.tracking.run_metadata import search_note, shared_of, trial_run
 from orchestrator.tracking.metrics import METRICS, best_point, point
 from orchestrator.tracking.runs import KIND, TRAINING, Tracker
 from orchestrator.tracking.sync import MlflowSync, parent_run
