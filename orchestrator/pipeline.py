@@ -45,11 +45,11 @@ from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
 from orchestrator.storage.records import best_per_budget, waits_for
 from orchestrator.storage.trust import warn_of_pickles
-from orchestrator.tracking.run_metadata import NOTE, search_note, shared_of
 from orchestrator.tracking.errors import redact
 from orchestrator.tracking.metrics import best_point, point
+from orchestrator.tracking.run_metadata import NOTE, search_note, shared_metadata
 from orchestrator.tracking.runs import Tracker, default_uri
-from orchestrator.tracking.sync import MlflowSync, Run, parent_run
+from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
 
 PACKAGES = ("torch", "transformers", "ray", "deepspeed", "optuna", "mlflow", "datasets", "numpy", "headfold")
 SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
@@ -87,7 +87,7 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
                     splits = ", ".join(prepared.reused)
                     print(f"texts    {splits}: tokenised already, in {prepared.texts.cache}", flush=True)
                 connect = partial(Tracker.open, uri, config.tracking.experiment, storage)
-                shared = shared_of(config, folder, prepared.texts.folders, base_of(config.model.path)["base"])
+                shared = shared_metadata(config, folder, prepared.texts.folders, base_of(config.model.path)["base"])
                 mlflow = MlflowSync(connect, _run_of(config, folder, records.RUNNING), opened, shared)
                 _keep_id(folder, mlflow)
                 announce(config, folder, parallel)
@@ -195,7 +195,7 @@ def _start(config: SearchConfig, folder: SearchFolder, uri: str | None, nodes: S
         )
 
 
-def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
+def _run_of(config: SearchConfig, folder: SearchFolder, status: str) -> TrackedRun:
     """What MLflow is to hold of the search itself, as far as it has come."""
     state, points = read_json(folder.state), []
     if folder.original.exists():

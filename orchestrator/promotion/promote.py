@@ -38,9 +38,9 @@ from orchestrator.storage.mirror import mirrored
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord, waits_for
 from orchestrator.storage.trust import warn_of_pickles
-from orchestrator.tracking.run_metadata import shared_of
+from orchestrator.tracking.run_metadata import shared_metadata
 from orchestrator.tracking.runs import Tracker
-from orchestrator.tracking.sync import MlflowSync, Run, parent_run
+from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
 
 
 def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int | None = None) -> PromoteOutcome:
@@ -61,7 +61,7 @@ def promote_search(search: str | Path, *, trials: Iterable[str] = (), top: int |
         original = read_json(folder.original)
         context = trial_context(config, prepared, folder, original)
         connect = partial(Tracker.open, config.tracking.uri, config.tracking.experiment, folder.storage)
-        shared = shared_of(config, folder, prepared.texts.folders, base_of(original["model"])["base"])
+        shared = shared_metadata(config, folder, prepared.texts.folders, base_of(original["model"])["base"])
         mlflow = MlflowSync(connect, _parent(folder), shared=shared)
         reused = pool_of_search(config, folder, original.get("parameters", 0))
         with waiting_told(config, folder, mlflow, partial(_parent, folder)), reused as pool:
@@ -85,7 +85,7 @@ def asked(
     return folder, config, _chosen(records, list(trials), top, config)
 
 
-def _parent(folder: SearchFolder) -> Run:
+def _parent(folder: SearchFolder) -> TrackedRun:
     """The run of the search, whose status stays as it is."""
     run_id, waits = read_json(folder.state).get("parent_run"), waits_for(folder.waiting)
     return parent_run(folder.root, waits, status=None, run_id=run_id)

@@ -37,12 +37,12 @@ from orchestrator.search.trials.context import SearchSession
 from orchestrator.storage import records
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.records import TrialRecord
-from orchestrator.tracking.run_metadata import NOTE, datasets_of, params_of
 from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.logged_model import write_mlmodel
 from orchestrator.tracking.metrics import point
+from orchestrator.tracking.run_metadata import NOTE, datasets_of, trial_params
 from orchestrator.tracking.runs import Dataset
-from orchestrator.tracking.sync import Run
+from orchestrator.tracking.sync import TrackedRun
 from trainers.jobs.checkpoints import CheckpointStore
 
 
@@ -120,7 +120,7 @@ class PromotionSteps:
     def _tell(self, entry: Entry) -> None:
         entry.run_id = self.session.mlflow.put(self.run_of(entry)) or entry.run_id
 
-    def run_of(self, entry: Entry) -> Run:
+    def run_of(self, entry: Entry) -> TrackedRun:
         """What MLflow is to hold of an entry."""
         trial_id, steps = entry.trial_id, entry.steps
         tags = {"headfold.kind": f"promotion {entry.role}", "trial_id": trial_id, "promotion_steps": steps}
@@ -153,14 +153,14 @@ class PromotionSteps:
         over = entry.status in (REFUSED, PROMOTED) or (entry.role == BASELINE and entry.status == TRAINED)
         status = records.FAILED if entry.status == FAILED else records.DONE if over else records.RUNNING
         trial = self.trials[trial_id]
-        params = params_of(trial) | training.params | {"promotion_steps": steps}
+        params = trial_params(trial) | training.params | {"promotion_steps": steps}
         what = (
             f"Full training of trial `{trial_id}` as {entry.role} of a promotion: {entry.name} of the checkpoint's KV"
         )
         tags[NOTE] = f"{what}.\n\nShipped: {entry.shipped}." if entry.shipped else f"{what}."
         files = [self.session.folder.trial(trial_id) / "plan.json"]
         files += [Path(entry.model) / "README.md"] if entry.model else []
-        return Run(f"{entry.name} · {entry.role}", tags, status, params, points, texts, files, self._datasets())
+        return TrackedRun(f"{entry.name} · {entry.role}", tags, status, params, points, texts, files, self._datasets())
 
     def _datasets(self) -> list[Dataset]:
         """The texts of a promotion, whose training text may be its own."""

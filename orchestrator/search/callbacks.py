@@ -100,8 +100,8 @@ class SearchLog(Callback):
         self._shown = now
         records, search = list(self.records.values()), self.journal.path.parent.name
         increases = {ratio: best.loss - self.original_loss for ratio, best in best_so_far(records).items()}
-        gauges.tell_trials(search, (record.status for record in records), increases)
-        gauges.tell(gauges.BEHIND, self.mlflow.waiting if self.mlflow else 0, search=search)
+        gauges.set_trial_gauges(search, (record.status for record in records), increases)
+        gauges.set_gauge(gauges.BEHIND, self.mlflow.waiting if self.mlflow else 0, search=search)
         self.told.to(self.rungs[0], progress_note(records, self.expected, self.original_loss))
 
 

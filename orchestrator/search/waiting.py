@@ -13,11 +13,13 @@ from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import waits_for
 from orchestrator.tracking import gauges
-from orchestrator.tracking.sync import MlflowSync, Run
+from orchestrator.tracking.sync import MlflowSync, TrackedRun
 
 
 @contextlib.contextmanager
-def waiting_told(config: SearchConfig, folder: SearchFolder, mlflow: MlflowSync, run: Callable[[], Run]) -> Iterator:
+def waiting_told(
+    config: SearchConfig, folder: SearchFolder, mlflow: MlflowSync, run: Callable[[], TrackedRun]
+) -> Iterator:
     """For as long as the body runs, tell what it waits for, once and when that changes. `run`: that of the search, as
     MLflow is to hold it now."""
 
@@ -26,10 +28,10 @@ def waiting_told(config: SearchConfig, folder: SearchFolder, mlflow: MlflowSync,
         since = datetime.now(UTC).isoformat(timespec="seconds")
         with contextlib.suppress(OSError):  # a full disk, which is told where it ends the search
             write_json(folder.waiting, {"waits_for": text, "since": since})
-        gauges.tell(gauges.WAITS, text is not None, search=folder.root.name)
+        gauges.set_gauge(gauges.WAITS, text is not None, search=folder.root.name)
         mlflow.put(run())
 
-    gauges.tell(gauges.WAITS, 0, search=folder.root.name)
+    gauges.set_gauge(gauges.WAITS, 0, search=folder.root.name)
     if waits_for(folder.waiting):  # of a driver that was killed
         tell(None)
     with watched(Demand.of(config), tell):

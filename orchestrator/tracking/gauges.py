@@ -30,16 +30,16 @@ def _gauge(name: str) -> Gauge:
     return Gauge(name, *GAUGES[name])
 
 
-def tell(name: str, value: float, **labels: str) -> None:
+def set_gauge(name: str, value: float, **labels: str) -> None:
     """Set a gauge. Does nothing in a process that is not connected to Ray."""
     if ray.is_initialized():
         _gauge(name).set(float(value), labels)
 
 
-def tell_trials(search: str, states: Iterable[str], increases: Mapping[float, float]) -> None:
+def set_trial_gauges(search: str, states: Iterable[str], increases: Mapping[float, float]) -> None:
     """Of a search: the state of each trial, and the smallest increase of the loss (nats per token) at each KV ratio."""
     states = list(states)
     for state in (WAITING, RUNNING, *ENDED):
-        tell(TRIALS, states.count(state), search=search, state=state)
+        set_gauge(TRIALS, states.count(state), search=search, state=state)
     for ratio, increase in increases.items():
-        tell(BEST, increase, search=search, kv_ratio=f"{ratio:g}")
+        set_gauge(BEST, increase, search=search, kv_ratio=f"{ratio:g}")

@@ -17,7 +17,7 @@ from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord
 from orchestrator.tracking.metrics import METRICS, point
 from orchestrator.tracking.runs import Dataset
-from orchestrator.tracking.sync import Run, Shared
+from orchestrator.tracking.sync import SharedMetadata, TrackedRun
 from search_spaces.recipes.recipe import AXES
 from trainers.text.data import SPLITS
 from trainers.text.token_sets import is_complete, read_sequences
@@ -32,13 +32,15 @@ FACTS = (
 """Of a trial's record, what goes to its first point."""
 
 
-def shared_of(config: SearchConfig, folder: SearchFolder, files: Mapping[str, Path], base_model: str | None) -> Shared:
+def shared_metadata(
+    config: SearchConfig, folder: SearchFolder, files: Mapping[str, Path], base_model: str | None
+) -> SharedMetadata:
     """Of all runs of a search. `files`: its token sets, by split; `base_model`: what the original is called."""
     tags = source_tags("search", read_json(folder.state).get("command", "headfold search"))
     if version := read_json(folder.versions).get("headfold"):
         tags["headfold.version"] = version
     params = {"base_model": base_model, "batch_size": config.train.batch_size, "seed": config.search.seed}
-    return Shared(tags, params, datasets_of(config, {split: files[split] for split in SPLITS}))
+    return SharedMetadata(tags, params, datasets_of(config, {split: files[split] for split in SPLITS}))
 
 
 def source_tags(verb: str, command: str) -> dict[str, str]:
@@ -80,7 +82,7 @@ def datasets_of(config: SearchConfig, files: Mapping[str, Path | str], promotion
     return found
 
 
-def trial_run(record: TrialRecord, folder: Path) -> Run:
+def trial_run(record: TrialRecord, folder: Path) -> TrackedRun:
     """Of a trial of the search in `folder`."""
     tags: dict[str, Any] = {"trial_id": record.trial_id, "headfold.kind": "trial", NOTE: _note(record, folder)}
     if record.status not in (records.RUNNING, records.WAITING):
@@ -104,11 +106,11 @@ def trial_run(record: TrialRecord, folder: Path) -> Run:
                 measured = {f"relaxation_{key}": value for key, value in one.items() if key != "step"}
                 points.append(point(measured, one["step"], rung["timestamp"]))
         points.append(point(values, rung["step"], rung["timestamp"]))
-    run = Run(record.name, tags, record.status, params_of(record), points, {}, files)
+    run = TrackedRun(record.name, tags, record.status, trial_params(record), points, {}, files)
     return replace(run, started=record.started, ended=record.ended)
 
 
-def params_of(record: TrialRecord) -> dict[str, Any]:
+def trial_params(record: TrialRecord) -> dict[str, Any]:
     """Of a trial, and of its promotion."""
     params = {"recipe": record.label, "kv_ratio": record.kv_ratio, "learning_rate": record.learning_rate}
     found = {"seed": record.seed, "actual_kv_ratio": record.actual_kv_ratio}

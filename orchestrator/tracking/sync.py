@@ -37,7 +37,7 @@ Key = tuple[tuple[str, str], ...]
 
 
 @dataclass
-class Run:
+class TrackedRun:
     """What MLflow is to hold of one run. `tags`: it is found by those of FOUND_BY. `points`: values of metrics, each
     with its `step` and `time` (seconds since 1970). `files`: artifacts; one that is not there is left out. `status`
     None: as it is. `run_id`: of a search's own run, if it is known. `started`, `ended`: in seconds since 1970, where
@@ -65,14 +65,14 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedMetadata:
     """What all runs of a search have in common; a run's own tags, params and datasets come first."""
 
     tags: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
     datasets: Sequence[Dataset] = ()
 
-    def completed(self, run: Run) -> Run:
+    def completed(self, run: TrackedRun) -> TrackedRun:
         tags, params = {**self.tags, "mlflow.runName": run.name, **run.tags}, {**self.params, **run.params}
         return replace(run, tags=tags, params=params, datasets=run.datasets or self.datasets)
 
@@ -85,7 +85,7 @@ def key_of(tags: Mapping[str, Any]) -> Key:
 class _Known:
     """A run as far as the store is known to have it."""
 
-    wanted: Run
+    wanted: TrackedRun
     run_id: str | None = None
     status: str | None = None
     digest: str | None = None
@@ -99,9 +99,13 @@ class MlflowSync:
     """
 
     def __init__(
-        self, connect: Callable[[], Tracker], parent: Run, tracker: Tracker | None = None, shared: Shared | None = None
+        self,
+        connect: Callable[[], Tracker],
+        parent: TrackedRun,
+        tracker: Tracker | None = None,
+        shared: SharedMetadata | None = None,
     ) -> None:
-        self._connect, self._tracker, self._shared = connect, tracker, shared or Shared()
+        self._connect, self._tracker, self._shared = connect, tracker, shared or SharedMetadata()
         self._parent = parent.key
         self._runs: dict[Key, _Known] = {}
         self._waiting: dict[Key, _Known] = {}
@@ -120,7 +124,7 @@ class MlflowSync:
         """How many runs the store may not have as they should be."""
         return len(self._waiting)
 
-    def put(self, run: Run) -> str | None:
+    def put(self, run: TrackedRun) -> str | None:
         """Bring one run up to date, and all that wait. Its id; None as long as the store is away."""
         run = self._shared.completed(run)
         with self._lock:
@@ -231,9 +235,9 @@ class MlflowSync:
         return run_id
 
 
-def parent_run(folder: Path, waits_for: str | None = None, **more: Any) -> Run:
+def parent_run(folder: Path, waits_for: str | None = None, **more: Any) -> TrackedRun:
     """The run of a search itself, which all its others are children of. `waits_for`: nodes that are slow to come, "" if
     it waits no longer."""
     tags = {"headfold.kind": "search", "headfold.folder": str(folder)}
     waits = {} if waits_for is None else {"headfold.waits_for": waits_for or "nothing"}
-    return Run(folder.name, tags | waits, **more)
+    return TrackedRun(folder.name, tags | waits, **more)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.storage import records
-from orchestrator.tracking.run_metadata import NOTE, Dataset, source_tags
 from orchestrator.tracking.metrics import point
+from orchestrator.tracking.run_metadata import NOTE, Dataset, source_tags
 from orchestrator.tracking.runs import Tracker
-from orchestrator.tracking.sync import MlflowSync, Run
+from orchestrator.tracking.sync import MlflowSync, TrackedRun
 
 EXPERIMENT = "headfold"
 SECONDS = 10.0  # between two times that MLflow is told, but for the end
@@ -50,13 +50,13 @@ class TrackedTraining:
         if status != records.RUNNING and not self._sync.flush():
             print("MLflow is away: its run of this training is not up to date", file=sys.stderr)
 
-    def _run(self, points: Sequence[Mapping[str, Any]], status: str) -> Run:
+    def _run(self, points: Sequence[Mapping[str, Any]], status: str) -> TrackedRun:
         command = shlex.join(["headfold", *sys.argv[1:]])
         tags = {"headfold.kind": self.verb, "headfold.folder": str(self.out), **source_tags(self.verb, command)}
         note = f"Training of {self.title}; its best measured step, or the last, is in `{self.out}`."
         series = [point(values, values["step"], values["time"]) for values in points]
         name = f"{self.out.name} \u00b7 {self.title}"
-        return Run(
+        return TrackedRun(
             name,
             tags | {"mlflow.runName": name, NOTE: note},
             status,

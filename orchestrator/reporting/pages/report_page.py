@@ -13,9 +13,9 @@ from attention.io.files import write_whole
 from attention.ratios import percent
 from orchestrator.reporting.comparison import UNTOLD, Row, compare
 from orchestrator.reporting.figures import search
-from orchestrator.reporting.pages.search_sections import found_sections
-from orchestrator.reporting.pages.page import Part, Picture, Section, render_page
 from orchestrator.reporting.pages.model_sections import model_part
+from orchestrator.reporting.pages.page import Part, Picture, Section, render_page
+from orchestrator.reporting.pages.search_sections import found_sections
 from orchestrator.reporting.promoted_models import PROMOTED, promoted_models
 from orchestrator.reporting.repeat_command import command_of
 from orchestrator.reporting.tables import facts_table

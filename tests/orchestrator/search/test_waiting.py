@@ -21,7 +21,7 @@ from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import waits_for
 from orchestrator.tracking.runs import Tracker
-from orchestrator.tracking.sync import MlflowSync, Run, parent_run
+from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
 
 CONFIG = {
     "name": "mine",
@@ -55,7 +55,7 @@ def test_a_search_says_what_it_waits_for(
     write_json(folder.state, {"started": "2026-01-01T12:00:00+00:00"})
     write_json(folder.waiting, {"waits_for": "what a killed driver waited for", "since": "then"})
 
-    def run() -> Run:
+    def run() -> TrackedRun:
         return parent_run(folder.root, waits_for(folder.waiting))
 
     tracker = Tracker.open(None, "tests", tmp_path)

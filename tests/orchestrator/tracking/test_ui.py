@@ -24,8 +24,8 @@ from orchestrator.storage.journal import Journal
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.tracking.mlflow_server import taken
-from orchestrator.tracking.ui import serve_page, store_of
 from orchestrator.tracking.runs import Tracker
+from orchestrator.tracking.ui import serve_page, store_of
 
 
 @pytest.fixture
