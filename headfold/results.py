@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint as files
-from orchestrator.reporting.evaluation_tables import increase_of, text_of
+from orchestrator.reporting.evaluation_tables import eval_text_of, increase_of
 from orchestrator.serving.export import export_checkpoint
 from orchestrator.storage.records import percent
 
@@ -104,7 +104,7 @@ class ConversionResult(Saved):
         sizes = f"{record['kv_bytes_per_token']:,} of {record['kv_bytes_per_token_original']:,} bytes per token"
         return {
             "converted": f"{record['model']} by {record['recipe']['name']}: {self.path}",
-            "perplexity": f"{before:.2f} before, {after:.2f} after ({loss}), on {text_of(record)}",
+            "perplexity": f"{before:.2f} before, {after:.2f} after ({loss}), on {eval_text_of(record)}",
             "KV cache": f"{sizes} ({share})",
             "loaded by": ", ".join(record["loads_in"]),
         }
@@ -128,7 +128,7 @@ class EvaluationResult(VerbResult):
             beside = f", {before} (loss {increase_of(record)} nats per token)"
         return {
             "checkpoint": record["checkpoint"],
-            "perplexity": f"{record['perplexity']:.2f}{beside}, on {text_of(record)}",
+            "perplexity": f"{record['perplexity']:.2f}{beside}, on {eval_text_of(record)}",
             "KV cache": f"{record['kv_bytes_per_token']:,} bytes per token, {percent(record['kv_ratio'])} of "
             f"{record['kv_ratio_of']}",
         }
@@ -142,7 +142,7 @@ class InspectionResult(VerbResult):
         record = self.record
         lines = {
             "model": f"{record['model']}: {record['layers']} layers of {record['kv_heads']} KV heads",
-            "perplexity": f"{record['original_perplexity']:.2f}, on {text_of(record)}",
+            "perplexity": f"{record['original_perplexity']:.2f}, on {eval_text_of(record)}",
         }
         for entry in record["recipes"]:
             label = f"{entry['recipe']} at {percent(entry['kv_ratio_asked'])}"

@@ -26,7 +26,7 @@ from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.promote import promote
 from orchestrator.reporting import console
-from orchestrator.reporting.comparison import compare
+from orchestrator.reporting.comparison import compare_arms
 from orchestrator.reporting.figures.drawing import save_png
 from orchestrator.reporting.figures.search import front_figure, rungs_figure
 from orchestrator.reporting.pages.report_page import write_report
@@ -283,7 +283,7 @@ def _run(
             save_png(rungs_figure(outcome.trials, original), folder.root / "rungs.png")
         mlflow.put(_run_of(config, folder, records.RUNNING))
         console.print_trials(outcome.trials, original)
-        console.print_comparison(compare(outcome.trials, original))
+        console.print_comparison(compare_arms(outcome.trials, original))
         if not outcome.interrupted and outcome.front and config.promotion.enabled:
             outcome.promotion = promote(session)
     outcome.report = write_report(folder.root)["report"]

@@ -128,7 +128,7 @@ def watch(
         print(encoder.dumps(asdict(status.read_status(folder)), indent=1))
         return
     check_results(json)
-    runner.finish(asdict(status.watch(folder, every=every, once=once or json is not None)), json)
+    runner.finish(asdict(status.watch_search(folder, every=every, once=once or json is not None)), json)
 
 
 def report(

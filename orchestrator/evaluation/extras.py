@@ -24,7 +24,7 @@ class Extras:
     context_lengths: str | None = None
 
     def prepare(self, tokenizer: Any, most: int, held_out: Callable[[int], Tensor], seed: int) -> PreparedExtras:
-        """With all data, for models of `most` positions. `held_out(length)`: held-out text `[TEXTS, length]`. Raises
+        """With all data, for models of `most` positions. `held_out(length)`: `[NUM_TEXTS, length]` held out. Raises
         ConfigError or DataError for what a user can mend."""
         prompts = list(self.prompts)
         encoded = encode_prompts(prompts, tokenizer, most)
@@ -46,7 +46,7 @@ class PreparedExtras:
     longest: Tensor | None
     needles: dict[int, Needles]
 
-    def of(self, model: Any) -> dict[str, Any]:
+    def measure(self, model: Any) -> dict[str, Any]:
         """What one model gives."""
         made: dict[str, Any] = {}
         if self.tasks is not None:
@@ -76,4 +76,4 @@ class PreparedExtras:
         return fields
 
 
-NOTHING_MORE = Extras()
+NO_EXTRAS = Extras()

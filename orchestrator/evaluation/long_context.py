@@ -22,7 +22,7 @@ from trainers.text.tokenising import beginning
 
 BINS = 8
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the line: the beginning of the context, ..., right before the question
-TEXTS = 8  # that a line is hidden in, at each depth
+NUM_TEXTS = 8  # that a line is hidden in, at each depth
 CANDIDATES = 4  # values that the line of a text has, one after the other; chance is one in so many
 SHORTEST = 64  # context that holds a line, the question, and text between them
 TOKENS_AT_ONCE = 2048
@@ -83,15 +83,15 @@ def loss_by_position(model: Any, sequences: Tensor) -> list[dict[str, float]]:
 
 @dataclass(frozen=True)
 class Needles:
-    """Contexts with a hidden line, and the question for its value as their end. `ids [DEPTHS, TEXTS, CANDIDATES, L]`:
-    with each value hidden; `candidates [TEXTS, CANDIDATES]`: the token ids of the values."""
+    """Contexts with a hidden line, and the question for its value last. `ids [DEPTHS, NUM_TEXTS, CANDIDATES, L]`:
+    with each value hidden; `candidates [NUM_TEXTS, CANDIDATES]`: the token ids of the values."""
 
     ids: Tensor
     candidates: Tensor
 
     @classmethod
     def hide(cls, sequences: Tensor, tokenizer: Any, seed: int) -> Needles:
-        """In `sequences [TEXTS, L]` of held-out text, behind what the tokenizer begins a text with. The line is
+        """In `sequences [NUM_TEXTS, L]` of held-out text, behind what the tokenizer begins a text with. The line is
         `KEY_code = 'VALUE'`, the question `KEY_code = '`; keys and values are words of the vocabulary, values of one
         token. Raises ConfigError where it has too few."""
         words = _words(tokenizer)
@@ -120,7 +120,7 @@ class Needles:
     def _at(self, model: Any, depth: int) -> Recall:
         device, contexts = next(model.parameters()).device, self.ids[depth].flatten(0, 1)
         scores, likeliest = [], []
-        wanted = self.candidates.repeat_interleave(CANDIDATES, 0)  # [TEXTS * CANDIDATES, CANDIDATES]
+        wanted = self.candidates.repeat_interleave(CANDIDATES, 0)  # [NUM_TEXTS * CANDIDATES, CANDIDATES]
         size = max(1, TOKENS_AT_ONCE // contexts.shape[1])
         with evaluating(model):
             for ids, values in zip(contexts.split(size), wanted.split(size), strict=True):

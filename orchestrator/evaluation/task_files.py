@@ -59,7 +59,7 @@ def task_specs(asked: Iterable[str]) -> list[str | dict[str, Any]]:
     return specs
 
 
-def placed(asked: Iterable[str]) -> list[str]:
+def with_absolute_paths(asked: Iterable[str]) -> list[str]:
     """The same, folders and files by their absolute paths: for a process in another folder."""
     paths = {name: Path(name).expanduser().absolute() for name in asked}
     return [str(path) if name not in SHIPPED and path.exists() else name for name, path in paths.items()]

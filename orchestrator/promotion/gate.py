@@ -23,8 +23,8 @@ from orchestrator import checkpoints
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
-from orchestrator.evaluation.extras import NOTHING_MORE
-from orchestrator.evaluation.task_files import placed
+from orchestrator.evaluation.extras import NO_EXTRAS
+from orchestrator.evaluation.task_files import with_absolute_paths
 from orchestrator.promotion.engine_export import check_engine
 from orchestrator.promotion.measuring import extras_of, measure_finalist
 from orchestrator.promotion.state import Entry
@@ -41,7 +41,7 @@ def check_candidate(entry: Entry, session: SearchSession) -> dict[str, str]:
     `reasons` (none: passed), and what is said of the model that was written; returns the digests of plan, trained and
     exported weights."""
     config = session.config
-    section = config.promotion.model_copy(update={"tasks": placed(config.promotion.tasks)})
+    section = config.promotion.model_copy(update={"tasks": with_absolute_paths(config.promotion.tasks)})
     config = config.model_copy(update={"promotion": section})  # the task may run in another folder
     what = f"gate of {entry.name}"
     seen, digests = on_cluster(task_options(config), what, examine, entry, config, session.folder, session.context)
@@ -80,7 +80,7 @@ def examine(
         if config.search.target != "any":
             with _check(entry, "engine"):
                 check_engine(entry, config.search.target)
-        if extras_of(config.promotion) != NOTHING_MORE:
+        if extras_of(config.promotion) != NO_EXTRAS:
             with _check(entry, "worth"):
                 measure_finalist(entry, config, context, folder.promoted)
         digests["weights_digest"] = checkpoint.weights_digest(entry.model)

@@ -16,7 +16,7 @@ from attention.io import checkpoint
 from orchestrator import checkpoints
 from orchestrator.config.schema import PromotionSection, SearchConfig
 from orchestrator.evaluation.extras import Extras
-from orchestrator.evaluation.long_context import TEXTS
+from orchestrator.evaluation.long_context import NUM_TEXTS
 from orchestrator.evaluation.task_files import accuracy_of, task_specs
 from orchestrator.evaluation.tasks import Scores
 from orchestrator.promotion.state import Entry
@@ -42,7 +42,7 @@ def measure_finalist(entry: Entry, config: SearchConfig, context: TrialContext, 
     asked = hashlib.sha256(repr((extras, task_specs(extras.tasks), config.search.seed)).encode()).hexdigest()
 
     def of(path: str) -> dict[str, Any]:
-        return prepared.of(checkpoints.load_working(path, context.dtype, context.device))
+        return prepared.measure(checkpoints.load_working(path, context.dtype, context.device))
 
     models = {"checkpoint": of(str(entry.model))}
     for name, path in (("original", context.model), ("baseline", entry.baseline_folder)):
@@ -53,8 +53,8 @@ def measure_finalist(entry: Entry, config: SearchConfig, context: TrialContext, 
 
 
 def recut(held_out: Tensor, length: int) -> Tensor:
-    """The first tokens of held-out text `[N, T]` as `[TEXTS, length]`; there are enough (`search.validation`)."""
-    return held_out.flatten()[: TEXTS * length].view(TEXTS, length)
+    """The first tokens of held-out text `[N, T]` as `[NUM_TEXTS, length]`; there are enough (`search.validation`)."""
+    return held_out.flatten()[: NUM_TEXTS * length].view(NUM_TEXTS, length)
 
 
 def _kept(file: Path, path: str, asked: str, of: Any) -> dict[str, Any]:

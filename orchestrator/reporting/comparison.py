@@ -20,7 +20,7 @@ Spread = dict[str, Any]
 UNTOLD = "-"
 
 
-def spread(values: Iterable[float]) -> Spread:
+def mean_and_sd(values: Iterable[float]) -> Spread:
     """`{mean, sd, n}` of some values: sd is the sample standard deviation (n - 1 below), None for a single value."""
     values = list(values)
     mean = statistics.fmean(values) if values else None
@@ -44,7 +44,7 @@ def diverged(trial: TrialRecord) -> bool:
     return "diverged" in (trial.error or "").lower() or (bool(trial.rungs) and not math.isfinite(trial.last_loss))
 
 
-def compare(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> list[Row]:
+def compare_arms(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> list[Row]:
     """One row for each arm and KV ratio, in the order in which arms were first tried, KV ratios falling; no probes.
 
     A learning rate takes part at a step if every seed of the search (of a candidate that the searcher drew: every seed
@@ -104,16 +104,16 @@ def _row(arm: Sequence[TrialRecord], seeds: Sequence[int | None], last: int, ori
         "steps": at,
         "tokens": best and best["tokens"],
         "last": bool(best) and best["step"] == last,
-        "loss": _bare(best) if best else spread(()),
-        "untrained": next((_bare(p) for p in curve if p["step"] == 0), spread(())),
+        "loss": _bare(best) if best else mean_and_sd(()),
+        "untrained": next((_bare(p) for p in curve if p["step"] == 0), mean_and_sd(())),
         "pooled": any(t.relaxes for t in chosen or arm),
         "loss_increase": best["mean"] - original["loss"] if best else None,
         "cost": _mean_cost(chosen or arm),
-        "remaining_distance": spread(t.remaining_distance for t in chosen if t.remaining_distance is not None),
+        "remaining_distance": mean_and_sd(t.remaining_distance for t in chosen if t.remaining_distance is not None),
         "curve": curve,
         "rungs": rungs,
         "rates": [
-            {"learning_rate": rate, **spread(_losses(t)[at] for t in mine if at in _losses(t))}
+            {"learning_rate": rate, **mean_and_sd(_losses(t)[at] for t in mine if at in _losses(t))}
             for rate, mine in rates.items()
         ],
         "trial_ids": [t.trial_id for t in sorted(chosen, key=lambda t: (t.seed is not None, t.seed or 0))],
@@ -130,7 +130,7 @@ def _point(step: int, trials: Sequence[TrialRecord], seeds: Sequence[int | None]
         return None
     tokens = [r["tokens"] for t in measured.values() for r in t.rungs if r["step"] == step and "tokens" in r]
     mean_tokens = round(statistics.fmean(tokens)) if tokens else None
-    return {"step": step, "tokens": mean_tokens, **spread(_losses(t)[step] for t in measured.values())}
+    return {"step": step, "tokens": mean_tokens, **mean_and_sd(_losses(t)[step] for t in measured.values())}
 
 
 def _best_at(

@@ -59,7 +59,7 @@ def increase_of(record: Mapping[str, Any]) -> str:
     return f"{record['loss_increase']:+.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
-def text_of(record: Mapping[str, Any]) -> str:
+def eval_text_of(record: Mapping[str, Any]) -> str:
     """What a loss was measured on."""
     left_out = record.get("eval_documents_left_out")
     less = f" ({left_out} documents left out that are calibrated on)" if left_out else ""
@@ -75,7 +75,7 @@ def print_conversion(record: Mapping[str, Any], out: Any) -> None:
             f"{point['recipe']['name']} at {percent(point['kv_ratio'])} of the checkpoint's KV cache{unmet(point)}: "
             f"held-out loss {point['original_loss']:.3f} before, {point['loss']:.3f} after ({increase_of(point)} nats "
             f"per token), perplexity {point['original_perplexity']:.2f} before, {point['perplexity']:.2f} after, KL "
-            f"{point['kl']:.3f}, on {text_of(point)}; {point['kv_bytes_per_token']} KV bytes per token, "
+            f"{point['kl']:.3f}, on {eval_text_of(point)}; {point['kv_bytes_per_token']} KV bytes per token, "
             f"{point['kv_bytes_per_token_original']} before"
         )
         for note in (*([point["format_note"]] if out is not None else []), *point.get("notes", ())):
@@ -85,11 +85,11 @@ def print_conversion(record: Mapping[str, Any], out: Any) -> None:
         print(f"checkpoints, curve.json and curve.png: {out}" if several else f"checkpoint: {record['out']}")
 
 
-def print_worth(record: Mapping[str, Any]) -> None:
+def print_evaluation(record: Mapping[str, Any]) -> None:
     """Loss, cache and speed, from a record of `headfold evaluate`."""
     print(
         f"held-out loss {record['loss']:.3f} nats per token, perplexity {record['perplexity']:.2f}, on "
-        f"{text_of(record)}"
+        f"{eval_text_of(record)}"
     )
     for note in record.get("notes", ()):
         print(f"note: {note}")

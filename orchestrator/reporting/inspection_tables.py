@@ -10,7 +10,7 @@ from attention.base.timing import clock
 from attention.ratios import percent
 from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
 from orchestrator.reporting.console import console
-from orchestrator.reporting.evaluation_tables import increase_of, text_of
+from orchestrator.reporting.evaluation_tables import eval_text_of, increase_of
 from orchestrator.reporting.figures.inspection import fitting_told
 from orchestrator.reporting.tables import Table
 from orchestrator.storage.records import unmet
@@ -36,7 +36,7 @@ def lead(record: Mapping[str, Any]) -> str:
         f"Original model: {record['family']}, {record['layers']} layers of {heads}, "
         f"{record['kv_bytes_per_token']:,} KV bytes per token, held-out loss "
         f"{record['original_loss']:.3f} nats per token, perplexity {record['original_perplexity']:.2f}, on "
-        f"{text_of(record)} (calibrated on {record['calibration_tokens']:,} of {record['calibration_data']})."
+        f"{eval_text_of(record)} (calibrated on {record['calibration_tokens']:,} of {record['calibration_data']})."
     )
     if worst := worst_places(record):
         increase, side, layer = worst[0]
@@ -109,7 +109,9 @@ def print_inspection(record: Mapping[str, Any]) -> None:
         )
     columns = (OF_THE_CHECKPOINT, "bytes/token", "sum", "layers from the first")
     out.print(Table(columns, rows).for_terminal(), "\n")
-    out.print(f"Each recipe before any training, on {text_of(record)} (± standard error; * lowest at its KV ratio):")
+    out.print(
+        f"Each recipe before any training, on {eval_text_of(record)} (± standard error; * lowest at its KV ratio):"
+    )
     out.print(recipe_table(record).for_terminal(star=True))
     for entry in record["recipes"]:
         if "why_not" in entry:

@@ -237,7 +237,7 @@ def line(view: View) -> str:
     return f"{view.name} {view.state} | " + " | ".join(parts)
 
 
-def watch(
+def watch_search(
     folder: SearchFolder,
     *,
     every: float = 2.0,

@@ -143,7 +143,7 @@ def _best(trials: Sequence[TrialRecord], most: int) -> list[TrialRecord]:
 
 
 def comparison_table(rows: Sequence[comparison.Row]) -> Table:
-    """The rows of `comparison.compare`; the lowest mean of each KV ratio at the last rung is marked."""
+    """The rows of `comparison.compare_arms`; the lowest mean of each KV ratio at the last rung is marked."""
     best: dict[float, float] = {}
     for row in (row for row in rows if row["last"]):
         best[row["kv_ratio"]] = min(row["loss"]["mean"], best.get(row["kv_ratio"], math.inf))

@@ -8,7 +8,7 @@ from attention.io.targets import target
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.evaluation.generations import encode_prompts
-from orchestrator.evaluation.long_context import TEXTS, context_lengths
+from orchestrator.evaluation.long_context import NUM_TEXTS, context_lengths
 from orchestrator.evaluation.task_files import ACCURACIES, accuracy_of
 from orchestrator.evaluation.tasks import HarnessTasks
 from orchestrator.serving.decode_times import TOKENS
@@ -27,7 +27,7 @@ def check_extras(config: SearchConfig, geometry: HeadGeometry) -> None:
             encode_prompts(section.prompts, checkpoints.load_tokenizer(config.model.path), geometry.max_positions)
         if section.context_lengths:
             longest = context_lengths(",".join(map(str, section.context_lengths)), geometry.max_positions)[-1]
-            needed, there = TEXTS * longest, config.data.eval.tokens
+            needed, there = NUM_TEXTS * longest, config.data.eval.tokens
             if needed > there:
                 raise ConfigError(
                     f"context_lengths: {longest} take {needed} held-out tokens, data.eval.tokens are {there}; set "

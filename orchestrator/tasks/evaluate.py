@@ -20,8 +20,8 @@ from orchestrator.config.options import EvaluateOptions
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation.extras import Extras, PreparedExtras
 from orchestrator.evaluation.generations import read_prompts
-from orchestrator.evaluation.long_context import TEXTS
-from orchestrator.reporting.evaluation_tables import print_extras, print_worth
+from orchestrator.evaluation.long_context import NUM_TEXTS
+from orchestrator.reporting.evaluation_tables import print_evaluation, print_extras
 from orchestrator.resources.size import Size
 from orchestrator.resources.time import matmul_rate
 from orchestrator.serving.speed import engine_speed
@@ -156,7 +156,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
         """What is measured beside, with its data."""
 
         def held_out(length: int) -> Tensor:
-            return self._cut(TEXTS * length, length).held_out
+            return self._cut(NUM_TEXTS * length, length).held_out
 
         return self.extras.prepare(self.tokenizer, self.positions, held_out, self.options.seed)
 
@@ -227,9 +227,9 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
             if original_worth is not None:
                 beside = scored.compared(original_worth)
         with phases("extras"):
-            measured = {CHECKPOINT: prepared.of(model)}
+            measured = {CHECKPOINT: prepared.measure(model)}
             if teacher is not None:
-                measured[ORIGINAL] = prepared.of(teacher)
+                measured[ORIGINAL] = prepared.measure(teacher)
         baseline_loss = None
         if BASELINE in models:
             with phases("baseline"):
@@ -239,7 +239,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
                 if original_worth is not None:
                     increase = baseline_worth.compared(original_worth)
                     beside |= {f"baseline_{name}": increase[name] for name in ("loss_increase", "loss_increase_stderr")}
-                measured[BASELINE] = prepared.of(other)
+                measured[BASELINE] = prepared.measure(other)
                 del other
         heads, kind = _reference_cache(models[CHECKPOINT], model, teacher)
         cast_weights(model, checkpoints.dtype_of(self.dtype))
@@ -278,7 +278,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
         if self.options.engine is not None:
             print_speed(record)
             return
-        print_worth(record)
+        print_evaluation(record)
         print_extras(record)
 
 

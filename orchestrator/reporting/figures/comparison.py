@@ -1,4 +1,4 @@
-"""Arms against each other, from the rows of `orchestrator.reporting.comparison.compare`: mean and spread over seeds."""
+"""Arms against each other, from the rows of `comparison.compare_arms`: mean and sd over seeds."""
 
 from __future__ import annotations
 

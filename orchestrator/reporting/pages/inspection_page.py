@@ -11,7 +11,7 @@ from attention.base.text import number
 from attention.base.timing import clock
 from attention.plan import AttentionPlan
 from attention.ratios import percent
-from orchestrator.reporting.evaluation_tables import increase_of, text_of
+from orchestrator.reporting.evaluation_tables import eval_text_of, increase_of
 from orchestrator.reporting.figures import inspection, search
 from orchestrator.reporting.figures.inspection import fitting_told
 from orchestrator.reporting.inspection_tables import agreement_table, best_entry, lead, recipe_table, worst_places
@@ -123,7 +123,7 @@ def _provenance(record: Mapping[str, Any]) -> Table:
             "recipe of the single places": f"{recipe['name']}: grouping {recipe['grouping']}, "
             f"fusion {recipe['fusion']}",
             "text": f"calibrated on {record['calibration_tokens']:,} tokens of {record['calibration_data']}, "
-            f"measured on {text_of(record)}, in sequences of {record['sequence_length']}",
+            f"measured on {eval_text_of(record)}, in sequences of {record['sequence_length']}",
             "seed": record["seed"],
             "number format": record["dtype"],
             "cache": record["cache"],

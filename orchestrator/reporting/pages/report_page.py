@@ -11,7 +11,7 @@ from attention.base.text import number
 from attention.base.timing import clock
 from attention.io.files import write_whole
 from attention.ratios import percent
-from orchestrator.reporting.comparison import UNTOLD, Row, compare
+from orchestrator.reporting.comparison import UNTOLD, Row, compare_arms
 from orchestrator.reporting.figures import search
 from orchestrator.reporting.pages.model_sections import model_part
 from orchestrator.reporting.pages.page import Part, Picture, Section, render_page
@@ -44,7 +44,7 @@ AGAIN = (
 def write_report(search: str | Path, out: str | Path | None = None) -> dict[str, Any]:
     """Write the page of a search folder.
 
-    Returns its path and size, and the rows of `comparison.compare`. Raises ConfigError if `search` is none, or
+    Returns its path and size, and the rows of `comparison.compare_arms`. Raises ConfigError if `search` is none, or
     if `out` is a file that we did not write.
     """
     folder = SearchFolder.existing(search)
@@ -52,7 +52,7 @@ def write_report(search: str | Path, out: str | Path | None = None) -> dict[str,
         check_file(out, "page", "out")
     trials = load_trials(folder.root)
     original = _recorded(folder.original)
-    rows = compare(trials, original) if trials and original else []
+    rows = compare_arms(trials, original) if trials and original else []
     content = _build_page(folder, trials, original, rows)
     path = Path(out) if out is not None else folder.report
     if out is None and folder.origin.is_file():
