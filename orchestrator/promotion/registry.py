@@ -141,12 +141,12 @@ def settle_aliases(state: PromotionState, config: SearchConfig, tracker: Tracker
         ranked = sorted((e for e in registered if e.kv_ratio == budget), key=lambda e: (e.loss, e.trial_id))
         for place, entry in reversed(list(enumerate(ranked, 1))):
             alias = alias_of(budget, place)
-            holder = tracker.holder(name, alias)
+            holder = tracker.alias_version(name, alias)
             if holder is not None and holder not in versions and int(holder) > int(entry.version or 0):
                 entry.model_uri = f"models:/{name}/{entry.version}"
             else:
                 if holder != entry.version:
-                    tracker.point(name, alias, str(entry.version))
+                    tracker.set_alias(name, alias, str(entry.version))
                 entry.model_uri = f"models:/{name}@{alias}"
             entry.status = PROMOTED
 

@@ -65,7 +65,7 @@ def test_gauges_are_exported(ray_cluster: None) -> None:
     worker: Any = Worker.remote()
     ray.get(worker.set.remote({"tokens_per_second": 1234.5, "mfu": 0.25}))
     wanted = {
-        gauges.TRIALS: {"waiting": 0, "running": 1, "done": 2, "stopped": 0, "copy": 0, "failed": 1, "killed": 0},
+        gauges.TRIAL_COUNT: {"waiting": 0, "running": 1, "done": 2, "stopped": 0, "copy": 0, "failed": 1, "killed": 0},
         gauges.BEST: {"0.5": 0.125, "0.25": 0.5},
         gauges.WAITS: {"": 1},
         gauges.BEHIND: {"": 3},
