@@ -14,7 +14,7 @@ PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator"
 ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 """A module that defines one of these is a family, an export target or an engine; their functions are named alike."""
 SHARED_NAMES = {
-    "AUTO", "Agreement", "BATCH", "BYTES", "COLUMNS", "DryRun", "ENGINES",
+    "AUTO", "Agreement", "BYTES", "COLUMNS", "DryRun", "ENGINES",
     "EPSILON", "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LARGE", "LEAST", "LIBRARY", "LIMIT",
     "LOOK_SECONDS", "MOST_TOLD", "NAME", "NEAR", "NUMBERS", "ORDER", "PACKAGES", "PATIENCE",
     "POLL_SECONDS", "PREFIX", "PROMOTION", "Part", "RECIPES", "REPOSITORY",
