@@ -14,13 +14,13 @@ PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator"
 ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 """A module that defines one of these is a family, an export target or an engine; their functions are named alike."""
 SHARED_NAMES = {
-    "AUTO", "Agreement", "BYTES", "COLUMNS", "DryRun", "ENGINES",
-    "EPSILON", "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LARGE", "LEAST", "LIBRARY", "LIMIT",
-    "LOOK_SECONDS", "MOST_TOLD", "NAME", "NEAR", "NUMBERS", "ORDER", "PACKAGES", "PATIENCE",
-    "POLL_SECONDS", "PREFIX", "PROMOTION", "Part", "RECIPES", "REPOSITORY",
-    "SECONDS", "SHORT", "SHOWN", "SIDES", "SIMILARITY", "STAGES", "Section", "Seed", "T", "TEXTS", "Task", "TOKENS",
+    "AUTO", "DryRun",
+    "EPSILON", "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LARGE",
+    "LOOK_SECONDS", "NAME", "NEAR", "PACKAGES", "PATIENCE",
+    "POLL_SECONDS", "PREFIX", "REPOSITORY",
+    "SECONDS", "SIDES", "STAGES", "Seed", "T", "TEXTS", "Task", "TOKENS",
     "TOLD", "TRAIN_TOKENS", "check", "convert", "evaluate", "export",
-    "in_words", "load", "promote", "register", "search", "spans",
+    "in_words", "load", "promote", "register", "search",
     "train", "untrained", "waits_for",
 }  # fmt: skip
 """Public names that more than one module still defines. The list only shrinks: a new thing gets a name of its own."""

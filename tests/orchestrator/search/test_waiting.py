@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from orchestrator.cluster import waiting
 from orchestrator.config.schema import parse_config
-from orchestrator.reporting.status import line, read_status
+from orchestrator.reporting.status import read_status, status_line
 from orchestrator.search.waiting import waiting_told
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
@@ -72,7 +72,7 @@ def test_a_search_says_what_it_waits_for(
             asked = placement_group([{"CPU": 50}] * 2)
             assert until(lambda: tag().startswith(f"{SAID} (since 2"))
             assert (read_status(folder).waits_for or "").startswith(SAID)
-            assert f"waits for {SAID}" in line(read_status(folder))
+            assert f"waits for {SAID}" in status_line(read_status(folder))
             remove_placement_group(asked)
             assert until(lambda: tag() == "nothing")
             assert read_status(folder).waits_for is None
