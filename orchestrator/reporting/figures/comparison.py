@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter
 
 from attention.base.text import compact
 from attention.ratios import percent
-from orchestrator.reporting.comparison import ComparisonRow, ArmPoint
+from orchestrator.reporting.comparison import ArmPoint, ComparisonRow
 from orchestrator.reporting.figures.drawing import (
     INK,
     KV_BYTES_LABEL,

@@ -152,7 +152,7 @@ def test_what_a_pull_has_left_of_the_distance_is_told() -> None:
     points = [{"step": 1, "train_loss": 3.0, "distance": 0.5}, {"step": 20, "train_loss": 2.5, "distance": 0.02}]
     pulled = trial("postshare", 0, [3.0, 2.9, 2.8], relaxation=points)
     rows = compare_arms([pulled, trial("gqa", 0, [3.0, 2.9, 2.8])], BASE)
-    left = {row["recipe"]: comparison.cells(row)[comparison.COLUMNS.index("left")] for row in rows}
+    left = {row["recipe"]: comparison.cells(row)[comparison.COMPARISON_COLUMNS.index("left")] for row in rows}
     assert left == {"postshare": "0.02", "gqa": "-"}
     assert rows[0]["remaining_distance"] == {"mean": 0.02, "sd": None, "n": 1}
     assert "left: of the squared distance" in footnote(rows) and "left:" not in footnote(rows[1:])
