@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from attention.base.cache import cache_folder
 from orchestrator import checkpoints
 from orchestrator.config.options import InspectOptions
 from orchestrator.conversion.inspection import COMPARED, InspectionRecord, measure_heads, sensitivity_recipe, untrained
@@ -48,7 +48,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
         )
         recipe = sensitivity_recipe(options.recipe, options.counts, options.recipe_settings)
         self.compared  # noqa: B018
-        cache = Path(options.cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headfold")
+        cache = Path(options.cache_dir or cache_folder())
         check_writable(cache, "cache")
         return ConversionRequest.check(opened, recipe, ratios, replace(options, cache_dir=cache), key="checkpoint")
 
