@@ -17,6 +17,7 @@ from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.io.files import write_whole
 from attention.plan import AttentionPlan, LayerPlan
+from orchestrator.config.options import ExportOptions
 from orchestrator.serving.engines import ENGINES
 from orchestrator.serving.export import export_checkpoint
 
@@ -66,7 +67,11 @@ def measure(folder: Path) -> str:
         source = checkpoint.save(demo if plan is None else convert(demo, plan), folder / f"source-{index}", DEMO)
         for engine, target in TARGETS.items():
             out = folder / f"{target}-{index}"
-            record = export_checkpoint(source, target, out, dtype="float32", check=True, allow_larger_cache=True)
+            record = export_checkpoint(
+                ExportOptions(
+                    checkpoint=source, target=target, out=out, dtype="float32", check=True, allow_larger_cache=True
+                )
+            )
             text += row(kind, engine, record)
             print(f"{kind}: {engine} done", file=sys.stderr, flush=True)
     return text

@@ -19,6 +19,7 @@ from attention.io import checkpoint as files
 from headfold.results import (
     ConversionResult,
     EvaluationResult,
+    ExportArguments,
     ExportResult,
     InspectionResult,
     export_folder,
@@ -194,28 +195,22 @@ def export(
     output_dir: str | Path | None = None,
     *,
     tokenizer: Any = None,
-    dtype: str = "auto",
-    allow_larger_cache: bool = False,
-    overwrite: bool = False,
+    **options: Unpack[ExportArguments],
 ) -> ExportResult:
-    """Write a model in a format that engines load.
+    """Write a model in a format that engines load, with a model card.
 
     Args:
         model: What is exported.
         target: gqa, vllm, gguf, transformers or phi; auto: the best for the model's plan.
         output_dir: Folder for the export; without one it lasts as long as the result.
         tokenizer: Of a model of transformers.
-        dtype: What is written; auto: what the model is stored in.
-        allow_larger_cache: Whether the format may take more KV cache than the model's plan.
-        overwrite: Whether a folder that Headfold wrote is replaced.
+        **options: As those of `headfold export`.
 
     Raises:
         TargetError: If the target cannot hold the plan. Likewise LargerCacheError, ConfigError, OutputError.
     """
     with _named(model, tokenizer) as source:
-        return export_to(
-            source, target, output_dir, dtype=dtype, allow_larger_cache=allow_larger_cache, overwrite=overwrite
-        )
+        return export_to(source, target, output_dir, **options)
 
 
 def load(model: str | Path | Checkpoint, dtype: torch.dtype | str | None = None, device: str = "cpu") -> Any:

@@ -7,15 +7,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypedDict
 
 from transformers import PreTrainedModel
+from typing_extensions import Unpack
 
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint as files
+from orchestrator.config.options import ExportOptions
 from orchestrator.reporting.evaluation_tables import eval_text_of, increase_of
-from orchestrator.serving.export import export_checkpoint
 from orchestrator.storage.records import percent
+from orchestrator.tasks.export import Export
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,10 +112,10 @@ class ConversionResult(Saved):
         }
 
     def export(
-        self, target: str = "auto", output_dir: str | Path | None = None, *, dtype: str = "auto"
+        self, target: str = "auto", output_dir: str | Path | None = None, **options: Unpack[ExportArguments]
     ) -> ExportResult:
         """Write it in a format that an engine loads; see `headfold.export`."""
-        return export_to(self.path, target, output_dir, dtype=dtype)
+        return export_to(self.path, target, output_dir, **options)
 
 
 @dataclass(frozen=True, repr=False)
@@ -157,21 +159,26 @@ class InspectionResult(VerbResult):
         return write_page(page, build_page(dict(self.record)))
 
 
+class ExportArguments(TypedDict, total=False):
+    """Options of an export; what they mean and their defaults: `orchestrator.config.options.ExportOptions`."""
+
+    dtype: str
+    allow_larger_cache: bool
+    check: bool
+    engine: str | None
+    engine_python: str | None
+    check_memory: int
+    overwrite: bool
+    dequantize: bool
+
+
 def export_to(
-    source: str | Path | Checkpoint,
-    target: str,
-    output_dir: str | Path | None,
-    *,
-    dtype: str = "auto",
-    allow_larger_cache: bool = False,
-    overwrite: bool = False,
+    source: str | Path | Checkpoint, target: str, output_dir: str | Path | None, **options: Unpack[ExportArguments]
 ) -> ExportResult:
-    """ExportResult a checkpoint to a folder, or to one that lasts as long as what is returned."""
+    """Export a checkpoint to a folder, or to one that lasts as long as what is returned."""
     folder, temporary = export_folder(output_dir, "export")
-    record = export_checkpoint(
-        source, target, folder, dtype=dtype, allow_larger_cache=allow_larger_cache, overwrite=overwrite
-    )
-    return ExportResult(record, folder, temporary)
+    task = Export(ExportOptions(checkpoint=source, target=target, out=folder, **options))
+    return ExportResult(task.run(), folder, temporary)
 
 
 def export_folder(output_dir: str | Path | None, name: str) -> tuple[Path, TemporaryDirectory[str] | None]:

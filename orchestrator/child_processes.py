@@ -1,8 +1,9 @@
-"""Programs that end with the process that has started them, however that ends: Ctrl-C, SIGTERM, a closed terminal, or
-SIGKILL, of which no handler runs.
+"""Programs that end with the process that has started them, however that ends.
 
-A supervisor stands between the two: a bare Python, which leads a process group of its own with the program in it. It
-reads from a pipe whose other end this process alone holds. When the pipe closes it ends the whole group.
+That is Ctrl-C, SIGTERM, a closed terminal, or SIGKILL, of which no handler runs. A supervisor
+stands between the two: a bare Python, which leads a process group of its own with the program in
+it. It reads from a pipe whose other end this process alone holds. When the pipe closes it ends the
+whole group.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PATIENCE = 10.0
+_PATIENCE = 10.0
 """Seconds between SIGTERM and SIGKILL for a program that is to end with its parent."""
 
 SUPERVISOR = f"""
@@ -24,7 +25,7 @@ import os, signal, subprocess, sys, threading, time
 def end_with_parent():
     sys.stdin.buffer.read()
     os.killpg(0, signal.SIGTERM)
-    time.sleep({PATIENCE})
+    time.sleep({_PATIENCE})
     os.killpg(0, signal.SIGKILL)
 
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # which are the program's to answer
@@ -40,9 +41,15 @@ os._exit(code)
 
 
 class Child(subprocess.Popen[bytes]):
-    """A program that ends with this process. It has the program's exit code, and leads the program's group.
+    """A program that ends with this process.
 
-    `others`: of `subprocess.Popen`. Raises OSError if there is no such program.
+    It has the program's exit code, and leads the program's group.
+
+    Args:
+        others: Of `subprocess.Popen`.
+
+    Raises:
+        OSError: If there is no such program.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], **others: Any) -> None:
@@ -50,15 +57,20 @@ class Child(subprocess.Popen[bytes]):
             raise FileNotFoundError(f"there is no program {command[0]!r}")
         supervised = [sys.executable, "-I", "-S", "-c", SUPERVISOR, *command]
         reading, writing = os.pipe()
-        self._held = os.fdopen(writing, "wb")  # no other child has it, and it closes when this process is gone
+        # No other child has it, and it closes when this process is gone
+        self._lifeline = os.fdopen(writing, "wb")
         try:
             super().__init__(supervised, env=dict(environment), stdin=reading, start_new_session=True, **others)
         finally:
             os.close(reading)
 
-    def end(self, patience: float = PATIENCE) -> bool:
-        """End the program with all that it has started. Whether it needed SIGKILL, as one does that has not ended
-        `patience` seconds after SIGTERM."""
+    def end(self, patience: float = _PATIENCE) -> bool:
+        """End the program with all that it has started.
+
+        Returns:
+            Whether it needed SIGKILL, as one does that has not ended `patience` seconds after
+            SIGTERM.
+        """
         if self.poll() is not None:
             return False
         os.killpg(self.pid, signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""The command line: `python orchestrator/main.py VERB`, `python -m orchestrator.main VERB`, or `headfold VERB`.
+"""The command line: `headfold VERB`, or `python -m orchestrator.main VERB`.
 
-The verbs lie in `orchestrator.cli`. A mistake of the user ends with one message and exit code 2, a failure of the
-work with 1, an interruption with 130.
+Its verbs are tasks (`orchestrator.tasks`) and functions of `orchestrator.cli`. A mistake of the
+user ends with one message and exit code 2, a failure of the work with 1, an interruption with 130.
 """
 
 from __future__ import annotations
@@ -18,22 +18,30 @@ import typer
 
 from attention.base.memory import collect_seldom
 from orchestrator.cli import (
-    checkpoints,
     demo,
     estimates,
     recipes,
     runner,
     searches,
     starting,
-    training,
     usage,
 )
-from orchestrator.cli.ending import ended_at_once
-from orchestrator.config.options import ConvertOptions, EstimateOptions, EvaluateOptions, InspectOptions, JsonFile
+from orchestrator.config.options import (
+    ConvertOptions,
+    EstimateOptions,
+    EvaluateOptions,
+    ExportOptions,
+    FinetuneOptions,
+    InspectOptions,
+    JsonFile,
+    TrainOptions,
+)
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
-PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator")
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_USER_ERROR = 2
+_FAILURE = 1
+_INTERRUPTED = 130
+_PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator")
 
 app = typer.Typer(
     name="headfold",
@@ -52,9 +60,12 @@ GOES_ON = {
 }
 
 
-def _version(asked: bool) -> None:
-    """Print the version and end. Where Headfold runs from a checkout that is not installed, pyproject.toml tells it."""
-    if not asked:
+def _version(requested: bool) -> None:
+    """Print the version and end.
+
+    Of a checkout that is not installed it is that of pyproject.toml.
+    """
+    if not requested:
         return
     from importlib import metadata
 
@@ -63,7 +74,8 @@ def _version(asked: bool) -> None:
     except metadata.PackageNotFoundError:
         import tomllib
 
-        version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+        project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+        version = project["project"]["version"]
     print(f"headfold {version}")
     raise typer.Exit
 
@@ -71,28 +83,32 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _general(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and end.", callback=_version, is_eager=True)
+        bool,
+        typer.Option("--version", help="Print the version and end.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
     """Options of the command itself."""
 
 
 def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb that says what an interruption leaves: Typer would end with its exit code and not a word."""
+    """Return the verb, which now says what an interruption leaves.
+
+    Typer would end with its exit code and not a word.
+    """
 
     @functools.wraps(verb)
-    def called(**given: Any) -> None:
+    def called(**values: Any) -> None:
         from attention.base.progress import show_progress
 
         works = verb.__name__ not in ("ui", "watch")  # which show something until they are stopped
         try:
             with show_progress(verb.__name__) if works else contextlib.nullcontext():
-                verb(**given)
+                verb(**values)
         except KeyboardInterrupt as stop:
-            out, left = given.get("out"), "nothing was written"
+            out, left = values.get("out"), "nothing was written"
             if out is not None and os.path.lexists(out):
                 left = f"{out} is whole, as it was before or finished"
-            _fail(f"interrupted; {str(stop) or GOES_ON.get(verb.__name__, left)}", INTERRUPTED)
+            _fail(f"interrupted; {str(stop) or GOES_ON.get(verb.__name__, left)}", _INTERRUPTED)
 
     return called
 
@@ -104,13 +120,18 @@ for verb in (
     recipes.recipes,
     runner.task_command("convert", ConvertOptions, "orchestrator.tasks.convert:Convert"),
     runner.command("estimate", EstimateOptions, estimates.estimate, json=JsonFile),
-    training.train,
-    training.finetune,
+    runner.task_command("train", TrainOptions, "orchestrator.tasks.train:Train", needs=usage.TRAINING_PACKAGES),
+    runner.task_command(
+        "finetune",
+        FinetuneOptions,
+        "orchestrator.tasks.finetune:Finetune",
+        needs=usage.TRAINING_PACKAGES,
+    ),
     runner.task_command("evaluate", EvaluateOptions, "orchestrator.tasks.evaluate:Evaluate"),
     searches.watch,
     searches.ui,
     searches.promote,
-    checkpoints.export,
+    runner.task_command("export", ExportOptions, "orchestrator.tasks.export:Export"),
     runner.task_command("inspect", InspectOptions, "orchestrator.tasks.inspect:Inspect"),
     searches.report,
 ):
@@ -125,47 +146,49 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _quiet() -> None:
-    """Libraries below talk on import and while loading; what matters to the user is printed by the verbs."""
+    """Silence libraries that print on import and while loading; verbs print what matters."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # A training is half a dozen small processes; on two cores Ray finds that worth a warning each time.
+    # A training is half a dozen small processes; on two cores Ray finds that worth a warning each
+    # time.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "PYTHON worker processes have been started")
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, imported by transformers, warns on import
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """The installed command, with the process's arguments or those given. User errors are ValueErrors, here and in all
-    packages below."""
-    if arguments is None:
-        with ended_at_once():
-            run(sys.argv[1:])
-        return
+    """Run the command, with these arguments or those of the process.
+
+    User errors are ValueErrors, here and in all packages below.
+    """
     collect_seldom()
     _quiet()
-    given = list(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.exit(app(args=given, prog_name="headfold", standalone_mode=False) or 0)
     except KeyboardInterrupt:
-        _fail("interrupted", INTERRUPTED)
+        _fail("interrupted", _INTERRUPTED)
     except Exception as error:
         if not given and (show := getattr(error, "show", None)):  # the list of verbs
             show()
-            sys.exit(USER_ERROR)
-        if message := usage.explained(error, given) or usage.missing_package(error, given):
-            _fail(message, USER_ERROR)
+            sys.exit(_USER_ERROR)
+        if message := usage.usage_message(error, given) or usage.missing_package(error, given):
+            _fail(message, _USER_ERROR)
         if os.environ.get("HEADFOLD_TRACEBACK"):
             raise
         if _mistake(error):
-            _fail(str(error), USER_ERROR)
-        _fail(f"{type(error).__name__}: {error} (set HEADFOLD_TRACEBACK=1 for the traceback)", FAILURE)
+            _fail(str(error), _USER_ERROR)
+        _fail(f"{type(error).__name__}: {error} (set HEADFOLD_TRACEBACK=1 for the traceback)", _FAILURE)
 
 
 def _mistake(error: Exception) -> bool:
-    """Whether our own code raised a ValueError: that is how all four packages report what a user can mend. One that
-    comes from a library below is a failure of ours."""
+    """Return whether our own code raised a ValueError.
+
+    That is how all packages report what a user can mend. One that comes from a library below is a
+    failure of ours.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -174,7 +197,7 @@ def _mistake(error: Exception) -> bool:
 
 def _ours(file: str) -> bool:
     path = Path(file).resolve()
-    return any((REPOSITORY / name) in path.parents for name in PACKAGES)
+    return any((_REPOSITORY / name) in path.parents for name in _PACKAGES)
 
 
 if __name__ == "__main__":

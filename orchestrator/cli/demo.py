@@ -6,7 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -54,13 +54,14 @@ def demo(
 
 
 def _load_in_llama_cpp(promoted: Path, recipe: str, out: Path) -> None:
+    from orchestrator.config.options import ExportOptions
     from orchestrator.serving.export import export_checkpoint
     from orchestrator.serving.tables import print_check
 
     engine = find_spec("xllamacpp") is not None
     loaded = "loaded there and compared" if engine else "not loaded there, for lack of it: pip install xllamacpp"
     print(f"demo: the best model of the smallest cache, by {recipe}, as one file for llama.cpp, {loaded}", flush=True)
-    record: dict[str, Any] = export_checkpoint(promoted, "gguf", out, check=engine, overwrite=True)
+    record = export_checkpoint(ExportOptions(checkpoint=promoted, target="gguf", out=out, check=engine, overwrite=True))
     print(record["format_note"])
     if record["check"]:
         print_check(record["check"])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from typer.models import ParameterInfo
 
+from orchestrator.cli.usage import check_packages
 from orchestrator.config.options import DryRun, JsonFile, Typed, option_types
 
 if TYPE_CHECKING:
@@ -28,11 +29,13 @@ def command(name: str, options: type, run: Callable[..., None], **more: Any) -> 
     """
 
     def verb(**values: Any) -> None:
-        given = {key: values.pop(key) for key in more}
-        run(options(**values), **given)
+        own = {key: values.pop(key) for key in more}
+        run(options(**values), **own)
 
     defaults = {field.name: field.default for field in fields(options)}
-    parameters = [_parameter(key, kind, defaults[key]) for key, kind in option_types(options).items()]
+    parameters = [
+        _parameter(key, kind, defaults[key]) for key, kind in option_types(options).items()
+    ]
     for key, kind in more.items():
         parameters.append(_parameter(key, kind, False if key == "dry_run" else None))
     verb.__name__, verb.__doc__ = name, options.__doc__
@@ -41,26 +44,44 @@ def command(name: str, options: type, run: Callable[..., None], **more: Any) -> 
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter | None:
-    """The parameter of an option as Typer reads it; None for one that is for Python alone."""
+    """Return the parameter of an option as Typer reads it; None for one for Python alone."""
     kind, *extras = get_args(annotation) if get_args(annotation) else (annotation,)
     described = next((extra for extra in extras if isinstance(extra, ParameterInfo)), None)
     if described is None:
         return None
     kind = next((extra.annotation for extra in extras if isinstance(extra, Typed)), kind)
-    given = inspect.Parameter.empty if default is MISSING else default
-    where = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, where, default=given, annotation=Annotated[kind, described])
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if default is MISSING else default,
+        annotation=Annotated[kind, described],
+    )
 
 
-def task_command(name: str, options: type, task: str) -> Callable[..., None]:
-    """Return the function of a verb whose work is a task, `module:Class`, which is loaded when the verb is run."""
+def task_command(
+    name: str, options: type, task: str, *, needs: Sequence[str] = ()
+) -> Callable[..., None]:
+    """Return the function of a verb whose work is a task, which is loaded when the verb is run.
 
-    def run(given: Any, *, dry_run: bool = False, json: Path | None = None) -> None:
-        module, _, kind = task.partition(":")
-        made: type[Task[Any, Any]] = getattr(importlib.import_module(module), kind)
-        run_verb(made(given, rehearsal=dry_run), json)
+    An option of the runner that the verb has of its own, such as a dry run of an upload, is the
+    task's affair.
 
-    return command(name, options, run, dry_run=DryRun, json=JsonFile)
+    Args:
+        task: `module:Class`.
+        needs: Packages that only processes started by the verb import.
+    """
+
+    def run(values: Any, *, dry_run: bool = False, json: Path | None = None) -> None:
+        check_packages(name, *needs)
+        module, _, class_name = task.partition(":")
+        task_class: type[Task[Any, Any]] = getattr(importlib.import_module(module), class_name)
+        run_verb(task_class(values, rehearsal=dry_run), json)
+
+    own = option_types(options)
+    shared = {"dry_run": DryRun, "json": JsonFile}
+    return command(
+        name, options, run, **{key: kind for key, kind in shared.items() if key not in own}
+    )
 
 
 def run_verb(task: Task[Any, Any], json: Path | None) -> None:
@@ -87,7 +108,7 @@ def tell(words: Mapping[str, str]) -> None:
 
 
 def rehearsed(words: Mapping[str, str]) -> None:
-    """What a dry run says in the end."""
+    """Print what a verb would do, and that it was a dry run."""
     tell(words)
     print("dry run: all checks passed, nothing was written")
 

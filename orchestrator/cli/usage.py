@@ -1,7 +1,7 @@
-"""What is wrong with a command line itself, in one message: an unknown verb or option, a missing or impossible value,
-a package that the verb needs and this Python does not have.
+"""What is wrong with a command line itself, in one message.
 
-Typer tells it in three blocks, without the value that it refuses.
+That is an unknown verb or option, a missing or impossible value, or a package that the verb needs
+and this Python does not have. Typer takes three blocks, without the value that it refuses.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ SEARCH_PACKAGES = (*TRAINING_PACKAGES, "mlflow")
 BY_COMMA = "several values of one option are separated by a comma, e.g. --kv-ratio 0.5,0.25"
 
 
-def explained(error: Any, arguments: Sequence[str]) -> str | None:
-    """The message for an error of typer; None for any other error. `arguments`: those of the command line."""
+def usage_message(error: Any, arguments: Sequence[str]) -> str | None:
+    """Return the message for an error of Typer; None for any other error.
+
+    Args:
+        arguments: Those of the command line.
+    """
     if not hasattr(error, "format_message"):
         return None
     command = _command(error, arguments)
@@ -35,54 +39,72 @@ def explained(error: Any, arguments: Sequence[str]) -> str | None:
     if option and message.endswith("requires an argument"):
         message = f"option {option!r} needs a value after it"
     elif context is not None and option and message.startswith("No such"):
-        known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
-        message = f"no such option {option!r}{near(option, known)}"
+        names = [name for parameter in context.command.params for name in parameter.opts]
+        options = [name for name in names if name.startswith("--")]
+        message = f"no such option {option!r}{near(option, options)}"
     elif context is not None and (verb := re.match("No such command '(.*?)'", message)):
-        known = sorted(context.command.commands)
-        message = f"no such verb {verb[1]!r}{near(verb[1], known)}; there are {', '.join(known)}"
-    elif (parameter := getattr(error, "param", None)) is not None and message.startswith("Invalid value"):
+        verbs = sorted(context.command.commands)
+        message = f"no such verb {verb[1]!r}{near(verb[1], verbs)}; there are {', '.join(verbs)}"
+    elif message.startswith("Invalid value") and (parameter := getattr(error, "param", None)):
         message += "".join(f", got {value!r}" for value in _values(parameter.opts, arguments)[-1:])
     if re.match(rf"[Gg]ot unexpected extra argument(s|\(s\))? \({NUMBERS.pattern}\)", message):
         message += f"; {BY_COMMA}"
-    where = command.removeprefix("headfold").strip()
-    return f"{where}{': ' if where else ''}{message[:1].lower()}{message[1:]}; see `{command} --help`"
+    verb_name = command.removeprefix("headfold").strip()
+    prefix = f"{verb_name}: " if verb_name else ""
+    return f"{prefix}{message[:1].lower()}{message[1:]}; see `{command} --help`"
 
 
 class MissingPackageError(ValueError):
-    """A package that a verb needs is not installed. The message names both, and how to install it."""
+    """A package that a verb needs is not installed.
+
+    The message names both, and how to install it.
+    """
 
 
 def check_packages(verb: str, *packages: str) -> None:
-    """Raise MissingPackageError unless the packages are installed that only processes started by the verb import."""
+    """Raise MissingPackageError unless the packages are installed.
+
+    They are those that only processes started by the verb import.
+    """
     for package in packages:
         if find_spec(package) is None:
             raise MissingPackageError(_missing(verb, package))
 
 
 def missing_package(error: BaseException, arguments: Sequence[str]) -> str | None:
-    """The message for an import of a package that Headfold requires and that is not installed; None for any other
-    error. `arguments`: those of the command line."""
+    """Return the message for an import of a required package that is not installed.
+
+    Args:
+        arguments: Those of the command line.
+
+    Returns:
+        None for any other error.
+    """
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package not in _requirements() or find_spec(package) is not None:
         return None
-    return _missing(_command(error, arguments).removeprefix("headfold").strip() or "headfold", package)
+    verb = _command(error, arguments).removeprefix("headfold").strip()
+    return _missing(verb or "headfold", package)
 
 
 def _missing(verb: str, package: str) -> str:
-    known = _requirements()
-    missing = [text for name, text in known.items() if not _is_installed(name)] or [known.get(package, package)]
+    required = _requirements()
+    missing = [text for name, text in required.items() if not _is_installed(name)]
+    if not missing:
+        missing = [required.get(package, package)]
     return (
-        f"{verb} needs the package {package}, which is not installed; install all that is missing here: "
-        f"pip install {shlex.join(missing)}"
+        f"{verb} needs the package {package}, which is not installed; install all that is missing "
+        f"here: pip install {shlex.join(missing)}"
     )
 
 
 def _requirements() -> dict[str, str]:
-    """What Headfold requires, extras apart: the requirement of each package."""
+    """Return what Headfold requires, extras apart: the requirement of each package."""
     try:
         lines = metadata.requires("headfold") or []
     except metadata.PackageNotFoundError:  # a checkout that is not installed
-        lines = tomllib.loads(shipped("pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+        project = tomllib.loads(shipped("pyproject.toml").read_text(encoding="utf-8"))["project"]
+        lines = project["dependencies"]
     texts = [line for line in lines if "extra ==" not in line]
     return {re.split(r"[^\w.-]", text, maxsplit=1)[0].lower(): text for text in texts}
 
@@ -96,16 +118,16 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _command(error: Any, arguments: Sequence[str]) -> str:
-    """The command that an error without a context is of: the parser's own errors know the option alone."""
+    """Return the command of an error without a context, which names the option alone."""
     verb = next((word for word in arguments if not word.startswith("-")), None)
     return f"headfold {verb}" if verb else "headfold"
 
 
 def _values(names: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """The values that an option is given, as they were typed."""
+    """Return the values of an option, as they were typed."""
     values = []
-    for here, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, equals, value = here.partition("=")
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = argument.partition("=")
         if name in names:
             values.append(value if equals else following)
     return values

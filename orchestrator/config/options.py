@@ -22,15 +22,19 @@ else:  # the command line is made without them
 
 @dataclass(frozen=True)
 class Typed:
-    """In the annotation of an option: its type on the command line, where Python takes others too."""
+    """The type of an option on the command line, where Python takes other types too.
+
+    It stands in the annotation of the option.
+    """
 
     annotation: Any
 
 
 def option_types(options: type) -> dict[str, Any]:
-    """Return the annotations of a class of options by name, its own first, then those of its bases in turn.
+    """Return the annotations of a class of options by name.
 
-    An option without one of Typer's descriptions is for Python alone.
+    Its own are first, then those of its bases in turn. An option without one of Typer's
+    descriptions is for Python alone.
     """
     names = [name for each in options.__mro__ for name in vars(each).get("__annotations__", {})]
     types = get_type_hints(options, include_extras=True)
@@ -141,7 +145,7 @@ class BudgetOptions:
 
     @property
     def unit(self) -> str:
-        """The unit in which the budget is requested, and in which the answer is given (`attention.ratios.UNITS`)."""
+        """The unit of the budget, and of the answer (`attention.ratios.UNITS`)."""
         return "heads" if self.kv_heads is not None else "bytes" if self.kv_bytes is not None else "share"
 
 
@@ -294,8 +298,10 @@ class InspectOptions(ConversionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(EvalTextOptions, DeviceOptions):
-    """Measure a checkpoint beside its original. Held-out loss, KL, KV bytes planned and allocated, speed; where asked,
-    tasks, generated text and long contexts."""
+    """Measure a checkpoint beside its original.
+
+    Held-out loss, KL, KV bytes planned and allocated, speed; where asked, tasks, generated text and long contexts.
+    """
 
     checkpoint: Annotated[
         str | Path | Checkpoint,
@@ -358,3 +364,139 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
         str | None,
         typer.Option(help="Text whose held-out part is measured on, as convert does; the same kinds of source."),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Write a checkpoint in a format that engines load. Tells whether it is exact, and KV bytes before and after."""
+
+    checkpoint: Annotated[
+        str | Path | Checkpoint,
+        Typed(Path),
+        typer.Argument(help="Folder of a checkpoint, converted or not; or a GGUF file."),
+    ]
+    target: Annotated[
+        str,
+        typer.Option(help="What to export to: auto, gqa, vllm, gguf (llama.cpp), transformers, phi (for GPT-NeoX)."),
+    ]
+    out: Annotated[str | Path, Typed(Path), typer.Option(help="Folder for the exported checkpoint.")]
+    allow_larger_cache: Annotated[
+        bool, typer.Option("--allow-larger-cache", help="Export even if the stock form takes more KV cache.")
+    ] = False
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16; for gguf also q8_0.")
+    ] = "auto"
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Load the export in the engine itself; write it only if all is as promised."),
+    ] = False
+    engine: Annotated[
+        str | None, typer.Option(help="Of --check: llama.cpp, vLLM or transformers (by default the target's own).")
+    ] = None
+    engine_python: Annotated[
+        str | None, typer.Option(help="Of --check: the Python of the environment that has the engine.")
+    ] = None
+    check_memory: Annotated[
+        int, typer.Option(min=1, help="Of --check: GiB of cache whose capacity in tokens is told.")
+    ] = 1
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME", help="Show what would be uploaded to this repository of the Hugging Face hub."
+        ),
+    ] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run/--no-dry-run", help="Of --push: only show, or upload.")] = True
+    overwrite: Overwrite = False
+    dequantize: Dequantize = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(EvalTextOptions):
+    """What trainings outside of a search have in common."""
+
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")]
+    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")]
+    out: Annotated[
+        str | Path,
+        Typed(Path),
+        typer.Option(help="Folder for the trained checkpoint; what it comes from: OUT.training."),
+    ]
+    train_data: Annotated[
+        str | None,
+        typer.Option(
+            "--train-data",
+            "--data",
+            help="Text to train on, and to measure on a part of it that is held out: local text, jsonl or parquet "
+            "files, a hub name, stdlib, or builtin (the default: prose and code of this Python).",
+        ),
+    ] = None
+    train_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of training text (default: what the steps take, 4M at most).")
+    ] = None
+    eval_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
+    ] = None
+    overrides: Annotated[
+        Sequence[str] | None,
+        Typed(list[str] | None),
+        typer.Option("--set", metavar="KEY=VALUE", help="e.g. composition.rank=4, train.batch_size=32; repeatable."),
+    ] = None
+    overwrite: Overwrite = False
+    device: Device = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(TrainingOptions):
+    """Train a model from random weights. With Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
+
+    architecture: Annotated[
+        str | Path | Checkpoint,
+        Typed(str),
+        typer.Option(help="Folder or hub name whose architecture and tokenizer to take."),
+    ]
+    recipe: Annotated[str, typer.Option(help="transformer, or dcformer: dynamically composed heads.")] = "transformer"
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 256
+
+    def __post_init__(self) -> None:
+        from orchestrator.config.schema import TrainSection, check_train_options
+
+        record = {"recipe": self.recipe}
+        check_train_options(TrainSection, record, self.overrides or (), self.learning_rate, self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(TrainingOptions, DeviceOptions):
+    """Continue training a checkpoint on your text. With Ray Train and DeepSpeed; run again, it goes on."""
+
+    model: Annotated[
+        str | Path | Checkpoint,
+        Typed(str),
+        typer.Option(help="Folder, GGUF file or hub name of the checkpoint, converted or not."),
+    ]
+    out: Annotated[
+        str | Path,
+        Typed(Path),
+        typer.Option(help="Folder for the best measured step; what it comes from: OUT.training."),
+    ]
+    tuning: Annotated[
+        str,
+        typer.Option(help="full: all weights; lora: adapters, merged at the end; kv: projections of keys and values."),
+    ] = "full"
+    original: Annotated[
+        str | Path | Checkpoint | None,
+        Typed(str | None),
+        typer.Option(help="Model to learn from too (distillation by KL), e.g. that before conversion."),
+    ] = None
+    train_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of training text (default: what the steps take, 100M at most).")
+    ] = None
+    overrides: Annotated[
+        Sequence[str] | None,
+        Typed(list[str] | None),
+        typer.Option("--set", metavar="KEY=VALUE", help="e.g. train.batch_size=32, train.num_workers=8; repeatable."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        from orchestrator.config.schema import FineTuneSection, check_train_options
+
+        check_train_options(FineTuneSection, {}, self.overrides or (), self.learning_rate, self.seed)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from attention.io.targets import target
+from orchestrator.config.options import ExportOptions
 from orchestrator.promotion.state import Entry
 from orchestrator.serving.check import CheckError
 from orchestrator.serving.engine import EngineError
@@ -23,8 +23,9 @@ def check_engine(entry: Entry, name: str) -> None:
     and refuses nothing: the export has been read back and compared all the same."""
     assert entry.model is not None
     out, missing = Path(entry.model).parent / FOLDER, _missing(name)
+    options = ExportOptions(checkpoint=entry.model, target=name, out=out, overwrite=True, check=missing is None)
     try:
-        record = export_checkpoint(entry.model, name, out, overwrite=True, check=missing is None)
+        record = export_checkpoint(options)
     except (ValueError, CheckError, EngineError) as error:
         entry.reasons.append(f"export to {name} failed: {error}")
         return
@@ -34,7 +35,7 @@ def check_engine(entry: Entry, name: str) -> None:
         entry.checks["engine"] = f"not checked: {missing}"
         print(f"promotion: {entry.name}: {name} not loaded in its engine: {missing}", flush=True)
         return
-    check: dict[str, Any] = record["check"]
+    check = record["check"]
     entry.checks |= {"engine": check["engine"]} | {f"engine_{key}": check[key] for key in TOLD}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,6 @@ from orchestrator.tracking.metrics import point
 from orchestrator.tracking.run_metadata import NOTE, datasets_of, trial_params
 from orchestrator.tracking.runs import Dataset
 from orchestrator.tracking.sync import TrackedRun
-from trainers.jobs.checkpoints import CheckpointStore
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,17 @@ class PromotionSteps:
             for entry in entries[training.trial.trial_id]:
                 self._trained(entry, training, loss, error)
             self.save()
-            if error is None and training.job is not None:  # what is shipped are the weights
-                CheckpointStore.of(training.job).keep_only(None)
+            if error is None and training.run is not None:  # what is shipped are the weights
+                training.run.remove_checkpoints()
 
         def going_on(training: Training) -> None:
             with contextlib.suppress(OSError):  # the address of its checkpoints is away: the next time
                 for entry in entries[training.trial.trial_id]:
                     self._tell(entry)
-                told.to(sum(one.reached() - one.start for one in trainings))
+                told.to(sum(one.latest_step() - one.start for one in trainings))
 
         told = ProgressStage("full trainings")
-        for training in (t for t in trainings if t.job is not None):
+        for training in (t for t in trainings if t.run is not None):
             going_on(training)  # the run is there before the training is
         try:
             with stage("full trainings", sum(one.total - one.start for one in trainings), "steps") as told:
@@ -153,7 +153,7 @@ class PromotionSteps:
         over = entry.status in (REFUSED, PROMOTED) or (entry.role == BASELINE and entry.status == TRAINED)
         status = records.FAILED if entry.status == FAILED else records.DONE if over else records.RUNNING
         trial = self.trials[trial_id]
-        params = trial_params(trial) | training.params | {"promotion_steps": steps}
+        params = {**trial_params(trial), **training.params, "promotion_steps": steps}
         what = (
             f"Full training of trial `{trial_id}` as {entry.role} of a promotion: {entry.name} of the checkpoint's KV"
         )
@@ -215,7 +215,7 @@ class PromotionSteps:
                 self._tell(entry)
 
 
-def _of_report(report: dict[str, Any], original: float) -> dict[str, Any]:
+def _of_report(report: Mapping[str, Any], original: float) -> dict[str, Any]:
     """A report with the increase of its loss over the original model's, and without the best so far, which has a point
     of its own at the end."""
     values = {key: value for key, value in report.items() if not key.startswith("best_")}

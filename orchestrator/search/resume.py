@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ray.exceptions import RayActorError
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
@@ -26,29 +25,9 @@ from orchestrator.search.schedulers import RungScheduler
 from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.storage import journal as events
 from orchestrator.storage.journal import History, Journal, JournalError, result_of, unwritable
+from orchestrator.training.run import DISK_FULL, Failures, lost
 
 logger = logging.getLogger(__name__)
-
-LOSSES = 3
-"""How often in a row a trial may lose its machines without getting any further, before it counts as failed."""
-FULL = (
-    r"No space left on device|File too large|Disk quota exceeded|PytorchStreamWriter failed|unexpected pos \d+ vs \d+"
-)
-"""What a disk that is full comes to: in Python, in Rust, and twice in torch's own files."""
-NOT_STARTED = r"worker group startup timed out|worker actors failed to initialize"
-"""What Ray Train says of workers whose nodes did not come, or went before they had started."""
-LOST = re.compile(
-    r"\b(RayActorError|ActorDiedError|ActorUnavailableError|NodeDiedError|WorkerCrashedError|OwnerDiedError|"
-    r"ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|RaySystemError|JournalError|CheckpointNotSentError)\b|"
-    + FULL
-    + "|"
-    + NOT_STARTED
-)
-
-
-def lost(error: BaseException | str) -> bool:
-    """Whether a trial failed for its machines' sake (process, node, disk gone) and not for its own."""
-    return isinstance(error, RayActorError) or LOST.search(str(error)) is not None
 
 
 def error_of(trial: Any) -> str:
@@ -60,23 +39,22 @@ def error_of(trial: Any) -> str:
 
 def disk_failed(error: BaseException | str) -> bool:
     """Whether Tune, or a trial, has ended because a file could not be written."""
-    return re.search(FULL, str(error)) is not None
+    return re.search(DISK_FULL, str(error)) is not None
 
 
 class SteadyTrial(Trial):
     """A trial that starts again when it has lost its machines, but not after an error of its own."""
 
     was_lost = False
-    _seen = (-1, 0)  # step at the last loss, losses at that step
+    _failures = Failures()
 
     def handle_error(self, exc: Any = None) -> None:
         super().handle_error(exc)
-        step = int((self.last_result or {}).get("step", -1))
-        self._seen = (step, self._seen[1] + 1 if step == self._seen[0] else 1)
+        self._failures = self._failures.another(int((self.last_result or {}).get("step", -1)))
         self.was_lost = exc is not None and lost(exc)
 
     def should_recover(self) -> bool:
-        return self.was_lost and self._seen[1] <= LOSSES
+        return self.was_lost and self._failures.retries_left
 
 
 class JournaledScheduler(FIFOScheduler):

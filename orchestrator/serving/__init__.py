@@ -1,1 +1,4 @@
-"""Engines that serve exported models, each run in a process of its own: what they compute, and the cache they hold."""
+"""Engines that serve exported models, each run in a process of its own.
+
+Here is what they compute, and the cache they hold.
+"""

@@ -1,4 +1,4 @@
-"""Whether an engine computes of an export what the source computes, in the cache that was promised."""
+"""Whether an engine computes of an export what the source computes, in the promised cache."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.io.targets import EngineSupport
-from orchestrator.serving.engine import Answer, Completion, Engine, Question, Run
+from orchestrator.serving.engine import Answer, Completion, Engine, EngineRun, Question
 
-TEXTS = (
+_PROMPTS = (
     "def read_lines(path):",
     "The memory of a token is kept until",
     "import os\nimport sys\n\n",
@@ -24,20 +24,25 @@ TEXTS = (
     "Once upon a time there was",
 )
 """Prompts of a check: code and prose, as most models have seen."""
-TOKENS = 32
-USUAL = 16.0  # a logit of this size; rounding grows with the size of what is rounded
+_TOKENS = 32
+_USUAL_LOGIT = 16.0  # rounding grows with the size of what is rounded
 MEMORY = 2**30
 
 
 class CheckError(ValueError):
-    """An engine that computes something else than the source, or holds another cache than was promised."""
+    """An engine that computes something else than the source, or holds another cache."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run of an engine against the source. `same`: prompts whose tokens are all the source's greedy ones.
-    `difference`: largest of log-probabilities, over the engine's tokens; `shortfall`: the most by which one of its
-    tokens is less likely than the source's best, in nats."""
+    """One run of an engine against the source.
+
+    Attributes:
+        same: Prompts whose tokens are all the source's greedy ones.
+        difference: Largest of log-probabilities, over the engine's tokens, in nats.
+        shortfall: The most by which one of its tokens is less likely than the source's best, in
+            nats.
+    """
 
     how: str
     prompts: int
@@ -50,7 +55,10 @@ class RunResult:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check has found; `reasons` is empty if it passed. Bytes are those of a cache in `cache_dtype`."""
+    """The result of a check; `reasons` is empty if it passed.
+
+    Bytes are those of a cache in `cache_dtype`.
+    """
 
     engine: str
     version: str
@@ -78,24 +86,41 @@ def check_export(
     memory: int = MEMORY,
     own_code: bool = False,
 ) -> CheckResult:
-    """Ask `engine` about the export in `folder` and compare with `source`, a float32 model whose weights are rounded to
-    `dtype`. `tokenizer`: of the source, or None. Raises EngineError if the engine does not answer."""
+    """Ask an engine about an export, and compare it with its source.
+
+    Args:
+        engine: The engine.
+        python: The interpreter that has it.
+        folder: The export.
+        source: A float32 model whose weights are rounded to `dtype`.
+        tokenizer: Of the source, or None.
+        held: The cache that the format promises.
+        memory: Bytes of cache whose capacity in tokens is reported.
+        own_code: Whether the folder has Python files that the engine must run.
+
+    Raises:
+        EngineError: If the engine does not answer.
+    """
     prompts, texts = prompts_for(source, tokenizer)
-    question = Question(folder, prompts, TOKENS, dtype, held, memory, texts, own_code, _activation(source))
-    answer = engine.ask(python, question)
+    answer = engine.ask(
+        python,
+        Question(
+            folder, prompts, _TOKENS, dtype, held, memory, texts, own_code, _activation(source)
+        ),
+    )
     ends = end_tokens(source, tokenizer)
-    results = [compare(source, prompts, run, ends) for run in answer.runs]
+    results = [_compare(source, prompts, run, ends) for run in answer.runs]
     promised = held.bytes_per_token(answer.cache_dtype)
     return CheckResult(
-        engine.name,
-        answer.version,
-        results,
-        answer.cache_dtype,
-        answer.kv_bytes_per_token,
-        promised,
-        memory,
-        answer.capacity,
-        _reasons(answer, results, prompts, promised),
+        engine=engine.name,
+        version=answer.version,
+        runs=results,
+        cache_dtype=answer.cache_dtype,
+        kv_bytes_per_token=answer.kv_bytes_per_token,
+        kv_bytes_per_token_promised=promised,
+        memory=memory,
+        capacity=answer.capacity,
+        reasons=_reasons(answer, results, prompts, promised),
     )
 
 
@@ -104,40 +129,61 @@ def _activation(source: PreTrainedModel) -> str:
     return next((str(act) for name in names if (act := getattr(source.config, name, None))), "silu")
 
 
-def prompts_for(source: PreTrainedModel, tokenizer: Any) -> tuple[list[list[int]], list[str] | None]:
-    """Prompts as token ids, and their texts: random ids and no texts for a model without a tokenizer."""
+def prompts_for(
+    source: PreTrainedModel, tokenizer: Any
+) -> tuple[list[list[int]], list[str] | None]:
+    """Return prompts as token ids, and their texts.
+
+    Of a model without a tokenizer the ids are random, and there are no texts.
+    """
     if tokenizer is not None:
-        return [tokenizer(text)["input_ids"] for text in TEXTS], list(TEXTS)
+        return [tokenizer(text)["input_ids"] for text in _PROMPTS], list(_PROMPTS)
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(source.config.vocab_size, (len(TEXTS), 8), generator=generator).tolist(), None
+    vocabulary = source.config.vocab_size
+    return torch.randint(vocabulary, (len(_PROMPTS), 8), generator=generator).tolist(), None
 
 
 def end_tokens(source: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """Tokens at which an engine ends a completion."""
-    told = getattr(source.generation_config, "eos_token_id", None)
-    ends = [*(told if isinstance(told, list) else [told]), getattr(tokenizer, "eos_token_id", None)]
+    """Return the tokens at which an engine ends a completion."""
+    own = getattr(source.generation_config, "eos_token_id", None)
+    ends = [*(own if isinstance(own, list) else [own]), getattr(tokenizer, "eos_token_id", None)]
     return frozenset(end for end in ends if end is not None)
 
 
 @torch.no_grad()
-def compare(source: PreTrainedModel, prompts: Sequence[Sequence[int]], run: Run, ends: frozenset[int]) -> RunResult:
-    """One forward pass of the source over each prompt with the engine's own tokens behind it."""
-    same, tokens, difference, shortfall, largest = 0, 0, 0.0, 0.0, 0.0
-    for prompt, made in zip(prompts, run.completions, strict=True):
-        kept = next((i for i, token in enumerate(made.tokens) if token in ends), len(made.tokens))
-        taken = made.tokens[:kept]  # some engines tell the end token, some do not
-        ids = torch.tensor([[*prompt, *taken]], device=source.device)
+def _compare(
+    source: PreTrainedModel, prompts: Sequence[Sequence[int]], run: EngineRun, ends: frozenset[int]
+) -> RunResult:
+    """Run the source over each prompt with the engine's own tokens behind it, and compare."""
+    same = tokens = 0
+    difference = shortfall = largest = 0.0
+    for prompt, completion in zip(prompts, run.completions, strict=True):
+        generated = completion.tokens
+        # Some engines report the end token, some do not
+        end = next((i for i, token in enumerate(generated) if token in ends), len(generated))
+        answer = generated[:end]
+        ids = torch.tensor([[*prompt, *answer]], device=source.device)
         logits = source(ids).logits[0, len(prompt) - 1 :].float().cpu()
-        largest, scores = max(largest, logits.abs().max().item()), logits.log_softmax(-1)
+        largest = max(largest, logits.abs().max().item())
+        scores = logits.log_softmax(-1)
         best = scores.argmax(-1).tolist()
-        whole = len(taken) == TOKENS or best[len(taken)] in ends
-        same, tokens = same + (whole and best[: len(taken)] == taken), tokens + len(taken)
-        for index, (token, told) in enumerate(zip(taken, made.log_probabilities[:kept], strict=True)):
-            if told is not None:
-                difference = max(difference, abs(scores[index, token].item() - told))
+        whole = len(answer) == _TOKENS or best[len(answer)] in ends
+        same += whole and best[: len(answer)] == answer
+        tokens += len(answer)
+        reported = completion.log_probabilities[:end]
+        for index, (token, score) in enumerate(zip(answer, reported, strict=True)):
+            if score is not None:
+                difference = max(difference, abs(scores[index, token].item() - score))
             shortfall = max(shortfall, (scores[index].max() - scores[index, token]).item())
-    tolerance = run.tolerance * max(1.0, largest / USUAL)
-    return RunResult(run.how, len(prompts), tokens, same, difference, shortfall, tolerance)
+    return RunResult(
+        how=run.how,
+        prompts=len(prompts),
+        tokens=tokens,
+        same=same,
+        difference=difference,
+        shortfall=shortfall,
+        tolerance=run.tolerance * max(1.0, largest / _USUAL_LOGIT),
+    )
 
 
 def _reasons(
@@ -148,25 +194,33 @@ def _reasons(
         if (other := _other_tokenizer(prompts, run.completions)) is not None:
             reasons.append(other)
             break
-        for what, value in (("log-probabilities differ", result.difference), ("tokens fall short", result.shortfall)):
+        measured = {
+            "log-probabilities differ": result.difference,
+            "tokens fall short": result.shortfall,
+        }
+        for what, value in measured.items():
             if not value <= result.tolerance:
-                reasons.append(f"{run.how}: {what} by up to {value:.2g} nats, allowed are {result.tolerance:g}")
+                reasons.append(
+                    f"{run.how}: {what} by up to {value:.2g} nats, allowed are {result.tolerance:g}"
+                )
         if not result.tokens:
             reasons.append(f"{run.how}: not one token was generated")
     if answer.kv_bytes_per_token != promised:
         reasons.append(
-            f"its cache takes {answer.kv_bytes_per_token:g} bytes per token in {answer.cache_dtype}, promised were "
-            f"{promised}"
+            f"its cache takes {answer.kv_bytes_per_token:g} bytes per token in "
+            f"{answer.cache_dtype}, promised were {promised}"
         )
     return reasons
 
 
-def _other_tokenizer(prompts: Sequence[Sequence[int]], made: Sequence[Completion]) -> str | None:
-    """A sentence if the engine's tokenizer makes other numbers of tokens of the prompts than ours."""
-    for prompt, completion in zip(prompts, made, strict=True):
+def _other_tokenizer(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
+) -> str | None:
+    """Return a sentence if the engine's tokenizer makes other numbers of tokens of the prompts."""
+    for prompt, completion in zip(prompts, completions, strict=True):
         if len(prompt) != completion.prompt_tokens:
             return (
-                f"the engine's tokenizer makes {completion.prompt_tokens} tokens of a prompt of {len(prompt)}: the "
-                "tokenizer in the export is not the source's"
+                f"the engine's tokenizer makes {completion.prompt_tokens} tokens of a prompt of "
+                f"{len(prompt)}: the tokenizer in the export is not the source's"
             )
     return None

@@ -17,21 +17,29 @@ from attention.io.targets import EngineSupport
 from orchestrator.child_processes import Child
 
 CHILDREN = Path(__file__).parent / "children"
-SECONDS = 900  # that an engine may take to load a model and answer
+_SECONDS = 900  # that an engine may take to load a model and answer
 
 
 class EngineError(ValueError):
-    """An engine that is not there, does not load a model, or ends badly. The message says what it had to say."""
+    """An engine that is not there, does not load a model, or ends badly.
+
+    The message says what it had to say.
+    """
 
 
 @dataclass(frozen=True)
 class Question:
-    """What an engine is asked: to complete `prompts` (token ids) greedily by `tokens` tokens, stopping before an end
-    token, and to say what cache it holds in `memory` bytes.
+    """What an engine computes: greedy completions of prompts, and what cache it holds.
 
-    `dtype`: of the weights. `held`: what the format promises of the cache. `texts`: the prompts before tokenisation,
-    None for a model without a tokenizer. `own_code`: the folder has Python files that the engine must run.
-    `activation`: of the MLPs, by transformers' name.
+    Attributes:
+        prompts: Token ids.
+        tokens: To generate after each prompt, stopping before an end token.
+        dtype: Of the weights.
+        held: What the format promises of the cache.
+        memory: Bytes of the cache that is asked about.
+        texts: The prompts before tokenisation; None for a model without a tokenizer.
+        own_code: Whether the folder has Python files that the engine must run.
+        activation: Of the MLPs, by transformers' name.
     """
 
     folder: Path
@@ -52,7 +60,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine has added to a prompt of `prompt_tokens`; None for log-probabilities that it does not tell."""
+    """What an engine has added to a prompt of `prompt_tokens`.
+
+    None stands for log-probabilities that it does not report.
+    """
 
     tokens: list[int]
     log_probabilities: list[float | None]
@@ -60,9 +71,13 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One way in which an engine computed: `tolerance` is the difference of log-probabilities that its arithmetic may
-    cause. `how`: in words."""
+class EngineRun:
+    """One way in which an engine computed.
+
+    Attributes:
+        how: In words.
+        tolerance: The difference of log-probabilities that its arithmetic may cause.
+    """
 
     how: str
     completions: list[Completion]
@@ -71,11 +86,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Answer:
-    """`runs`: at least one; `kv_bytes_per_token` and `capacity` (tokens in the question's memory) as the engine reports
-    them for a cache in `cache_dtype`."""
+    """What an engine has computed.
+
+    Attributes:
+        runs: At least one.
+        kv_bytes_per_token: As the engine reports it for a cache in `cache_dtype`.
+        capacity: Tokens in the memory of the question, likewise.
+    """
 
     version: str
-    runs: list[Run]
+    runs: list[EngineRun]
     cache_dtype: str
     kv_bytes_per_token: float
     capacity: int
@@ -83,8 +103,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class SpeedQuestion:
-    """What an engine is timed at: each prompt (token ids) `repetitions` times, one at a time, with `tokens` (at least
-    2) generated after it, end tokens ignored. Other fields as in Question."""
+    """What an engine is timed at; other fields as in `Question`.
+
+    Attributes:
+        prompts: Token ids, one at a time.
+        tokens: To generate after each prompt, at least 2; end tokens are ignored.
+        repetitions: Of each prompt.
+    """
 
     folder: Path
     prompts: Sequence[Sequence[int]]
@@ -102,8 +127,12 @@ class SpeedQuestion:
 
 @dataclass(frozen=True)
 class SpeedAnswer:
-    """`seconds`: for each prompt, of each repetition: from the prompt to the first new token, and from there to the
-    last. Other fields as in Answer."""
+    """The times of an engine; other fields as in `Answer`.
+
+    Attributes:
+        seconds: For each prompt, of each repetition: from the prompt to the first new token, and
+            from there to the last.
+    """
 
     version: str
     seconds: list[list[tuple[float, float]]]
@@ -114,8 +143,14 @@ class SpeedAnswer:
 
 @dataclass(frozen=True)
 class Engine:
-    """`find(python)`: the interpreter that has the engine, `python` if that is given; raises EngineError saying how to
-    install it. `ask(python, question)` and `time(python, question)`: raise EngineError if it does not answer."""
+    """An engine, by what it can do.
+
+    Attributes:
+        find: Takes an interpreter or None, and returns the one that has the engine; raises
+            EngineError saying how to install it.
+        ask: Takes the interpreter and a question; raises EngineError if it does not answer.
+        time: Likewise.
+    """
 
     name: str
     find: Callable[[str | None], str]
@@ -128,26 +163,38 @@ def run_child(
     command: Sequence[str],
     request: Mapping[str, Any],
     environment: Mapping[str, str],
-    seconds: float = SECONDS,
+    seconds: float = _SECONDS,
 ) -> tuple[dict[str, Any], str]:
-    """Run `command` with a file of the request behind it: its last line as JSON, and its log (stderr). Raises
-    EngineError if it crashes, fails, or does not end."""
+    """Run a command with a file of the request as its last argument.
+
+    Returns:
+        Its last line as JSON, and its log (stderr).
+
+    Raises:
+        EngineError: If it crashes, fails, or does not end.
+    """
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
         file = Path(folder) / "request.json"
         file.write_text(json.dumps(request), encoding="utf-8")
         try:
             child = Child(
-                [*command, str(file)], environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                [*command, str(file)],
+                environment,
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
         except OSError as error:
             raise EngineError(f"{name} cannot be started: {error}") from None
         try:
-            answer, said = child.communicate(timeout=seconds)
+            answer, errors = child.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise EngineError(f"{name} did not answer within {seconds:g} seconds, and was stopped") from None
+            raise EngineError(
+                f"{name} did not answer within {seconds:g} seconds, and was stopped"
+            ) from None
         finally:
             child.end()
-    log = said.decode(errors="replace")
+    log = errors.decode(errors="replace")
     if child.returncode:
         raise EngineError(f"{name} {_end(child.returncode)}: {_last_words(log)}")
     lines = answer.decode(errors="replace").splitlines()
@@ -158,20 +205,18 @@ def run_child(
 
 
 def _end(code: int) -> str:
-    if code > 0:
-        return "failed"
-    return f"crashed ({signal.Signals(-code).name})"
+    return "failed" if code > 0 else f"crashed ({signal.Signals(-code).name})"
 
 
 def _last_words(log: str) -> str:
-    """What a log says of a failure: its lines of errors, else its last ones."""
+    """Return what a log says of a failure: its lines of errors, else its last ones."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if " E " in line or "rror" in line]
     return cut(" | ".join((errors or lines)[-4:])) or "it said nothing"
 
 
 def has_module(python: str, module: str) -> bool:
-    """Whether an interpreter can find a module, without importing it."""
+    """Return whether an interpreter can find a module, without importing it."""
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
         return subprocess.run([python, "-c", look], capture_output=True, timeout=60).returncode == 0
@@ -180,11 +225,12 @@ def has_module(python: str, module: str) -> bool:
 
 
 def completions_of(answer: Mapping[str, Any]) -> list[Completion]:
-    return [Completion(**made) for made in answer["completions"]]
+    """Return the completions in a child's answer."""
+    return [Completion(**completion) for completion in answer["completions"]]
 
 
 def threads() -> int:
-    """Threads that an engine may take: OMP_NUM_THREADS, else all cores."""
+    """Return the threads that an engine may take: OMP_NUM_THREADS, else all cores."""
     return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
 
 

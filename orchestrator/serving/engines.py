@@ -10,8 +10,11 @@ ENGINES = {engine.name: engine for engine in (transformers.ENGINE, vllm.ENGINE, 
 
 
 def engine(name: str) -> Engine:
-    """By its name in any spelling of capitals. Raises ValueError naming the engines for one that is unknown."""
-    known = {own.lower(): one for own, one in ENGINES.items()}
-    if name.lower() not in known:
+    """Return an engine by its name, in any spelling of capitals.
+
+    Raises ValueError naming the engines for one that is unknown.
+    """
+    by_name = {spelling.lower(): each for spelling, each in ENGINES.items()}
+    if name.lower() not in by_name:
         raise ValueError(one_of("engine", sorted(ENGINES), name))
-    return known[name.lower()]
+    return by_name[name.lower()]

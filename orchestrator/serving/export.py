@@ -1,11 +1,11 @@
-"""`headfold export`: a checkpoint in a format that engines load, and the check that one of them does."""
+"""Exports: a checkpoint in a format that engines load, and the check that one of them does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from transformers import PreTrainedModel
@@ -19,82 +19,133 @@ from attention.io.precision import DTYPES, round_weights
 from attention.io.stock_form import format_of
 from attention.io.targets import Target, best_target, target
 from orchestrator import checkpoints
+from orchestrator.config.options import ExportOptions
 from orchestrator.config.schema import ConfigError
-from orchestrator.serving.check import MEMORY, CheckError, check_export
+from orchestrator.serving.check import CheckError, check_export
 from orchestrator.serving.engines import engine as engine_named
 
-AUTO = "auto"
+
+class EngineExportRecord(TypedDict):
+    """What an export has shown, and what loads it.
+
+    Bytes are those of a token's KV cache in `cache_dtype`.
+    """
+
+    target: str
+    folder: str
+    model_type: str
+    exact: bool
+    notes: tuple[str, ...]
+    dtype: str
+    cache_dtype: str
+    engines: tuple[str, ...]
+    kv_heads: tuple[int, ...]
+    """Of each layer, as the engines hold them."""
+    kv_bytes_per_token_before: int
+    kv_bytes_per_token_after: int
+    kv_bytes_per_token_original: int | None
+    max_logit_difference: float
+    max_logit: float
+    check: Mapping[str, Any]
+    """What an engine that loaded it has shown (`orchestrator.serving.check.CheckResult`); empty
+    without a check."""
+    zero_query_heads: int
+    extra_attention: float
+    format: str
+    loads_in: Sequence[str]
+    format_note: str
+    padding: NotRequired[Mapping[str, Any]]
+    other_targets: dict[str, str]
+    """Of target auto: why the others were not taken."""
 
 
-def export_checkpoint(
-    source: checkpoints.CheckpointSource,
-    target_name: str,
-    out: str | Path,
-    *,
-    dtype: str = checkpoints.AUTO,
-    allow_larger_cache: bool = False,
-    overwrite: bool = False,
-    check: bool = False,
-    engine: str | None = None,
-    python: str | None = None,
-    memory: int = MEMORY,
-) -> dict[str, Any]:
+def export_checkpoint(options: ExportOptions) -> EngineExportRecord:
     """Write a checkpoint for a target, its tokenizer with it.
 
-    `auto` is the best target; `other_targets` of the record says why the others are not. With `check` the engine (the
-    target's first, unless named) loads the result in a process of its own, of the interpreter `python`, and nothing is
-    written unless it computes the same in the cache that was promised; `memory`: bytes of cache whose capacity in
-    tokens is told. Raises ConfigError or ValueError as in `export`, EngineError before any work if the engine is not
-    installed, CheckError if it shows something else.
+    With `options.check` the engine (the target's first, unless named) loads the result in a process
+    of its own, and nothing is written unless it computes the same in the cache that was promised.
+
+    Raises:
+        ConfigError: For what is wrong with checkpoint or options. Likewise ValueError, as
+            `attention.io.export.export`.
+        EngineError: If the engine is not installed, before any work.
+        CheckError: If the engine shows something else.
     """
-    opened = checkpoints.open_checkpoint(source, "checkpoint")
+    opened = checkpoints.open_checkpoint(options.checkpoint, "checkpoint")
     others: dict[str, str] = {}
-    if target_name != AUTO:
-        _check_dtype(target(target_name, more=[AUTO]), dtype)
+    name = options.target
+    if name != checkpoints.AUTO:
+        _check_dtype(target(name, more=[checkpoints.AUTO]), options.dtype)
     else:
-        written = checkpoints.written_dtype(opened, dtype)
-        target_name, others = best_target(opened.config, opened.plan, written)
-    chosen = target(target_name)
-    written = dtype if dtype in chosen.dtypes else checkpoints.written_dtype(opened, dtype)
-    if not check and (engine or python):
-        raise ConfigError(
-            "engine, engine_python: are of a check; add --check (in Python: check=True), or leave them out"
+        name, others = best_target(
+            opened.config, opened.plan, checkpoints.written_dtype(opened, options.dtype)
         )
-    asked = _check(chosen, opened, written, engine, python, memory) if check else None
-    allowed = {"allow_larger_cache": allow_larger_cache, "overwrite": overwrite}
-    made = export(opened, chosen.name, out, opened.path, dtype=written, check=asked, **allowed)
-    return asdict(made) | _format(out, chosen, made.cache_dtype) | {"other_targets": others}
+    chosen = target(name)
+    dtype = options.dtype
+    if dtype not in chosen.dtypes:
+        dtype = checkpoints.written_dtype(opened, dtype)
+    report = export(
+        opened,
+        chosen.name,
+        options.out,
+        opened.path,
+        dtype=dtype,
+        check=_check(options, chosen, opened, dtype),
+        allow_larger_cache=options.allow_larger_cache,
+        overwrite=options.overwrite,
+    )
+    return EngineExportRecord(
+        **asdict(report), **_format(options.out, chosen, report.cache_dtype), other_targets=others
+    )
 
 
 def _check_dtype(chosen: Target, dtype: str) -> None:
     """Raise ConfigError for a dtype that a target does not take."""
-    if full_name(dtype) in (AUTO, *chosen.dtypes):
+    if full_name(dtype) in (checkpoints.AUTO, *chosen.dtypes):
         return
-    more = ""
+    hint = ""
     if chosen.name == "gguf":
-        more = (
+        hint = (
             "; llama.cpp itself makes its other types from such a file: llama-quantize model.gguf "
             f"model-{dtype}.gguf {dtype}"
         )
-    raise ConfigError(f"{one_of(f'dtype for target {chosen.name}', [AUTO, *chosen.dtypes], dtype)}{more}")
+    dtypes = [checkpoints.AUTO, *chosen.dtypes]
+    raise ConfigError(f"{one_of(f'dtype for target {chosen.name}', dtypes, dtype)}{hint}")
 
 
 def _format(out: str | Path, chosen: Target, dtype: str) -> dict[str, Any]:
-    """What the folder is to other software."""
+    """Return what the folder is to other software."""
     if (Path(out) / "config.json").is_file() and chosen.name in ("gqa", "phi"):
         return format_of(out, dtype)
     engines = " and ".join(chosen.engines)
-    return {"format": chosen.name, "loads_in": list(chosen.engines), "format_note": f"{engines} loads it"}
+    return {
+        "format": chosen.name,
+        "loads_in": list(chosen.engines),
+        "format_note": f"{engines} loads it",
+    }
 
 
 def _check(
-    chosen: Target, source: Checkpoint, dtype: str, engine: str | None, python: str | None, memory: int
-) -> Callable[[Path, PreTrainedModel], Mapping[str, Any]]:
-    """What `attention.io.export.export` calls on the finished folder. Raises EngineError if the engine is not there."""
-    one = engine_named(engine or chosen.engines[0])
-    if one.name not in chosen.engines:
-        raise ConfigError(f"engine: target {chosen.name} is read by {', '.join(chosen.engines)}, got {one.name}")
-    interpreter = one.find(python)
+    options: ExportOptions, chosen: Target, source: Checkpoint, dtype: str
+) -> Callable[[Path, PreTrainedModel], Mapping[str, Any]] | None:
+    """Return what `attention.io.export.export` calls on the finished folder; None without a check.
+
+    Raises EngineError if the engine is not there.
+    """
+    if not options.check:
+        if options.engine or options.engine_python:
+            raise ConfigError(
+                "engine, engine_python: are of a check; add --check (in Python: check=True), or "
+                "leave them out"
+            )
+        return None
+    engine = engine_named(options.engine or chosen.engines[0])
+    if engine.name not in chosen.engines:
+        raise ConfigError(
+            f"engine: target {chosen.name} is read by {', '.join(chosen.engines)}, got "
+            f"{engine.name}"
+        )
+    interpreter = engine.find(options.engine_python)
 
     def check(folder: Path, back: PreTrainedModel) -> Mapping[str, Any]:
         model = back
@@ -102,14 +153,22 @@ def _check(
             model = checkpoint.load(source.path, torch.float32, config=source.config)
             round_weights(model, DTYPES[dtype])
         tokenizer = source.tokenizer if any(Path(source.path).glob("tokenizer*")) else None
-        held = chosen.held(source.config, source.plan)
-        found = check_export(
-            one, interpreter, folder, model, tokenizer, held, dtype, memory=memory, own_code=any(folder.glob("*.py"))
+        result = check_export(
+            engine,
+            interpreter,
+            folder,
+            model,
+            tokenizer,
+            chosen.held(source.config, source.plan),
+            dtype,
+            memory=options.check_memory * 2**30,
+            own_code=any(folder.glob("*.py")),
         )
-        if found.reasons:
+        if result.reasons:
             raise CheckError(
-                f"{found.version} does not do what was promised, so nothing was written: {'; '.join(found.reasons)}"
+                f"{result.version} does not do what was promised, so nothing was written: "
+                f"{'; '.join(result.reasons)}"
             )
-        return found.to_dict()
+        return result.to_dict()
 
     return check

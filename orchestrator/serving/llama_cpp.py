@@ -1,8 +1,9 @@
 """llama.cpp through `xllamacpp`, in a process of its own.
 
-It is asked twice. Without flash attention it computes in float32, if the weights are in float32; that shows whether the
-maths is right. With flash attention, as people run it, it rounds keys and values to 16 bits, and its cache holds for
-each layer the heads of that layer; without it the value cache of every layer is as wide as the widest.
+It is asked twice. Without flash attention it computes in float32, if the weights are in float32;
+that shows whether the maths is right. With flash attention, as people run it, it rounds keys and
+values to 16 bits, and its cache holds for each layer the heads of that layer; without it the value
+cache of every layer is as wide as the widest.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from orchestrator.serving.engine import (
     Answer,
     Engine,
     EngineError,
+    EngineRun,
     Question,
-    Run,
     SpeedAnswer,
     SpeedQuestion,
     completions_of,
@@ -34,54 +35,75 @@ SIZE = re.compile(r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) cells")
 STEP = 0.01 * 2**20  # bytes: it logs sizes in MiB with two decimals
 MOST = 512 * 2**20  # bytes of cache that are allocated to measure it
 ROUNDING = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2, "q8_0": 0.25}
-"""Differences of log-probabilities that its arithmetic causes: activations are rounded to the dtype of the weights."""
+"""Differences of log-probabilities that its arithmetic causes: activations are rounded to the dtype
+of the weights."""
 
 GELU = 1e-2  # it looks GELU up in a table of 16-bit numbers
 
 
 def find(python: str | None) -> str:
+    """Return the interpreter that has llama.cpp."""
     python = python or sys.executable
     if not has_module(python, "xllamacpp"):
         raise EngineError(
-            f"llama.cpp is not installed for {python}: `pip install 'xllamacpp>=2026.10'` there, or name the Python "
-            "of an environment that has it: --engine-python"
+            f"llama.cpp is not installed for {python}: `pip install 'xllamacpp>=2026.10'` there, "
+            "or name the Python of an environment that has it: --engine-python"
         )
     return python
 
 
 def ask(python: str, question: Question) -> Answer:
-    kept = "float32" if question.dtype == "float32" else "float16"
-    head_bytes = 2 * question.held.head_dim * BYTES[kept]
+    """Complete prompts without and with flash attention."""
+    cache_dtype = _cache_dtype(question)
+    head_bytes = 2 * question.held.head_dim * BYTES[cache_dtype]
     exact, _ = _run(python, question, max(256, question.longest), "float32", flash=False)
-    cells = cells_for(question.held.bytes_per_token(kept), head_bytes)
-    served, log = _run(python, question, max(cells, question.longest), kept, flash=True)
+    cells = cells_for(question.held.bytes_per_token(cache_dtype), head_bytes)
+    served, log = _run(python, question, max(cells, question.longest), cache_dtype, flash=True)
     held = kv_bytes_per_token(log, head_bytes)
     rounding = max(ROUNDING[question.dtype], GELU if "gelu" in question.activation else 0.0)
     runs = [
-        Run("float32 cache, no flash attention", completions_of(exact), rounding),
-        Run(f"{kept} cache, flash attention", completions_of(served), max(2 * rounding, ROUNDING["float16"])),
+        EngineRun("float32 cache, no flash attention", completions_of(exact), rounding),
+        EngineRun(
+            f"{cache_dtype} cache, flash attention",
+            completions_of(served),
+            max(2 * rounding, ROUNDING["float16"]),
+        ),
     ]
-    return Answer(served["version"], runs, kept, held, question.memory // held)
+    return Answer(served["version"], runs, cache_dtype, held, question.memory // held)
 
 
 def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
-    """With flash attention, as people run it."""
-    kept = "float32" if question.dtype == "float32" else "float16"
-    head_bytes = 2 * question.held.head_dim * BYTES[kept]
-    cells = max(cells_for(question.held.bytes_per_token(kept), head_bytes), question.longest)
-    answer, log = _run(python, question, cells, kept, flash=True)
+    """Time it with flash attention, as people run it."""
+    cache_dtype = _cache_dtype(question)
+    head_bytes = 2 * question.held.head_dim * BYTES[cache_dtype]
+    cells = max(cells_for(question.held.bytes_per_token(cache_dtype), head_bytes), question.longest)
+    answer, log = _run(python, question, cells, cache_dtype, flash=True)
     held = kv_bytes_per_token(log, head_bytes)
-    return SpeedAnswer(answer["version"], answer["seconds"], kept, held, question.memory // held)
+    return SpeedAnswer(
+        answer["version"], answer["seconds"], cache_dtype, held, question.memory // held
+    )
+
+
+def _cache_dtype(question: Question | SpeedQuestion) -> str:
+    return "float32" if question.dtype == "float32" else "float16"
 
 
 def cells_for(promised: int, head_bytes: int) -> int:
-    """Tokens of cache that make the rounded sizes of the log tell one KV head of one layer, for about `promised` bytes
-    a token: a power of two. Raises EngineError where that would take too much memory."""
+    """Return the tokens of a cache whose logged size resolves one KV head of one layer.
+
+    Sizes in the log are rounded. It is a power of two, for a cache of about `promised` bytes per
+    token.
+
+    Raises:
+        EngineError: If that would take too much memory.
+    """
     cells = 256
     while cells * 2 * promised <= MOST and cells < 2**15:
         cells *= 2
     if STEP / cells >= head_bytes:
-        raise EngineError(f"a cache of {promised} bytes per token is too large to be read from llama.cpp's log")
+        raise EngineError(
+            f"a cache of {promised} bytes per token is too large to be read from llama.cpp's log"
+        )
     return cells
 
 
@@ -91,7 +113,8 @@ def _run(
     timed = isinstance(question, SpeedQuestion)
     request = {
         "file": str(question.folder / "model.gguf"),
-        "prompts": (None if timed else question.texts) or [list(prompt) for prompt in question.prompts],
+        "prompts": (None if timed else question.texts)
+        or [list(prompt) for prompt in question.prompts],
         "repetitions": question.repetitions if timed else 0,
         "tokens": question.tokens,
         "cells": cells,
@@ -99,15 +122,23 @@ def _run(
         "flash_attention": flash,
         "threads": threads() if timed else idle_threads(),
     }
-    return run_child(NAME, [python, "-P", str(CHILDREN / "llama_cpp_child.py")], request, os.environ)
+    return run_child(
+        NAME, [python, "-P", str(CHILDREN / "llama_cpp_child.py")], request, os.environ
+    )
 
 
 def kv_bytes_per_token(log: str, head_bytes: int) -> int:
-    """Bytes of the cache a token by llama.cpp's log, in whole KV heads. Raises EngineError if the log does not say."""
-    found = SIZE.findall(log)
-    if not found:
-        raise EngineError("llama.cpp's log does not name the size of its KV cache; another version logs it otherwise")
-    measured = sum(float(size) * 2**20 / int(cells) for size, cells in found)
+    """Return the bytes of the cache per token by llama.cpp's log, in whole KV heads.
+
+    Raises EngineError if the log does not say.
+    """
+    sizes = SIZE.findall(log)
+    if not sizes:
+        raise EngineError(
+            "llama.cpp's log does not name the size of its KV cache; another version logs it "
+            "otherwise"
+        )
+    measured = sum(float(size) * 2**20 / int(cells) for size, cells in sizes)
     return round(measured / head_bytes) * head_bytes
 
 

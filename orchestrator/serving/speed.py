@@ -1,4 +1,7 @@
-"""`headfold evaluate --engine`: prefill and decode speed, and the sequences that fit, measured in the engine itself."""
+"""`headfold evaluate --engine`: prefill and decode speed, and the sequences that fit.
+
+They are measured in the engine itself.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from gguf import GGUFReader
@@ -19,6 +22,7 @@ from attention.io.targets import EngineSupport, TargetError, targets
 from attention.modeling.model_classes import plan_of_config
 from attention.plan import BYTES
 from orchestrator import checkpoints
+from orchestrator.config.options import ExportOptions
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation.long_context import context_lengths
 from orchestrator.serving.check import MEMORY
@@ -26,14 +30,46 @@ from orchestrator.serving.engine import Engine, SpeedAnswer, SpeedQuestion
 from orchestrator.serving.engines import engine as engine_named
 from orchestrator.serving.export import export_checkpoint
 
-ROUNDS = 3  # in each of which every model is loaded once, in turn, so that a change of load strikes all of them
+ROUNDS = 3
+"""In each, every model is loaded once, in turn, so that a change of load strikes all of them."""
 REPETITIONS = 3  # of each prompt in a round
 SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second")
 
 
+class SpeedFacts(TypedDict):
+    """A model as the engine has loaded it."""
+
+    target: str
+    dtype: str
+    cache_dtype: str
+    kv_bytes_per_token: float
+    capacity: int
+
+
+class SpeedRecord(TypedDict):
+    """The JSON of `headfold evaluate --engine`."""
+
+    engine: str
+    version: str
+    checkpoint: str
+    original: NotRequired[str]
+    speed_tokens: int
+    measurements: int
+    memory: int
+    seed: int
+    models: Mapping[str, SpeedFacts]
+    context_lengths: Sequence[Mapping[str, Any]]
+    """At each: `context_length`, the speeds of each model, and `ratios`."""
+
+
 @dataclass(frozen=True)
 class Exported:
-    """A folder that the engine loads. `target`, `dtype`: as it was exported; `own_code`: it has Python files."""
+    """A folder that the engine loads.
+
+    Attributes:
+        target: As it was exported, in `dtype`.
+        own_code: Whether it has Python files.
+    """
 
     folder: Path
     target: str
@@ -56,122 +92,169 @@ def engine_speed(
     dtype: str = checkpoints.AUTO,
     seed: int = 0,
     trust_remote_code: bool = False,
-) -> dict[str, Any]:
-    """Medians over ROUNDS x REPETITIONS of one sequence at a time: a prompt of random tokens, and `tokens` generated
-    after it, that together have a context length. `lengths`: as in `context_lengths`; `memory`: bytes of cache.
+) -> SpeedRecord:
+    """Measure the speed of one sequence at a time, as medians over rounds and repetitions.
 
-    A checkpoint that is not an export for the engine is exported for it, to a temporary folder. Raises EngineError if
-    the engine is not installed, before any work, or fails; ConfigError for what a user can mend.
+    A sequence is a prompt of random tokens, and `tokens` generated after it, that together have a
+    context length. A checkpoint that is not an export for the engine is exported for it, to a
+    temporary folder.
+
+    Args:
+        lengths: As in `context_lengths`.
+        memory: Bytes of cache.
+
+    Raises:
+        EngineError: If the engine is not installed, before any work, or fails.
+        ConfigError: For what a user can mend.
     """
-    one = engine_named(engine)
-    interpreter = one.find(python)
+    chosen = engine_named(engine)
+    interpreter = chosen.find(python)
     if tokens < 2:
-        raise ConfigError(f"speed_tokens: the speed in an engine wants at least 2 tokens to decode, got {tokens}")
-    named = {"checkpoint": path} | ({} if original is None else {"original": original})
-    for key, name in named.items():  # both, before the first is exported
+        raise ConfigError(
+            f"speed_tokens: the speed in an engine wants at least 2 tokens to decode, got {tokens}"
+        )
+    sources = {"checkpoint": path} | ({} if original is None else {"original": original})
+    for key, name in sources.items():  # both, before the first is exported
         if not (Path(name) / REPORT_FILE).is_file():
             context_lengths(lengths, checkpoints.open_checkpoint(name, key).geometry.max_positions)
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
         models = {
-            key: exported(key, name, one, Path(folder) / key, dtype, trust_remote_code) for key, name in named.items()
+            key: exported(key, name, chosen, Path(folder) / key, dtype, trust_remote_code)
+            for key, name in sources.items()
         }
         at = context_lengths(lengths, min(model.positions for model in models.values()))
         if at[0] <= tokens:
-            raise ConfigError(f"speed_tokens: {tokens} leave no prompt in a context of {at[0]}; give fewer")
+            raise ConfigError(
+                f"speed_tokens: {tokens} leave no prompt in a context of {at[0]}; give fewer"
+            )
         prompts = random_prompts([length - tokens for length in at], models, seed)
-        answers = rounds(one, interpreter, models, prompts, tokens, memory)
-    return {
-        "engine": one.name,
-        "version": answers["checkpoint"][0].version,
-        **{key: str(name) for key, name in named.items()},
-        "speed_tokens": tokens,
-        "measurements": ROUNDS * REPETITIONS,
-        "memory": memory,
-        "seed": seed,
-        "models": {key: _facts(models[key], answers[key][0]) for key in models},
-        "context_lengths": [_at(length, index, tokens, answers) for index, length in enumerate(at)],
-    }
+        answers = rounds(chosen, interpreter, models, prompts, tokens, memory)
+    return SpeedRecord(
+        engine=chosen.name,
+        version=answers["checkpoint"][0].version,
+        **{key: str(name) for key, name in sources.items()},
+        speed_tokens=tokens,
+        measurements=ROUNDS * REPETITIONS,
+        memory=memory,
+        seed=seed,
+        models={key: _facts(models[key], answers[key][0]) for key in models},
+        context_lengths=[_at(length, index, tokens, answers) for index, length in enumerate(at)],
+    )
 
 
 def exported(
     key: str,
     name: str | Path,
-    one: Engine,
+    engine: Engine,
     out: Path,
     dtype: str,
     trusted: bool = False,
     target_name: str | None = None,
 ) -> Exported:
-    """A checkpoint as the engine loads it: as it is if it is an export for it, else exported to `out`, by the target
-    with the smallest cache unless one is named."""
-    given = (Path(name) / REPORT_FILE).is_file()
-    folder = Path(name) if given else out
-    if not given:
+    """Return a checkpoint as the engine loads it.
+
+    It is as it is if it is an export for the engine, else exported to `out`, by the target with the
+    smallest cache unless one is named.
+    """
+    is_export = (Path(name) / REPORT_FILE).is_file()
+    folder = Path(name) if is_export else out
+    if not is_export:
         source = Checkpoint.open(name)
-        target = target_name or _target(key, one, source.config, checkpoints.written_dtype(source, dtype))
+        written = checkpoints.written_dtype(source, dtype)
+        target = target_name or _target(key, engine, source.config, written)
         try:
-            export_checkpoint(source, target, out, dtype=dtype)
+            export_checkpoint(ExportOptions(checkpoint=source, target=target, out=out, dtype=dtype))
         except LargerCacheError as error:
-            raise ConfigError(f"{key}: {error} of the verb export, and give its folder here") from None
+            raise ConfigError(
+                f"{key}: {error} of the verb export, and give its folder here"
+            ) from None
     record = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
-    if one.name not in record["engines"]:
+    if engine.name not in record["engines"]:
         engines = " and ".join(record["engines"])
-        raise ConfigError(f"{key}: {str(name)!r} was exported for {engines}, not for {one.name}; give its source here")
+        raise ConfigError(
+            f"{key}: {str(name)!r} was exported for {engines}, not for {engine.name}; "
+            "give its source here"
+        )
     own_code = any(folder.glob("*.py"))
-    if given and own_code and not trusted:
-        raise ConfigError(f"{key}: {str(name)!r} has Python files that {one.name} must run; read them, and add "
-                          "--trust-remote-code, or give the checkpoint that it was exported from")  # fmt: skip
+    if is_export and own_code and not trusted:
+        raise ConfigError(
+            f"{key}: {str(name)!r} has Python files that {engine.name} must run; read them, and "
+            "add --trust-remote-code, or give the checkpoint that it was exported from"
+        )
     vocabulary, positions = _limits(folder)
     pairs = 2 * sum(record["kv_heads"]) * BYTES[record["cache_dtype"]]
     held = EngineSupport.of(record["kv_heads"], record["kv_bytes_per_token_after"] // pairs)
-    return Exported(folder, record["target"], record["dtype"], held, vocabulary, positions, own_code)
+    return Exported(
+        folder, record["target"], record["dtype"], held, vocabulary, positions, own_code
+    )
 
 
-def _target(key: str, one: Engine, config: Any, dtype: str) -> str:
-    """Of the engine's targets the one with the smallest cache, among equals the one that more engines read."""
-    held, plan, reasons = {}, plan_of_config(config), []
+def _target(key: str, engine: Engine, config: Any, dtype: str) -> str:
+    """Return the engine's target with the smallest cache, among equals that of more engines."""
+    costs: dict[str, tuple[int, int]] = {}
+    reasons: list[str] = []
+    plan = plan_of_config(config)
     for name, target in targets().items():
-        if one.name in target.engines:
+        if engine.name in target.engines:
             try:
-                held[name] = (target.held(config, plan).bytes_per_token(dtype), -len(target.engines))
+                held = target.held(config, plan).bytes_per_token(dtype)
+                costs[name] = (held, -len(target.engines))
             except TargetError as error:
                 reasons.append(f"{name}: {error}")
-    if not held:
-        raise ConfigError(f"{key}: {one.name} cannot hold it ({'; '.join(reasons)})")
-    return min(held, key=lambda name: held[name])
+    if not costs:
+        raise ConfigError(f"{key}: {engine.name} cannot hold it ({'; '.join(reasons)})")
+    return min(costs, key=lambda name: costs[name])
 
 
 def _limits(folder: Path) -> tuple[int, int]:
-    """Tokens of the vocabulary, and of the longest context."""
+    """Return the tokens of the vocabulary, and of the longest context."""
     if (file := folder / "model.gguf").is_file():
         fields = GGUFReader(file).fields
-        positions = next(field for name, field in fields.items() if name.endswith(".context_length"))
+        positions = next(
+            field for name, field in fields.items() if name.endswith(".context_length")
+        )
         return len(fields["tokenizer.ggml.tokens"].data), int(positions.contents())
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config["vocab_size"], config.get("max_position_embeddings") or config["n_positions"]
 
 
-def random_prompts(sizes: Sequence[int], models: Mapping[str, Exported], seed: int) -> list[list[int]]:
-    """Random token ids that all models know."""
+def random_prompts(
+    sizes: Sequence[int], models: Mapping[str, Exported], seed: int
+) -> list[list[int]]:
+    """Return random token ids of the vocabulary of all models."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = min(model.vocabulary for model in models.values())
     return [torch.randint(vocabulary, (size,), generator=generator).tolist() for size in sizes]
 
 
 def rounds(
-    one: Engine, python: str, models: Mapping[str, Exported], prompts: list[list[int]], tokens: int, memory: int
+    engine: Engine,
+    python: str,
+    models: Mapping[str, Exported],
+    prompts: list[list[int]],
+    tokens: int,
+    memory: int,
 ) -> dict[str, list[SpeedAnswer]]:
-    """Answers of each model, of every round. The order is turned round each time."""
+    """Return the answers of each model, of every round; the order is reversed each time."""
     answers: dict[str, list[SpeedAnswer]] = {key: [] for key in models}
     for turn in range(ROUNDS):
         for key in sorted(models, reverse=bool(turn % 2)):
             model = models[key]
-            asked = (model.folder, prompts, tokens, REPETITIONS, model.dtype, model.held, memory, model.own_code)
-            answers[key].append(one.time(python, SpeedQuestion(*asked)))
+            question = SpeedQuestion(
+                folder=model.folder,
+                prompts=prompts,
+                tokens=tokens,
+                repetitions=REPETITIONS,
+                dtype=model.dtype,
+                held=model.held,
+                memory=memory,
+                own_code=model.own_code,
+            )
+            answers[key].append(engine.time(python, question))
     return answers
 
 
-def _facts(model: Exported, answer: SpeedAnswer) -> dict[str, Any]:
+def _facts(model: Exported, answer: SpeedAnswer) -> SpeedFacts:
     return {
         "target": model.target,
         "dtype": model.dtype,
@@ -181,16 +264,26 @@ def _facts(model: Exported, answer: SpeedAnswer) -> dict[str, Any]:
     }
 
 
-def _at(length: int, index: int, tokens: int, answers: Mapping[str, Sequence[SpeedAnswer]]) -> dict[str, Any]:
-    """Of one context length: each model's figures, and the checkpoint's as ratios to the original's (None if that
-    fits no sequence)."""
-    found: dict[str, Any] = {"context_length": length}
-    for key, told in answers.items():
-        seconds = [pair for answer in told for pair in answer.seconds[index]]
+def _at(
+    length: int, index: int, tokens: int, answers: Mapping[str, Sequence[SpeedAnswer]]
+) -> Mapping[str, Any]:
+    """Return the figures of each model at one context length, and their ratios.
+
+    The ratios are the checkpoint's to the original's; None where that fits no sequence.
+    """
+    figures: dict[str, Any] = {"context_length": length}
+    for key, rounds_of in answers.items():
+        seconds = [pair for answer in rounds_of for pair in answer.seconds[index]]
         prefill = statistics.median((length - tokens) / first for first, _ in seconds)
         decode = statistics.median((tokens - 1) / rest for _, rest in seconds)
-        found[key] = dict(zip(SPEEDS, (prefill, decode), strict=True)) | {"sequences": told[0].capacity // length}
+        figures[key] = {
+            **dict(zip(SPEEDS, (prefill, decode), strict=True)),
+            "sequences": rounds_of[0].capacity // length,
+        }
     if "original" in answers:
-        mine, other = found["checkpoint"], found["original"]
-        found["ratios"] = {name: mine[name] / other[name] if other[name] else None for name in mine}
-    return found
+        checkpoint, original = figures["checkpoint"], figures["original"]
+        figures["ratios"] = {
+            name: checkpoint[name] / original[name] if original[name] else None
+            for name in checkpoint
+        }
+    return figures

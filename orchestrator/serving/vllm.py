@@ -11,8 +11,8 @@ from orchestrator.serving.engine import (
     Answer,
     Engine,
     EngineError,
+    EngineRun,
     Question,
-    Run,
     SpeedAnswer,
     SpeedQuestion,
     completions_of,
@@ -26,31 +26,40 @@ ROUNDING = 1e-3  # it is asked in float32
 
 
 def find(python: str | None) -> str:
+    """Return the interpreter that has vLLM."""
     python = python or os.environ.get(VARIABLE) or sys.executable
     if not has_module(python, "vllm"):
         raise EngineError(
-            f"vLLM is not installed for {python}. It wants an environment of its own: `make engines` makes one in "
-            f"engines/vllm (3.5 GB), or name the Python of yours: --engine-python PYTHON, or {VARIABLE}=PYTHON"
+            f"vLLM is not installed for {python}. It wants an environment of its own: `make "
+            "engines` makes one in engines/vllm (3.5 GB), or name the Python of yours: "
+            f"--engine-python PYTHON, or {VARIABLE}=PYTHON"
         )
     return python
 
 
 def ask(python: str, question: Question) -> Answer:
+    """Complete prompts in float32."""
     answer = _run(python, question, "float32", 0, question.texts is not None)
-    runs = [Run("float32", completions_of(answer), ROUNDING)]
+    runs = [EngineRun("float32", completions_of(answer), ROUNDING)]
     held = answer["cache_bytes"] / answer["capacity"]
     return Answer(answer["version"], runs, "float32", held, answer["capacity"])
 
 
 def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
-    """In the dtype of the weights, without graphs (`enforce_eager`)."""
+    """Time it in the dtype of the weights, without graphs (`enforce_eager`)."""
     answer = _run(python, question, question.dtype, question.repetitions, False)
     held = answer["cache_bytes"] / answer["capacity"]
-    return SpeedAnswer(answer["version"], answer["seconds"], question.dtype, held, answer["capacity"])
+    return SpeedAnswer(
+        answer["version"], answer["seconds"], question.dtype, held, answer["capacity"]
+    )
 
 
 def _run(
-    python: str, question: Question | SpeedQuestion, dtype: str, repetitions: int, has_tokenizer: bool
+    python: str,
+    question: Question | SpeedQuestion,
+    dtype: str,
+    repetitions: int,
+    has_tokenizer: bool,
 ) -> dict[str, Any]:
     request = {
         "folder": str(question.folder),
@@ -63,7 +72,9 @@ def _run(
         "has_tokenizer": has_tokenizer,
         "trust_remote_code": question.own_code,
     }
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM"))
+    }
     return run_child(NAME, [python, "-P", str(CHILDREN / "vllm_child.py")], request, kept)[0]
 
 

@@ -1,1 +1,4 @@
-"""One file a verb: its options are checked once, its estimate decides how it is done, its record is what it gives."""
+"""One file per verb: its options are checked once, and its record is what it returns.
+
+An estimate, where there is one, decides how it is done.
+"""

@@ -1,7 +1,8 @@
 """`headfold convert`: one checkpoint, without a cluster and without training.
 
-The way of a checkpoint: `request` opens and checks it, `estimate` decides how it is converted, `run` converts it in
-memory (`orchestrator.conversion.in_memory`) or layer by layer (`orchestrator.conversion.layer_by_layer`).
+The way of a checkpoint: `request` opens and checks it, `estimate` decides how it is converted,
+`run` converts it in memory (`orchestrator.conversion.in_memory`) or layer by layer
+(`orchestrator.conversion.layer_by_layer`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,15 @@ from orchestrator.conversion.layer_by_layer import LayerwiseJob, check_folder_of
 from orchestrator.conversion.one_layer import check_layerwise
 from orchestrator.conversion.record import ConversionRecord, CurveRecord
 from orchestrator.conversion.request import ConversionRequest, asked_ratios, chosen_recipe
-from orchestrator.conversion.several_ratios import check_curve, convert_curve, is_curve, join_curve, ratio_folder
+from orchestrator.conversion.several_ratios import (
+    check_curve,
+    convert_curve,
+    is_curve,
+    join_curve,
+    ratio_folder,
+)
 from orchestrator.reporting.evaluation_tables import print_conversion
-from orchestrator.tasks.task import Task, advise_text
+from orchestrator.tasks.task import Task, advise_text, require
 
 
 class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
@@ -34,7 +41,9 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         log: Takes the lines of a conversion layer by layer.
     """
 
-    def __init__(self, options: ConvertOptions, *, rehearsal: bool = False, config_only: bool = False) -> None:
+    def __init__(
+        self, options: ConvertOptions, *, rehearsal: bool = False, config_only: bool = False
+    ) -> None:
         super().__init__(options, rehearsal=rehearsal)
         self.config_only = config_only
         self.log = log_line
@@ -49,18 +58,24 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         return None if self.options.out is None else Path(self.options.out)
 
     def check(self) -> None:
-        self.request  # noqa: B018
+        require(self.request)
 
     @cached_property
     def request(self) -> ConversionRequest:
         """The conversion, checked once."""
         options = self.options
         weights = not (self.rehearsal or self.config_only)
-        checkpoint = checkpoints.open_model(options.model, "model", dequantize=options.dequantize, weights=weights)
-        ratios = asked_ratios(checkpoint, options.kv_ratio, options.kv_heads, options.kv_bytes, dtype=options.dtype)
+        checkpoint = checkpoints.open_model(
+            options.model, "model", dequantize=options.dequantize, weights=weights
+        )
+        ratios = asked_ratios(
+            checkpoint, options.kv_ratio, options.kv_heads, options.kv_bytes, dtype=options.dtype
+        )
         recipe = chosen_recipe(checkpoint, options.recipe, options.engine, options.recipe_settings)
         if options.layerwise and len(ratios) > 1:
-            raise ConfigError("layerwise: one ratio at a time is converted layer by layer; give one --kv-ratio")
+            raise ConfigError(
+                "layerwise: one ratio at a time is converted layer by layer; give one --kv-ratio"
+            )
         if len(ratios) > 1 or self._joins_curve:
             if options.out is not None:
                 check_curve(options.out, checkpoint.path, recipe, ratios, options.overwrite)
@@ -68,7 +83,9 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             check_folder_of_layers(options.out, overwrite=options.overwrite, source=checkpoint.path)
         elif options.out is not None:
             check_folder(options.out, overwrite=options.overwrite, reads=[checkpoint.path])
-        request = ConversionRequest.check(checkpoint, recipe, ratios, options, config_only=self.config_only)
+        request = ConversionRequest.check(
+            checkpoint, recipe, ratios, options, config_only=self.config_only
+        )
         if options.layerwise:
             check_layerwise(recipe, checkpoint.config)
         return request
@@ -86,12 +103,16 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     def estimate(self) -> RunEstimate:
         """What it takes, and with that how it is done, decided once."""
         points = estimate_conversions(self.request)
-        return RunEstimate.of(points, self.out, several=self._several, layerwise=self.options.layerwise)
+        return RunEstimate.of(
+            points, self.out, several=self._several, layerwise=self.options.layerwise
+        )
 
     def announce(self) -> None:
         if self.out is None:
             print(
-                "no --out: what is converted is measured, and nothing of it will be saved", file=sys.stderr, flush=True
+                "no --out: what is converted is measured, and nothing of it will be saved",
+                file=sys.stderr,
+                flush=True,
             )
         advise_text(self.options.calibration_data, self.options.eval_data)
         self.estimate.announce()
@@ -105,21 +126,24 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         """Convert, measure before and after, and save.
 
         Returns:
-            One record: losses and KL in nats per token, KV bytes planned and held, seconds by phase; of several ratios
-            what they have in common, and `points`.
+            One record: losses and KL in nats per token, KV bytes planned and held, seconds by
+            phase; of several ratios what they have in common, and `points`.
 
         Raises:
-            ConfigError: For what a user can mend. Likewise DataError of texts, PlanError of plans, OutputError of
-                folders.
+            ConfigError: For what a user can mend. Likewise DataError of texts, PlanError of plans,
+                OutputError of folders.
         """
         request, overwrite = self.request, self.options.overwrite
         if self._several:
             return convert_curve(request, self.out, overwrite=overwrite)
         (kv_ratio,) = request.kv_ratios
-        out = ratio_folder(self.out, kv_ratio) if self.out is not None and self._joins_curve else self.out
+        out = self.out
+        if out is not None and self._joins_curve:
+            out = ratio_folder(out, kv_ratio)
         if self._layerwise():
-            place = check_folder_of_layers(out, overwrite=overwrite, source=request.model)
-            record = LayerwiseJob(request, kv_ratio, place, self.log, overwrite).run(request.texts())
+            layers = check_folder_of_layers(out, overwrite=overwrite, source=request.model)
+            job = LayerwiseJob(request, kv_ratio, layers, self.log, overwrite)
+            record = job.run(request.texts())
         else:
             record = Source.load(request).at(kv_ratio, out, overwrite=overwrite)
         if self.out is not None and self._joins_curve:
@@ -127,7 +151,10 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         return record
 
     def _layerwise(self) -> bool:
-        """Whether it is done layer by layer; an estimate is made only where the options leave it open."""
+        """Whether it is done layer by layer.
+
+        An estimate is made only where the options leave it open.
+        """
         if self.options.layerwise is not None:
             return self.options.layerwise
         if self.out is None:

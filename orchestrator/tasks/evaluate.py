@@ -24,9 +24,9 @@ from orchestrator.evaluation.long_context import NUM_TEXTS
 from orchestrator.reporting.evaluation_tables import print_evaluation, print_extras
 from orchestrator.resources.size import Size
 from orchestrator.resources.time import matmul_rate
-from orchestrator.serving.speed import engine_speed
+from orchestrator.serving.speed import SpeedRecord, engine_speed
 from orchestrator.serving.tables import print_speed
-from orchestrator.tasks.task import Task, advise_text
+from orchestrator.tasks.task import Task, advise_text, require
 from trainers.evaluation import decode_speed, evaluate, perplexity
 from trainers.text.data import LoadedTexts, Texts
 
@@ -34,7 +34,10 @@ CHECKPOINT, ORIGINAL, BASELINE = "checkpoint", "original", "baseline"
 
 
 class EvaluationRecord(TypedDict):
-    """The JSON of `headfold evaluate`. Losses and KL are in nats per token, bytes are KV bytes per token."""
+    """The JSON of `headfold evaluate`.
+
+    Losses and KL are in nats per token, bytes are KV bytes per token.
+    """
 
     checkpoint: str
     original: str | None
@@ -54,12 +57,12 @@ class EvaluationRecord(TypedDict):
     kl: float | None
     eval_tokens: int
     notes: NotRequired[list[str]]
-    plan: dict[str, Any]
+    plan: Mapping[str, Any]
     plan_digest: str
     dtype: str
     """What the cache is held in, and what decodes for the speed."""
     seed: int
-    recipe: dict[str, Any] | None
+    recipe: Mapping[str, Any] | None
     kv_ratio_of: str
     """Of whose cache `kv_ratio` is a share."""
     kv_ratio: float
@@ -72,10 +75,11 @@ class EvaluationRecord(TypedDict):
     seconds: dict[str, float]
 
 
-class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
-    """Held-out loss, increase and KL against the original, KV bytes planned and held, tokens a second.
+class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
+    """Held-out loss, increase and KL against the original, KV bytes, tokens per second.
 
-    With an engine: speed and the sequences that fit there, and nothing else (`orchestrator.serving.speed`).
+    With an engine: speed and the sequences that fit there, and nothing else
+    (`orchestrator.serving.speed`).
     """
 
     def check(self) -> None:
@@ -83,23 +87,29 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
             _refuse_with_engine(self.options, self.rehearsal)
             return
         if self.options.engine_python is not None:
-            raise ConfigError("engine_python: is of a measurement in an engine; add --engine, or leave it out")
-        self.extras  # noqa: B018
-        self.models  # noqa: B018
-        self.positions  # noqa: B018
-        self.dtype  # noqa: B018
-        self.tokenizer  # noqa: B018
+            raise ConfigError(
+                "engine_python: is of a measurement in an engine; add --engine, or leave it out"
+            )
+        require(self.extras, self.models, self.positions, self.dtype, self.tokenizer)
 
     @cached_property
     def models(self) -> dict[str, Checkpoint]:
         """The checkpoints that are measured, by what they are."""
         options = self.options
-        named = {CHECKPOINT: options.checkpoint, ORIGINAL: options.original, BASELINE: options.baseline}
-        given = {key: source for key, source in named.items() if source is not None}
-        for key, source in given.items():
+        named = {
+            CHECKPOINT: options.checkpoint,
+            ORIGINAL: options.original,
+            BASELINE: options.baseline,
+        }
+        sources = {key: source for key, source in named.items() if source is not None}
+        for key, source in sources.items():
             checkpoints.check_named(source, key)
-        opening: dict[str, Any] = {"dequantize": options.dequantize, "weights": not self.rehearsal}
-        return {key: checkpoints.open_model(source, key, **opening) for key, source in given.items()}
+        return {
+            key: checkpoints.open_model(
+                source, key, dequantize=options.dequantize, weights=not self.rehearsal
+            )
+            for key, source in sources.items()
+        }
 
     @cached_property
     def extras(self) -> Extras:
@@ -109,7 +119,9 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
             tasks = [name.strip() for name in tasks.split(",")]
         return Extras(
             tuple(tasks or ()),
-            read_prompts(prompts) if prompts is None or isinstance(prompts, str) else tuple(prompts),
+            read_prompts(prompts)
+            if prompts is None or isinstance(prompts, str)
+            else tuple(prompts),
             self.options.context_lengths,
         )
 
@@ -128,8 +140,11 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """That of the original, or else of the checkpoint: losses per token of other tokens cannot be compared, so all
-        models must be made for its tokens. A model without one of its own is taken to be."""
+        """That of the original, or else of the checkpoint.
+
+        Losses per token of different tokens cannot be compared, so all models must be made for its
+        tokens. A model without a tokenizer is taken to be.
+        """
         first = ORIGINAL if ORIGINAL in self.models else CHECKPOINT
         tokenizer = checkpoints.load_tokenizer(self.models[first])
         for key, model in self.models.items():
@@ -148,8 +163,13 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
         return Texts(options.data, options.eval_data, options.text_field, options.seed)
 
     def _cut(self, tokens: int | None, length: int | None) -> LoadedTexts:
-        cut: dict[str, Any] = {"eval_tokens": tokens, "sequence_length": length}
-        return self._sources.load(self.tokenizer, self.positions, calibrate=False, **cut)
+        return self._sources.load(
+            self.tokenizer,
+            self.positions,
+            eval_tokens=tokens,
+            sequence_length=length,
+            calibrate=False,
+        )
 
     @cached_property
     def prepared(self) -> PreparedExtras:
@@ -167,35 +187,39 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
     def rehearse(self) -> Iterable[Mapping[str, str]]:
         self.announce()
         sequences, source = self.texts.held_out, self._sources.eval_source
-        self.prepared  # noqa: B018
+        require(self.prepared)
         working = checkpoints.dtype_of(checkpoints.working_dtype(self.dtype, self.options.device))
         sizes = [Size.of(model.config).total for model in self.models.values()]
-        weights, kind = working.itemsize * sum(sizes) / 2**30, str(working).removeprefix("torch.")
+        weights = working.itemsize * sum(sizes) / 2**30
         operations = 2.0 * sum(sizes) * sequences.numel()
-        names = [name for name in ("tasks", "prompts", "context_lengths") if getattr(self.extras, name)]
+        names = [
+            name for name in ("tasks", "prompts", "context_lengths") if getattr(self.extras, name)
+        ]
         more = f", and {', '.join(names)}" if names else ""
         return [
             {
-                "measures": f"held-out loss of {len(sizes)} model(s) on {compact(sequences.numel())} tokens of "
-                f"{source} each, in sequences of {sequences.shape[1]}{more}",
-                "memory": f"{weights:.1f} GiB of weights in {kind}",
+                "measures": f"held-out loss of {len(sizes)} model(s) on "
+                f"{compact(sequences.numel())} tokens of {source} each, in sequences of "
+                f"{sequences.shape[1]}{more}",
+                "memory": f"{weights:.1f} GiB of weights in {str(working).removeprefix('torch.')}",
                 "work": f"{operations:.2g} operations for the losses; about "
                 f"{clock(operations / matmul_rate(working))} here on the CPU",
             }
         ]
 
-    def run(self) -> EvaluationRecord | dict[str, Any]:
+    def run(self) -> EvaluationRecord | SpeedRecord:
         """Measure.
 
         Raises:
-            ConfigError: For what a user can mend. Likewise DataError of texts, EngineError of engines.
+            ConfigError: For what a user can mend. Likewise DataError of texts, EngineError of
+                engines.
         """
         self.check()
         if self.options.engine is not None:
             return self._in_engine(self.options.engine)
         return self._measure()
 
-    def _in_engine(self, engine: str) -> dict[str, Any]:
+    def _in_engine(self, engine: str) -> SpeedRecord:
         options = self.options
         return engine_speed(
             str(options.checkpoint),
@@ -222,10 +246,13 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
         with phases("evaluate"):
             round_weights(model, checkpoints.dtype_of(self.dtype))
             scored = evaluate(model, sequences, teacher=teacher)
-            original_worth = evaluate(teacher, sequences) if teacher is not None else None
-            beside: dict[str, Any] = {"loss_increase": None, "perplexity": perplexity(scored.loss)}
-            if original_worth is not None:
-                beside = scored.compared(original_worth)
+            original_scored = evaluate(teacher, sequences) if teacher is not None else None
+            comparison: dict[str, Any] = {
+                "loss_increase": None,
+                "perplexity": perplexity(scored.loss),
+            }
+            if original_scored is not None:
+                comparison = scored.compared(original_scored)
         with phases("extras"):
             measured = {CHECKPOINT: prepared.measure(model)}
             if teacher is not None:
@@ -234,11 +261,14 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
         if BASELINE in models:
             with phases("baseline"):
                 other = self._load(BASELINE)
-                baseline_worth = evaluate(other, sequences)
-                baseline_loss = baseline_worth.loss
-                if original_worth is not None:
-                    increase = baseline_worth.compared(original_worth)
-                    beside |= {f"baseline_{name}": increase[name] for name in ("loss_increase", "loss_increase_stderr")}
+                baseline_scored = evaluate(other, sequences)
+                baseline_loss = baseline_scored.loss
+                if original_scored is not None:
+                    increase = baseline_scored.compared(original_scored)
+                    comparison |= {
+                        f"baseline_{name}": increase[name]
+                        for name in ("loss_increase", "loss_increase_stderr")
+                    }
                 measured[BASELINE] = prepared.measure(other)
                 del other
         heads, kind = _reference_cache(models[CHECKPOINT], model, teacher)
@@ -247,8 +277,8 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
             "checkpoint": models[CHECKPOINT].name,
             "original": models[ORIGINAL].name if ORIGINAL in models else None,
             "loss": scored.loss,
-            "original_loss": None if original_worth is None else original_worth.loss,
-            **beside,
+            "original_loss": None if original_scored is None else original_scored.loss,
+            **comparison,
             **texts.facts,
             "baseline": models[BASELINE].name if BASELINE in models else None,
             "baseline_loss": baseline_loss,
@@ -268,14 +298,17 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | dict[str, Any]]):
                 length = sequences.shape[1]
                 prompt = sequences[:1, : max(1, length - options.speed_tokens)]
                 speed = decode_speed(model, prompt, min(options.speed_tokens, length - 1))
-            record |= {"prefill_tokens_per_second": speed.prefill, "decode_tokens_per_second": speed.decode}
+            record |= {
+                "prefill_tokens_per_second": speed.prefill,
+                "decode_tokens_per_second": speed.decode,
+            }
         return record | prepared.record(measured) | {"seconds": dict(phases)}
 
     def _load(self, key: str) -> PreTrainedModel:
         return checkpoints.load_working(self.models[key], self.dtype, self.options.device)
 
-    def show(self, record: EvaluationRecord | dict[str, Any]) -> None:
-        if self.options.engine is not None:
+    def show(self, record: EvaluationRecord | SpeedRecord) -> None:
+        if "models" in record:
             print_speed(record)
             return
         print_evaluation(record)
@@ -291,19 +324,21 @@ def _refuse_with_engine(options: EvaluateOptions, rehearsal: bool) -> None:
         ("--dry-run", rehearsal or None),
         ("--dequantize", options.dequantize or None),
     ]
-    if given := [name for name, value in others if value is not None]:
+    if refused := [name for name, value in others if value is not None]:
         raise ConfigError(
-            f"engine: the speed in an engine is measured alone; leave out {', '.join(given)}, or run evaluate again "
-            "without --engine"
+            f"engine: the speed in an engine is measured alone; leave out {', '.join(refused)}, or "
+            "run evaluate again without --engine"
         )
 
 
 def _reference_cache(
     checkpoint: Checkpoint, model: PreTrainedModel, original: PreTrainedModel | None
 ) -> tuple[int, str]:
-    """The KV heads that a KV ratio is a share of, and whose they are, in words."""
+    """Return the KV heads that a KV ratio is a share of, and whose they are, in words."""
     if original is not None:
         return plan_of(original).kv_heads, "the original's cache"
     if (recorded := checkpoint_files.original_heads(checkpoint.path)) is not None:
         return recorded, "the cache of the model that it was converted from"
-    return plan_of(model).kv_heads, "its own cache, as no other is known (give an original to compare with)"
+    return plan_of(
+        model
+    ).kv_heads, "its own cache, as no other is known (give an original to compare with)"

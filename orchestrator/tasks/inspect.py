@@ -1,4 +1,7 @@
-"""`headfold inspect`: which heads of a checkpoint matter, which are alike, and what each budget would take."""
+"""`headfold inspect`: which heads of a checkpoint matter, and what each budget would take.
+
+It also shows which heads are alike.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,44 @@ from pathlib import Path
 from attention.base.cache import cache_folder
 from orchestrator import checkpoints
 from orchestrator.config.options import InspectOptions
-from orchestrator.conversion.inspection import COMPARED, InspectionRecord, measure_heads, sensitivity_recipe, untrained
+from orchestrator.conversion.inspection import (
+    COMPARED,
+    InspectionRecord,
+    measure_heads,
+    sensitivity_recipe,
+    untrained,
+)
 from orchestrator.conversion.request import ConversionRequest, asked_ratios
 from orchestrator.reporting.inspection_tables import print_inspection
 from orchestrator.reporting.pages.inspection_page import build_page
 from orchestrator.storage.outputs import write_page
 from orchestrator.storage.paths import check_writable
-from orchestrator.tasks.task import Task, advise_text
+from orchestrator.tasks.task import Task, advise_text, require
 from search_spaces.recipes.recipe import Recipe
 
 INSPECTED_RATIOS = (0.5, 0.25)
 
 
 class Inspect(Task[InspectOptions, InspectionRecord]):
-    """Measurements of a checkpoint, from one calibration. Nothing is trained or written but the caches."""
+    """Measurements of a checkpoint, from one calibration.
+
+    Nothing is trained or written but the caches.
+    """
 
     @property
     def outputs(self) -> Mapping[str, str | Path | None]:
         return {"page": self.options.out}
 
     def check(self) -> None:
-        self.request  # noqa: B018
+        require(self.request)
 
     @cached_property
     def request(self) -> ConversionRequest:
         """What is measured, checked once."""
         options = self.options
-        opened = checkpoints.open_model(options.checkpoint, "checkpoint", dequantize=options.dequantize)
+        opened = checkpoints.open_model(
+            options.checkpoint, "checkpoint", dequantize=options.dequantize
+        )
         ratios = asked_ratios(
             opened,
             options.kv_ratio,
@@ -47,10 +61,12 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
             key="checkpoint",
         )
         recipe = sensitivity_recipe(options.recipe, options.counts, options.recipe_settings)
-        self.compared  # noqa: B018
+        require(self.compared)
         cache = Path(options.cache_dir or cache_folder())
         check_writable(cache, "cache")
-        return ConversionRequest.check(opened, recipe, ratios, replace(options, cache_dir=cache), key="checkpoint")
+        return ConversionRequest.check(
+            opened, recipe, ratios, replace(options, cache_dir=cache), key="checkpoint"
+        )
 
     @cached_property
     def compared(self) -> dict[str, Recipe]:
@@ -71,10 +87,10 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
         ratios = ", ".join(self.request.amount(ratio) for ratio in self.request.distinct().values())
         return [
             {
-                "measures": f"all head counts of each layer by recipe {self.request.recipe.name}, on "
-                f"{texts.calibration.numel():,} tokens",
-                "converts": f"by {', '.join(self.compared) or 'no recipe'} at {ratios}, measured on "
-                f"{texts.held_out.numel():,} tokens",
+                "measures": "all head counts of each layer by recipe "
+                f"{self.request.recipe.name}, on {texts.calibration.numel():,} tokens",
+                "converts": f"by {', '.join(self.compared) or 'no recipe'} at {ratios}, "
+                f"measured on {texts.held_out.numel():,} tokens",
             }
         ]
 

@@ -26,12 +26,17 @@ class Task(ABC, Generic[OptionsT, RecordT]):
 
     @property
     def outputs(self) -> Mapping[str, str | Path | None]:
-        """Where it writes, as `orchestrator.storage.outputs.check_results` takes it: a `folder` or a `page`."""
+        """Where it writes: a `folder` or a `page`.
+
+        `orchestrator.storage.outputs.check_results` takes it.
+        """
         return {}
 
     @abstractmethod
     def check(self) -> None:
-        """Check all that can be checked before texts and weights are read; a second call does nothing.
+        """Check all that can be checked before texts and weights are read.
+
+        A second call does nothing.
 
         Raises:
             ValueError: For what a user can mend, with a message that says how.
@@ -41,7 +46,7 @@ class Task(ABC, Generic[OptionsT, RecordT]):
         """Say what it will take, and refuse what does not fit this machine."""
 
     def rehearse(self) -> Iterable[Mapping[str, str]]:
-        """Read the texts, and return in words what it would take, by what they are about. Nothing is written."""
+        """Read the texts, and return in words what it would take; nothing is written."""
         return []
 
     @abstractmethod
@@ -57,8 +62,15 @@ def advise_text(*sources: str | None) -> None:
     """Say on stderr what text is taken where none was named."""
     if not any(sources):
         print(
-            "text: none was named, so the built-in one is taken (Python's help topics and standard library); give text "
-            "like that of your users with --data",
+            "text: none was named, so the built-in one is taken (Python's help topics and "
+            "standard library); give text like that of your users with --data",
             file=sys.stderr,
             flush=True,
         )
+
+
+def require(*checked: object) -> None:
+    """Do nothing with properties that check what they return.
+
+    To name them here is to have them checked.
+    """

@@ -1,1 +1,4 @@
-"""Trainings outside of a search: from random weights (`headfold train`) and of a checkpoint (`headfold finetune`)."""
+"""Trainings: one run for trials, promotions, `headfold train` and `headfold finetune`.
+
+What the two verbs have beside it: texts, a folder, progress.
+"""

@@ -6,13 +6,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.options import ConvertOptions, EvaluateOptions, InspectOptions
+from orchestrator.config.options import (
+    ConvertOptions,
+    EvaluateOptions,
+    ExportOptions,
+    FinetuneOptions,
+    InspectOptions,
+    TrainOptions,
+)
 from orchestrator.conversion.estimate import estimate_conversions
 from orchestrator.conversion.in_memory import Source
 from orchestrator.resources.estimate import ConversionEstimate
+from orchestrator.serving import export
 from orchestrator.tasks.convert import Convert
 from orchestrator.tasks.evaluate import Evaluate
+from orchestrator.tasks.finetune import Finetune, FinetuneRequest
 from orchestrator.tasks.inspect import Inspect
+from orchestrator.tasks.train import ScratchRequest, Train
 from search_spaces.recipes.recipe import Recipe
 
 
@@ -80,6 +90,30 @@ def inspect_checkpoint(
 
 def evaluate_checkpoint(checkpoint: Any, original: Any = None, **settings: Any) -> Any:
     return Evaluate(EvaluateOptions(checkpoint=checkpoint, original=original, **settings)).run()
+
+
+def export_checkpoint(checkpoint: Any, target: str, out: Any, **settings: Any) -> Any:
+    return export.export_checkpoint(ExportOptions(checkpoint=checkpoint, target=target, out=out, **settings))
+
+
+def check_training_from_scratch(architecture: Any, out: Any, **settings: Any) -> ScratchRequest:
+    return Train(TrainOptions(architecture=architecture, out=out, **settings)).request
+
+
+def train_from_scratch(architecture: Any, out: Any, *, progress: Callable[[str], None] = print, **settings: Any) -> Any:
+    task = Train(TrainOptions(architecture=architecture, out=out, **settings))
+    task.log = progress
+    return task.run()
+
+
+def check_finetuning(model: Any, out: Any, **settings: Any) -> FinetuneRequest:
+    return Finetune(FinetuneOptions(model=model, out=out, **settings)).request
+
+
+def finetune_checkpoint(model: Any, out: Any, *, progress: Callable[[str], None] = print, **settings: Any) -> Any:
+    task = Finetune(FinetuneOptions(model=model, out=out, **settings))
+    task.log = progress
+    return task.run()
 
 
 def rehearse_evaluation(checkpoint: Any, original: Any = None, **settings: Any) -> Any:

@@ -14,14 +14,13 @@ PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator"
 ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 """A module that defines one of these is a family, an export target or an engine; their functions are named alike."""
 SHARED_NAMES = {
-    "AUTO", "DryRun",
-    "EPSILON", "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LARGE",
-    "LOOK_SECONDS", "NAME", "NEAR", "PACKAGES", "PATIENCE",
-    "POLL_SECONDS", "PREFIX", "REPOSITORY",
-    "SECONDS", "SIDES", "STAGES", "Seed", "T", "TEXTS", "Task", "TOKENS",
-    "TOLD", "TRAIN_TOKENS", "check", "convert", "evaluate", "export",
+    "EPSILON", "Engine", "FORMAT", "KVHeads", "KVRatios", "LARGE",
+    "LOOK_SECONDS", "NAME", "NEAR",
+    "PREFIX",
+    "SIDES", "STAGES", "Seed", "T", "Task",
+    "TOLD", "convert", "evaluate", "export",
     "in_words", "load", "promote", "register", "search",
-    "train", "untrained", "waits_for",
+    "train", "waits_for",
 }  # fmt: skip
 """Public names that more than one module still defines. The list only shrinks: a new thing gets a name of its own."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,20 @@ from trainers.settings import AUTO_STRATEGY, Strategy, TrainSettings
 
 @dataclass(frozen=True)
 class TrialContext:
-    """What all trials of a search share; plain values, paths absolute and visible to every node. `dtype`: of what is
-    written and counted; `weights`: digest of the original model's; `mixed_moments`: how its statistics are kept."""
+    """What all trials of a search share; plain values, paths absolute and visible to every node.
+
+    Attributes:
+        dtype: Of what is written and counted.
+        promotion_file: The promotion's own training text.
+        weights: Digest of the original model's.
+        mixed_moments: How its statistics are kept.
+        pool: Name of the worker pool; None: every training starts workers of its own.
+        accelerator_type: Of the workers.
+        checkpoint_address: Where training checkpoints lie, if storage is an address.
+        decode_times: Of the engine that the search is for, where decode time is an objective.
+        task: `ray.remote` options of the task that plans a trial which trains; None: its own
+            process does.
+    """
 
     folder: str
     model: str
@@ -41,77 +53,111 @@ class TrialContext:
     calibration_file: str
     calibration_cache: str
     rungs: tuple[int, ...]
-    train: dict[str, Any] = field(hash=False)
+    train: Mapping[str, Any] = field(hash=False)
     original_loss: float
     device: str = "cpu"
     teacher: str | None = None
-    promotion_file: str | None = None  # the promotion's own training text
+    promotion_file: str | None = None
     weights: str | None = None
     mixed_moments: Mixed | None = None
-    pool: str | None = None  # name of the worker pool; None: every training starts workers of its own
-    accelerator_type: str | None = None  # of the workers
-    checkpoint_address: str | None = None  # where training checkpoints lie, where storage is an address
+    pool: str | None = None
+    accelerator_type: str | None = None
+    checkpoint_address: str | None = None
     placement_strategy: Strategy = AUTO_STRATEGY
-    decode_times: DecodeTimes | None = None  # of the engine that the search is for, where decode time is an objective
-    task: dict[str, Any] | None = field(default=None, hash=False)
-    """`ray.remote` options of the task that plans a trial which trains; None: its own process does."""
+    decode_times: DecodeTimes | None = None
+    task: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def calibration(self, tokens: Tensor) -> Calibration:
-        """The original model's statistics over calibration `tokens` `[N, T]`, from the search's cache."""
-        known: dict[str, Any] = {"weights": self.weights, "mixed": self.mixed_moments}
-        own = {"dtype": self.dtype, "device": self.device}
-        return checkpoint_calibration(self.model, tokens, self.calibration_cache, **own, **known)
+        """Return the original model's statistics over calibration `tokens` `[N, T]`.
+
+        They are kept in the search's cache.
+        """
+        return checkpoint_calibration(
+            self.model,
+            tokens,
+            self.calibration_cache,
+            dtype=self.dtype,
+            device=self.device,
+            weights=self.weights,
+            mixed=self.mixed_moments,
+        )
 
     def search_phase(self, candidate: Candidate) -> dha_distances.SearchPhase | None:
-        """DHA's search phase that a candidate's plan rests on; None if it needs none."""
+        """Return DHA's search phase on which a candidate's plan rests; None if it needs none."""
         settings = TrainSettings.model_validate(self.train)
-        return dha_distances.SearchPhase.of(candidate.recipe, self.model, self.train_file, settings, candidate.seed)
+        return dha_distances.SearchPhase.of(
+            candidate.recipe, self.model, self.train_file, settings, candidate.seed
+        )
 
     def settings(self, recipe: Recipe, learning_rate: float) -> TrainSettings:
-        """How a recipe is trained: the search's settings with what the recipe's recovery changes."""
-        return TrainSettings.model_validate(self.train | recipe.apply("recovery") | {"learning_rate": learning_rate})
+        """Return how a recipe is trained.
+
+        That is the search's settings with what the recipe's recovery changes.
+        """
+        return TrainSettings.model_validate(
+            {**self.train, **recipe.apply("recovery"), "learning_rate": learning_rate}
+        )
 
     def relaxation_steps(self, recipe: Recipe) -> int:
-        """See the function of that name."""
+        """Return the steps of a trial's relaxation, by the function of that name."""
         return relaxation_steps(recipe, self.rungs)
 
     def job(
-        self, name: str, model_dir: Path, out_dir: Path, candidate: Candidate, milestones: Sequence[int], **more: Any
+        self,
+        name: str,
+        model_dir: Path,
+        out_dir: Path,
+        candidate: Candidate,
+        milestones: Sequence[int],
+        relaxation: RelaxationSpec | None = None,
     ) -> TrainJob:
-        """The training of a candidate's weights up to some steps; `more` fields of the job."""
-        fields: dict[str, Any] = {
-            "model_dir": str(model_dir),
-            "teacher_dir": self.teacher or self.model,
-            "train_file": self.train_file,
-            "eval_file": self.eval_file,
-            "out_dir": str(out_dir),
-            "storage_path": str(Path(self.folder) / "train"),
-            "run_name": name,
-            "milestones": tuple(milestones),
-            "settings": self.settings(candidate.recipe, candidate.learning_rate),
-            "seed": candidate.seed,
-            "keep_best": True,
-            "accelerator_type": self.accelerator_type,
-            "placement_strategy": self.placement_strategy,
-            "checkpoint_address": self.checkpoint_address,
-        }
-        return TrainJob(**fields | more)
+        """Return the training of a candidate's weights up to some steps."""
+        return TrainJob(
+            model_dir=str(model_dir),
+            teacher_dir=self.teacher or self.model,
+            train_file=self.train_file,
+            eval_file=self.eval_file,
+            out_dir=str(out_dir),
+            storage_path=str(Path(self.folder) / "train"),
+            run_name=name,
+            milestones=tuple(milestones),
+            settings=self.settings(candidate.recipe, candidate.learning_rate),
+            seed=candidate.seed,
+            keep_best=True,
+            relaxation=relaxation,
+            accelerator_type=self.accelerator_type,
+            placement_strategy=self.placement_strategy,
+            checkpoint_address=self.checkpoint_address,
+        )
 
     def decode_facts(self, config: Any, plan: AttentionPlan) -> dict[str, float]:
-        """Decode time of a plan, where it is an objective. `config`: of the original model."""
+        """Return the decode time of a plan, where it is an objective.
+
+        Args:
+            config: Of the original model.
+        """
         if (times := self.decode_times) is None:
             return {}
         return {DECODE: times.of(target(times.target).held(config, plan))}
 
-    def relaxation(self, recipe: Recipe, folder: Path, settings: TrainSettings | None = None) -> RelaxationSpec | None:
-        """The relaxation of the trial in `folder`; None if its recipe has none."""
+    def relaxation(
+        self, recipe: Recipe, folder: Path, settings: TrainSettings | None = None
+    ) -> RelaxationSpec | None:
+        """Return the relaxation of the trial in `folder`; None if its recipe has none."""
         steps = self.relaxation_steps(recipe)
-        return relaxation_spec(recipe, (folder / "plan.json").read_text("utf-8"), steps, settings) if steps else None
+        return (
+            relaxation_spec(recipe, (folder / "plan.json").read_text("utf-8"), steps, settings)
+            if steps
+            else None
+        )
 
 
 @dataclass(frozen=True)
 class SearchSession:
-    """What the steps of a search, or of a promotion from it, have in common. `parallel`: trials at a time."""
+    """What the steps of a search, or of a promotion from it, have in common.
+
+    `parallel`: trials at a time.
+    """
 
     config: SearchConfig
     folder: SearchFolder
@@ -121,8 +167,11 @@ class SearchSession:
 
 
 def relaxation_steps(recipe: Recipe, rungs: Sequence[int]) -> int:
-    """Return the training steps of a trial that its relaxation takes, of those up to the last rung; 0 without one. Only
-    with a fraction of 1 it takes all, which leaves no recovery."""
+    """Return the training steps of a trial that its relaxation takes; 0 without one.
+
+    They are of those up to the last rung. Only with a fraction of 1 it takes all, which leaves no
+    recovery.
+    """
     if recipe.relaxation == "none" or len(rungs) == 1:
         return 0
     total, knobs = rungs[-1], recipe.knobs("relaxation")
@@ -135,21 +184,26 @@ def relaxation_steps(recipe: Recipe, rungs: Sequence[int]) -> int:
 
 
 def unfinished_relaxations(recipes: Iterable[Recipe], rungs: Sequence[int]) -> list[str]:
-    """Say, for each recipe whose relaxation cannot come to its end up to the last rung, why and what helps."""
+    """Say, for each recipe whose relaxation cannot end by the last rung, why and what helps."""
     foreseen = []
     for recipe in dict.fromkeys(recipes):
         if steps := relaxation_steps(recipe, rungs):
             why = too_few_steps(recipe.relaxation, recipe.knobs("relaxation"), steps)
             if why is not None:
-                foreseen.append(f"{recipe.name}: {why}; raise rungs.steps, or set relaxation.rate higher or to auto")
+                foreseen.append(
+                    f"{recipe.name}: {why}; raise rungs.steps, or set relaxation.rate higher or to "
+                    "auto"
+                )
     return foreseen
 
 
-def training_job(context: TrialContext, folder: Path, candidate: Candidate, trial_id: str) -> TrainJob:
-    """The brief fine-tuning of a trial: from its converted checkpoint through the rungs above 0.
+def training_job(
+    context: TrialContext, folder: Path, candidate: Candidate, trial_id: str
+) -> TrainJob:
+    """Return the brief fine-tuning of a trial: from its converted checkpoint through the rungs.
 
-    With a relaxation it starts from the unfused heads, and the rungs that lie within it are left out: until it has
-    collapsed, at the last rung at the latest, there is no model to measure.
+    With a relaxation it starts from the unfused heads, and the rungs that lie within it are left
+    out: until it has collapsed, at the last rung at the latest, there is no model to measure.
     """
     settings = context.settings(candidate.recipe, candidate.learning_rate)
     spec = context.relaxation(candidate.recipe, folder, settings)
@@ -159,17 +213,25 @@ def training_job(context: TrialContext, folder: Path, candidate: Candidate, tria
     return context.job(trial_id, model, folder / "trained", candidate, milestones, relaxation=spec)
 
 
-def relaxation_spec(recipe: Recipe, plan: str, steps: int, settings: TrainSettings | None = None) -> RelaxationSpec:
-    """The relaxation of a recipe towards `plan` (JSON) in at most `steps` steps, shared evenly by its stages.
+def relaxation_spec(
+    recipe: Recipe, plan: str, steps: int, settings: TrainSettings | None = None
+) -> RelaxationSpec:
+    """Return the relaxation of a recipe towards a plan, its steps shared evenly by its stages.
 
-    `settings`: of the trial's training, of which the recipe may change batch and rate for the relaxation.
+    Args:
+        plan: As JSON.
+        steps: At most.
+        settings: Of the trial's training, of which the recipe may change batch and rate for the
+            relaxation.
     """
     plans = recipe.apply("relaxation", AttentionPlan.from_json(plan))
     knobs = recipe.knobs("relaxation")
     changed = {name: knobs[name] for name in ("batch_size", "learning_rate") if knobs.get(name)}
     changed_settings = None
     if settings is not None and changed:
-        changed_settings = TrainSettings.model_validate(settings.model_dump() | changed | {"tuning": "full"})
+        changed_settings = TrainSettings.model_validate(
+            settings.model_dump() | changed | {"tuning": "full"}
+        )
     return RelaxationSpec(
         recipe.relaxation,
         tuple(p.to_json() for p in plans),

@@ -1,4 +1,4 @@
-"""A trial's reports to Tune: one a rung, with all that searcher and scheduler look at."""
+"""A trial's reports to Tune: one per rung, with all that searcher and scheduler look at."""
 
 from __future__ import annotations
 
@@ -8,30 +8,38 @@ from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 
 from orchestrator.search.trials.context import TrialContext
+from orchestrator.training.run import TrainingReport, add_steps
 
 
 class ReportRungs:
-    """Adds the trial's own facts (KV ratio, bytes, rung) to a milestone's report, since searcher and scheduler look at
-    single reports. `before`: steps of the relaxation, which the run does not count and a trial does."""
+    """Reports of the milestones with the trial's own facts (KV ratio, bytes, rung).
 
-    def __init__(self, context: TrialContext, facts: dict[str, Any], before: int) -> None:
-        self._context, self._facts, self._before, self._told = context, facts, before, set[int]()
+    Searcher and scheduler look at single reports.
 
-    def complete(self, metrics: dict[str, Any]) -> dict[str, Any] | None:
-        """The report for Tune; None if it has been told."""
-        report = self._facts | metrics
+    Args:
+        offset: Steps of the relaxation, which the job does not count and a trial does.
+    """
+
+    def __init__(self, context: TrialContext, facts: TrainingReport, offset: int) -> None:
+        self._context = context
+        self._facts = facts
+        self._offset = offset
+        self._reported: set[int] = set()
+
+    def complete(self, metrics: TrainingReport) -> dict[str, Any] | None:
+        """Return the report for Tune; None if it has been reported."""
+        report = {**self._facts, **add_steps(metrics, self._offset)}
         if notes := [*self._facts.get("notes", ()), *metrics.get("notes", ())]:
             report["notes"] = notes
-        report |= {key: metrics[key] + self._before for key in ("step", "best_step") if key in metrics}
         step = report["step"]
-        if step in self._told:
+        if step in self._reported:
             return None
-        self._told.add(step)
+        self._reported.add(step)
         increase = report["loss"] - self._context.original_loss
         return report | {"rung": self._context.rungs.index(step), "loss_increase": increase}
 
-    def tell(self, metrics: dict[str, Any]) -> None:
-        """From the trial's own process. Ends it, by SystemExit, if Tune stops the trial here."""
+    def report(self, metrics: TrainingReport) -> None:
+        """Report from the trial's process; it ends, by SystemExit, if Tune stops the trial."""
         if (report := self.complete(metrics)) is not None:
             tune.report(report)
 
@@ -43,6 +51,6 @@ class ForwardRungs(TuneReportCallback):
         super().__init__()
         self._rungs = rungs
 
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+    def after_report(self, run_context: Any, metrics: list[Any], checkpoint: Any) -> None:
         if (report := self._rungs.complete(metrics[0])) is not None:
             super().after_report(run_context, [report], None)

@@ -1,6 +1,7 @@
-"""One trial: plan → convert → measure untrained → Ray Train workers with DeepSpeed for the remaining rungs.
+"""One trial: plan, convert, measure untrained, and train through the remaining rungs.
 
-Runs in a process of Ray Tune's with little CPU of its own; the workers that it starts have the rest.
+Runs in a process of Ray Tune's with little CPU of its own; the Ray Train workers that it starts,
+with DeepSpeed, have the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from ray import tune
 
 from attention.io import checkpoint
 from orchestrator.cluster.placement import run_task
-from orchestrator.cluster.pool_client import train
 from orchestrator.cluster.session import prepare_process
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import work_digest
@@ -22,20 +22,28 @@ from orchestrator.search.trials.context import TrialContext, training_job
 from orchestrator.search.trials.rungs import ForwardRungs, ReportRungs
 from orchestrator.search.trials.untrained import watched_facts
 from orchestrator.storage.json_files import read_json, write_json
+from orchestrator.training.run import TrainingRun
 
 OF_RUNG_0 = ("phases", "pooled", "work_digest")
-"""What only the first report of a trial holds: where its time went, whether it is of a pooled model that the trial's
-relaxation does not start from, and what it would go on to train (`orchestrator.search.duplicates`)."""
+"""What only the first report of a trial has.
+
+That is where its time went, whether it is of a pooled model from which the trial's relaxation does
+not start, and what it would go on to train (`orchestrator.search.duplicates`).
+"""
 
 
 def run_trial(config: dict[str, Any], context: TrialContext) -> None:
-    """Tune's function. `config` is that of a `Candidate`."""
+    """Run a trial, as Tune's function.
+
+    Args:
+        config: That of a `Candidate`.
+    """
     prepare_process()
     candidate = Candidate.from_config(config)
     trial_id = str(tune.get_context().get_trial_id())
     folder = Path(context.folder) / "trials" / trial_id
     trains = trained(candidate, context.rungs)
-    facts = known_facts(candidate, folder)
+    facts = earlier_facts(candidate, folder)
     if facts is None:
         if trains and context.task is not None:  # its GPUs are free again when the workers start
             facts = run_task(context.task, watched_facts, candidate, context, folder)
@@ -48,22 +56,25 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
     tune.report(facts | {"rung": 0})
     if trains:
         job = training_job(context, folder, candidate, trial_id)
-        before = job.relaxation.total_steps if job.relaxation else 0
-        kept = {k: v for k, v in facts.items() if k not in OF_RUNG_0}
-        rungs = ReportRungs(context, kept, before)
-        train(context.pool, job, rungs.tell, lambda: [ForwardRungs(rungs)])
+        run = TrainingRun(job, job.relaxation.total_steps if job.relaxation else 0)
+        later_facts = {name: value for name, value in facts.items() if name not in OF_RUNG_0}
+        rungs = ReportRungs(context, later_facts, run.offset)
+        run.train(context.pool, rungs.report, lambda: [ForwardRungs(rungs)])
 
 
 def trained(candidate: Candidate, rungs: Sequence[int]) -> bool:
-    """Whether a trial goes on to train after it was measured untrained."""
+    """Return whether a trial trains after it was measured untrained."""
     return len(rungs) > 1 and not candidate.probe
 
 
-def known_facts(candidate: Candidate, folder: Path) -> dict[str, Any] | None:
-    """What rung 0 of this very trial came to, if it was here before: one that was paused, or whose process had died."""
-    file, recipe = folder / "facts.json", folder / "recipe.json"
-    if not file.is_file() or read_json(recipe) != candidate.config():
+def earlier_facts(candidate: Candidate, folder: Path) -> dict[str, Any] | None:
+    """Return the facts of rung 0 if this very trial has measured them before.
+
+    It may have been paused, or its process may have died.
+    """
+    file = folder / "facts.json"
+    if not file.is_file() or read_json(folder / "recipe.json") != candidate.config():
         return None
     if not candidate.probe and not checkpoint.intact(folder / "converted"):
-        return None  # damaged since: it is made anew
+        return None  # damaged since
     return read_json(file)

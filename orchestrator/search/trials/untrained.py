@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +35,13 @@ from trainers.text.data import read_sequences
 
 
 class SharedParts(NamedTuple):
-    """Original model, its statistics, calibration tokens and held-out tokens `[N, T]`, and the model as a teacher that
-    knows what it said of them."""
+    """What trials need of the original model.
+
+    Attributes:
+        tokens: For calibration, `[N, T]`.
+        held_out: `[N, T]`.
+        teacher: The model, with its logits over the held-out tokens cached.
+    """
 
     original: Original
     calibration: Calibration
@@ -46,76 +52,114 @@ class SharedParts(NamedTuple):
 
 @lru_cache(maxsize=1)
 def shared_parts(context: TrialContext) -> SharedParts:
-    """What trials need of the original model: read once a process, later trials reuse it."""
+    """Read what trials need of the original model, once per process."""
     model = checkpoints.load_working(context.model, context.dtype, context.device)
-    tokens, held_out = (read_sequences(file)[:] for file in (context.calibration_file, context.eval_file))
-    return SharedParts(Original(model), context.calibration(tokens), tokens, held_out, CachedTeacher(model))
+    tokens, held_out = (
+        read_sequences(file)[:] for file in (context.calibration_file, context.eval_file)
+    )
+    return SharedParts(
+        Original(model), context.calibration(tokens), tokens, held_out, CachedTeacher(model)
+    )
 
 
 def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
-    """Plan, convert, measure and save; the report of rung 0."""
+    """Plan, convert, measure and save; return the report of rung 0."""
     prepare_process()
     phases = Phases()
     converted, own_cache, facts = _converted(candidate, context, folder, phases)
-    # Casting makes copies of the weights; the original model is let go of by now, so that only one model is in memory.
+    # Casting copies the weights; the original model is released by now, so that one is in memory
     cast_weights(converted, checkpoints.dtype_of(context.dtype))
     if not candidate.probe:
         with phases("save"):
-            record = {"recipe": candidate.recipe.to_dict(), "seed": candidate.seed, **_note(context, own_cache)}
+            record = {
+                "recipe": candidate.recipe.to_dict(),
+                "seed": candidate.seed,
+                **_note(context, own_cache),
+            }
             checkpoint.save(converted, folder / "converted", context.model, record=record)
     measured = checkpoints.cache_facts(converted, own_cache)
-    facts |= {"actual_kv_ratio": measured["kv_ratio"], "phases": dict(phases), "seconds": sum(phases.values())}
+    facts |= {
+        "actual_kv_ratio": measured["kv_ratio"],
+        "phases": dict(phases),
+        "seconds": sum(phases.values()),
+    }
     return measured | facts
 
 
 def _converted(
     candidate: Candidate, context: TrialContext, folder: Path, phases: Phases
 ) -> tuple[PreTrainedModel, int, dict[str, Any]]:
-    """The converted model as it was measured, key and value heads of the original, and what is known of the trial."""
+    """Return the converted model as it was measured, the original's heads, and facts of the trial.
+
+    The heads are key and value heads.
+    """
     recipe = candidate.recipe
     with phases("load"):
         shared = shared_parts(context)
     planning = _planning(candidate, context, shared)
-    given = None if candidate.plan is None else AttentionPlan.from_json(candidate.plan)
-    converted, plan, cost = plan_and_convert(recipe, candidate.used_ratio, planning, candidate.seed, phases, given)
+    prescribed = None if candidate.plan is None else AttentionPlan.from_json(candidate.plan)
+    converted, plan, cost = plan_and_convert(
+        recipe, candidate.used_ratio, planning, candidate.seed, phases, prescribed
+    )
     write_json(folder / "recipe.json", candidate.config())
     (folder / "plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
     with phases("evaluate"):
         losses = _losses(converted, candidate, context, shared)
-    own_cache, relaxed = own_heads(planning.geometry), context.relaxation_steps(recipe) > 0
+    own_cache = own_heads(planning.geometry)
+    relaxed = context.relaxation_steps(recipe) > 0
     if relaxed and not candidate.probe:
         with phases("save"):
             start = relaxation_start(recipe, shared.original.model, plan, shared.calibration)
-            checkpoint.save(start, folder / "start", context.model, record=_note(context, own_cache))
+            checkpoint.save(
+                start, folder / "start", context.model, record=_note(context, own_cache)
+            )
             del start
     with phases("similarity"):
-        sampled = all(layer.inputs.numel() for layer in shared.calibration.layers)
-        similarity = sharing_similarity(shared_pairs(context), plan, planning.geometry.kv_map) if sampled else None
+        similarity = None
+        if all(layer.inputs.numel() for layer in shared.calibration.layers):
+            similarity = sharing_similarity(shared_pairs(context), plan, planning.geometry.kv_map)
     if checkpoints.parameters(shared.original.model) > KEEP_BELOW:
         shared_parts.cache_clear()
-    facts = context.decode_facts(shared.original.model.config, plan) | losses
-    facts |= {"plan_digest": plan.digest, "similarity": similarity, "conversion_cost": cost, "seed": candidate.seed}
-    return converted, own_cache, facts | ({"pooled": True} if relaxed else {})
+    facts = {
+        **context.decode_facts(shared.original.model.config, plan),
+        **losses,
+        "plan_digest": plan.digest,
+        "similarity": similarity,
+        "conversion_cost": cost,
+        "seed": candidate.seed,
+    }
+    if relaxed:
+        facts["pooled"] = True
+    return converted, own_cache, facts
 
 
 def _planning(candidate: Candidate, context: TrialContext, shared: SharedParts) -> PlanningContext:
     phase = context.search_phase(candidate)
     distances = dha_distances.read(phase.file(context.calibration_cache)) if phase else None
-    return planning_context(shared.original, shared.calibration, shared.tokens, context.calibration_cache, distances)
+    return planning_context(
+        shared.original, shared.calibration, shared.tokens, context.calibration_cache, distances
+    )
 
 
 def _losses(
     converted: PreTrainedModel, candidate: Candidate, context: TrialContext, shared: SharedParts
-) -> dict[str, Any]:
-    """What the converted model loses untrained, with its weights rounded to those that are written."""
+) -> Mapping[str, Any]:
+    """Return the losses of the converted model, its weights rounded to those that are written."""
     round_weights(converted, checkpoints.dtype_of(context.dtype))
     rows = context.settings(candidate.recipe, candidate.learning_rate).device_batch_size
     scored = evaluate(converted, shared.held_out, teacher=shared.teacher, batch_size=rows)
-    losses = {"loss": scored.loss, "loss_increase": scored.loss - context.original_loss, "kl": scored.kl}
+    losses = {
+        "loss": scored.loss,
+        "loss_increase": scored.loss - context.original_loss,
+        "kl": scored.kl,
+        "step": 0,
+        "tokens": 0,
+        **scored.noted,
+    }
     if candidate.plan is not None:
         # What a searcher decides by is measured on other tokens than what the search is judged by.
         losses["calibration_loss"] = evaluate(converted, shared.tokens, batch_size=rows).loss
-    return losses | {"step": 0, "tokens": 0} | scored.noted
+    return losses
 
 
 def _note(context: TrialContext, own_cache: int) -> dict[str, Any]:
@@ -124,13 +168,16 @@ def _note(context: TrialContext, own_cache: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def shared_pairs(context: TrialContext) -> Any:
-    """How alike each pair of heads of the original model is; kept even where the model is too large to be."""
+    """Return the similarity of each pair of heads of the original model.
+
+    It is cached even where the model is too large to be.
+    """
     shared = shared_parts(context)
     planning = planning_context(shared.original, shared.calibration, None, None)
     return similarity_pairs(planning.heads, shared.calibration.layers, planning.geometry)
 
 
 def watched_facts(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
-    """`untrained_facts`, with its progress sent to the driver, which shows it."""
+    """Return `untrained_facts`, with the progress sent to the driver, which shows it."""
     with relayed(str(folder), "planning"):
         return untrained_facts(candidate, context, folder)

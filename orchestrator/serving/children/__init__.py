@@ -1,1 +1,4 @@
-"""Scripts that run in an engine's own Python. They import nothing of Headfold: a file of JSON in, a line of it out."""
+"""Scripts that run in an engine's own Python.
+
+They import nothing of Headfold: a file of JSON in, a line of it out.
+"""

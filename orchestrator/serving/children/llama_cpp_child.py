@@ -1,5 +1,8 @@
-"""Complete prompts with llama.cpp, or time it (`repetitions`): `python llama_cpp_child.py REQUEST.json`. Its log, which
-names the size of the KV cache, goes to stderr."""
+"""Complete prompts with llama.cpp, or time it: `python llama_cpp_child.py REQUEST.json`.
+
+It is timed where the request has `repetitions`. The log, which names the size of the KV cache, goes
+to stderr.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,30 @@ from typing import Any
 
 
 def parameters(request, engine):
-    made = engine.CommonParams()
-    made.model.path = request["file"]
-    made.n_ctx = request["cells"]
-    made.n_parallel = 1
-    made.cpuparams.n_threads = request["threads"]
-    made.warmup = False
-    made.fit_params = False
-    # The size of the cache is logged from 4 on; all tokens are told from 10 on, which takes time.
-    made.verbosity = 4 if request["repetitions"] else 10
+    """Return the server's parameters."""
+    settings = engine.CommonParams()
+    settings.model.path = request["file"]
+    settings.n_ctx = request["cells"]
+    settings.n_parallel = 1
+    settings.cpuparams.n_threads = request["threads"]
+    settings.warmup = False
+    settings.fit_params = False
+    # The size of the cache is logged from 4 on; all tokens from 10 on, which takes time
+    settings.verbosity = 4 if request["repetitions"] else 10
     kinds = {"float32": "GGML_TYPE_F32", "float16": "GGML_TYPE_F16", "bfloat16": "GGML_TYPE_F16"}
-    made.cache_type_k = made.cache_type_v = getattr(engine.ggml_type, kinds[request["cache_dtype"]])
+    settings.cache_type_k = settings.cache_type_v = getattr(
+        engine.ggml_type, kinds[request["cache_dtype"]]
+    )
     flash = "ENABLED" if request["flash_attention"] else "DISABLED"
-    made.flash_attn_type = getattr(engine.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
-    return made
+    settings.flash_attn_type = getattr(
+        engine.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash}"
+    )
+    return settings
 
 
 def complete(server, prompt, tokens):
-    asked = {
+    """Return the greedy completion of a prompt."""
+    request = {
         "prompt": prompt,
         "max_tokens": tokens,
         "temperature": 0,
@@ -36,7 +45,7 @@ def complete(server, prompt, tokens):
         "logprobs": 1,
         "return_tokens": True,
     }
-    answer = server.handle_completions(asked)
+    answer = server.handle_completions(request)
     if "choices" not in answer:
         raise RuntimeError(f"no completion: {json.dumps(answer)[:500]}")
     content = (answer["choices"][0].get("logprobs") or {}).get("content", [])
@@ -49,30 +58,46 @@ def complete(server, prompt, tokens):
 
 
 def aligned(tokens, content):
-    """The log-probability of each token; None for those that end within a character, which the server leaves out."""
+    """Return the log-probability of each token.
+
+    None stands for those that end within a character, which the server leaves out.
+    """
     rest = list(content)
     return [rest.pop(0)["logprob"] if rest and rest[0]["id"] == token else None for token in tokens]
 
 
 def seconds(server, prompt, tokens):
-    """Seconds to the first new token, and from there to the last, by the server's own clock."""
-    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
-    answer = server.handle_completions(asked)
-    told = answer.get("timings") or {}
-    if told.get("prompt_n") != len(prompt) or told.get("predicted_n") != tokens:
-        raise RuntimeError(f"no timings of {len(prompt)} and {tokens} tokens: {json.dumps(answer)[:500]}")
-    return told["prompt_ms"] / 1000, told["predicted_ms"] / 1000
+    """Return the seconds to the first new token, and from there to the last, by the server."""
+    request = {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "cache_prompt": False,
+        "ignore_eos": True,
+    }
+    answer = server.handle_completions(request)
+    timings = answer.get("timings") or {}
+    if timings.get("prompt_n") != len(prompt) or timings.get("predicted_n") != tokens:
+        raise RuntimeError(
+            f"no timings of {len(prompt)} and {tokens} tokens: {json.dumps(answer)[:500]}"
+        )
+    return timings["prompt_ms"] / 1000, timings["predicted_ms"] / 1000
 
 
 def main():
+    """Answer the request."""
     engine: Any = importlib.import_module("xllamacpp")
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     server = engine.Server(parameters(request, engine))
     version = f"xllamacpp {engine.__version__}"
     if request["repetitions"]:
-        seconds(server, request["prompts"][-1], request["tokens"])  # the first one touches memory that is not there yet
+        # The first one touches memory that is not there yet
+        seconds(server, request["prompts"][-1], request["tokens"])
         rounds = range(request["repetitions"])
-        timed = [[seconds(server, prompt, request["tokens"]) for _ in rounds] for prompt in request["prompts"]]
+        timed = [
+            [seconds(server, prompt, request["tokens"]) for _ in rounds]
+            for prompt in request["prompts"]
+        ]
         print(json.dumps({"version": version, "seconds": timed}), flush=True)
         return
     completions = [complete(server, prompt, request["tokens"]) for prompt in request["prompts"]]

@@ -1,5 +1,7 @@
-"""Complete prompts with transformers alone, or time it (`repetitions`):
-`python -S -P transformers_child.py REQUEST.json`."""
+"""Complete prompts with transformers alone, or time it.
+
+`python -S -P transformers_child.py REQUEST.json`; it is timed where the request has `repetitions`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from typing import Any
 
 
 def cache_bytes(cache):
-    """Every tensor that a layer of the cache holds, once; those that a layer keeps beside keys and values too."""
+    """Return the bytes of every tensor that a layer of the cache holds, each once.
+
+    Those that a layer keeps beside keys and values count too.
+    """
     held = {}
     for layer in cache.layers:
         for tensor in vars(layer).values():
@@ -22,7 +27,10 @@ def cache_bytes(cache):
 
 
 def seconds(model, prompt, tokens):
-    """Seconds to the first new token, from there to the last, and bytes of the cache a token."""
+    """Return the seconds to the first new token and from there to the last, and bytes per token.
+
+    The bytes are those of the cache.
+    """
     import torch
 
     stamps = []
@@ -31,26 +39,39 @@ def seconds(model, prompt, tokens):
         stamps.append(time.perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    asked = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "use_cache": True}
-    ids, started = torch.tensor([prompt]), time.perf_counter()
-    made = model.generate(
-        ids, attention_mask=torch.ones_like(ids), stopping_criteria=[stamp], return_dict_in_generate=True, **asked
+    ids = torch.tensor([prompt])
+    started = time.perf_counter()
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        stopping_criteria=[stamp],
+        return_dict_in_generate=True,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        use_cache=True,
     )
     if len(stamps) != tokens:
         raise RuntimeError(f"{len(stamps)} tokens were generated, asked were {tokens}")
-    cache = made.past_key_values
-    return (stamps[0] - started, stamps[-1] - stamps[0]), cache_bytes(cache) / cache.get_seq_length()
+    cache = output.past_key_values
+    bytes_per_token = cache_bytes(cache) / cache.get_seq_length()
+    return (stamps[0] - started, stamps[-1] - stamps[0]), bytes_per_token
 
 
 def timed(model, request):
-    seconds(model, request["prompts"][-1], request["tokens"])  # the first one touches memory that is not there yet
+    """Return the seconds of each repetition of each prompt, and the bytes per token."""
+    prompts, tokens = request["prompts"], request["tokens"]
+    seconds(model, prompts[-1], tokens)  # the first one touches memory that is not there yet
     rounds = range(request["repetitions"])
-    found = [[seconds(model, prompt, request["tokens"]) for _ in rounds] for prompt in request["prompts"]]
-    held = max(one[1] for of_prompt in found for one in of_prompt)
-    return {"seconds": [[one[0] for one in of_prompt] for of_prompt in found], "kv_bytes_per_token": held}
+    measured = [[seconds(model, prompt, tokens) for _ in rounds] for prompt in prompts]
+    return {
+        "seconds": [[times for times, _ in of_prompt] for of_prompt in measured],
+        "kv_bytes_per_token": max(held for of_prompt in measured for _, held in of_prompt),
+    }
 
 
 def main():
+    """Answer the request."""
     import torch
     import transformers
 
@@ -58,8 +79,11 @@ def main():
         raise RuntimeError("this process can import Headfold, so that it would prove nothing")
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(request["threads"])
-    asked = {"trust_remote_code": request["trust_remote_code"], "dtype": getattr(torch, request["dtype"])}
-    model = transformers.AutoModelForCausalLM.from_pretrained(request["folder"], **asked).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        request["folder"],
+        trust_remote_code=request["trust_remote_code"],
+        dtype=getattr(torch, request["dtype"]),
+    ).eval()
     version = {"version": f"transformers {transformers.__version__}"}
     if request["repetitions"]:
         print(json.dumps(version | timed(model, request)), flush=True)
@@ -68,23 +92,27 @@ def main():
     stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
     completions, bytes_per_token = [], 0
     names = inspect.signature(model.forward).parameters
-    cache_name = "cache" if "cache" in names else "past_key_values"  # since transformers 5.24, and before
+    cache_name = "cache" if "cache" in names else "past_key_values"  # until transformers 5.24
     for prompt in request["prompts"]:
-        taken, scores, held = [], [], torch.tensor([prompt])
+        taken, scores = [], []
+        ids = torch.tensor([prompt])
         cache: Any = None
         with torch.no_grad():
             for _ in range(request["tokens"]):
-                made = model(held, **{cache_name: cache}, use_cache=True)
-                cache, scored = made.past_key_values, made.logits[0, -1].float().log_softmax(-1)
+                output = model(ids, **{cache_name: cache}, use_cache=True)
+                cache = output.past_key_values
+                scored = output.logits[0, -1].float().log_softmax(-1)
                 best = int(scored.argmax())
                 if best in stops:
                     break
                 taken.append(best)
                 scores.append(float(scored[best]))
-                held = torch.tensor([[best]])
+                ids = torch.tensor([[best]])
         length = cache.get_seq_length()
         bytes_per_token = max(bytes_per_token, cache_bytes(cache) / length)
-        completions.append({"tokens": taken, "log_probabilities": scores, "prompt_tokens": len(prompt)})
+        completions.append(
+            {"tokens": taken, "log_probabilities": scores, "prompt_tokens": len(prompt)}
+        )
     answer = {"completions": completions, "kv_bytes_per_token": bytes_per_token}
     print(json.dumps(version | answer), flush=True)
 

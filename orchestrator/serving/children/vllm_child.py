@@ -1,5 +1,7 @@
-"""Complete prompts with vLLM, or time it (`repetitions`): `python vllm_child.py REQUEST.json`, in the
-environment where vLLM lives."""
+"""Complete prompts with vLLM, or time it: `python vllm_child.py REQUEST.json`.
+
+It runs in the environment where vLLM lives, and is timed where the request has `repetitions`.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,15 @@ from typing import Any
 
 
 def main():
+    """Answer the request."""
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(request["memory"] // 2**30)  # read when vLLM is imported
-    os.environ.update({"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"})
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the cache's configuration is read off the engine
+    # Read when vLLM is imported
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(request["memory"] // 2**30)
+    os.environ.update(
+        {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    )
+    # The cache's configuration is read off the engine
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     vllm: Any = importlib.import_module("vllm")
     engine = vllm.LLM(
         request["folder"],
@@ -30,16 +37,24 @@ def main():
         disable_log_stats=True,
         **({"kv_cache_memory_bytes": request["memory"]} if request.get("device_memory") else {}),
     )
+    version = {"version": f"vLLM {vllm.__version__}"}
     if request["repetitions"]:
-        found = {"version": f"vLLM {vllm.__version__}", "seconds": timed(vllm, engine, request)}
-        print(json.dumps(found | cache(engine)), flush=True)
+        times = {"seconds": timed(vllm, engine, request)}
+        print(json.dumps(version | times | cache(engine)), flush=True)
         return
-    wanted = vllm.SamplingParams(temperature=0.0, max_tokens=request["tokens"], logprobs=1, detokenize=False)
-    made = engine.generate([{"prompt_token_ids": prompt} for prompt in request["prompts"]], wanted, use_tqdm=False)
+    sampling = vllm.SamplingParams(
+        temperature=0.0, max_tokens=request["tokens"], logprobs=1, detokenize=False
+    )
+    outputs = engine.generate(
+        [{"prompt_token_ids": prompt} for prompt in request["prompts"]], sampling, use_tqdm=False
+    )
     completions = []
-    for output in made:
+    for output in outputs:
         chosen = output.outputs[0]
-        scores = [step[token].logprob for token, step in zip(chosen.token_ids, chosen.logprobs, strict=True)]
+        scores = [
+            step[token].logprob
+            for token, step in zip(chosen.token_ids, chosen.logprobs, strict=True)
+        ]
         stopped = chosen.finish_reason == "stop"
         completions.append(
             {
@@ -48,17 +63,22 @@ def main():
                 "prompt_tokens": len(output.prompt_token_ids),
             }
         )
-    print(json.dumps({"version": f"vLLM {vllm.__version__}", "completions": completions} | cache(engine)), flush=True)
+    print(json.dumps(version | {"completions": completions} | cache(engine)), flush=True)
 
 
 def timed(vllm, engine, request):
-    """For each prompt, of each repetition: seconds to the first new token, and from there to the last."""
+    """Return, for each prompt of each repetition, seconds to the first new token and to the last.
+
+    The second number counts from the first new token.
+    """
     tokens, prompts = request["tokens"], request["prompts"]
-    wanted = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    sampling = vllm.SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+    )
 
     def seconds(prompt):
         started, stamps = time.perf_counter(), []
-        engine.llm_engine.add_request(str(started), {"prompt_token_ids": prompt}, wanted)
+        engine.llm_engine.add_request(str(started), {"prompt_token_ids": prompt}, sampling)
         while engine.llm_engine.has_unfinished_requests():
             if engine.llm_engine.step():  # a long prompt takes several steps to its first token
                 stamps.append(time.perf_counter())
@@ -71,7 +91,11 @@ def timed(vllm, engine, request):
 
 
 def cache(engine):
-    """What vLLM has allotted: bytes of the tensors of its cache, and the tokens that fit there by its configuration."""
+    """Return what vLLM has allotted.
+
+    That is the bytes of the tensors of its cache, and the tokens that fit there by its
+    configuration.
+    """
     config = engine.llm_engine.vllm_config.cache_config
     blocks, size = config.num_gpu_blocks, config.block_size
     core = engine.llm_engine.engine_core.engine_core

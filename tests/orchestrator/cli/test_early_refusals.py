@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from verbs import convert_checkpoint, convert_layerwise, evaluate_checkpoint, inspect_checkpoint
+from verbs import convert_checkpoint, convert_layerwise, evaluate_checkpoint, export_checkpoint, inspect_checkpoint
 
 from attention.io import checkpoint
 from attention.io.tokenizers import TokenizerError, read_tokenizer
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.search.validation import validate_search
-from orchestrator.serving.export import export_checkpoint
 from trainers.text.data import Texts
 
 VICTIM = "model.layers.2.mlp.up_proj.weight"

@@ -13,12 +13,12 @@ import pytest
 from command_line import run_here
 from folder_trees import snapshot
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from verbs import train_from_scratch
 
 from attention.io import checkpoint
 from orchestrator import checkpoints
 from orchestrator.conversion import one_layer
 from orchestrator.conversion.several_ratios import is_curve
-from orchestrator.training.scratch import train_from_scratch
 
 Command = Callable[..., int | str | None]
 

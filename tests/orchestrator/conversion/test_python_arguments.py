@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from verbs import convert_checkpoint, convert_curve, estimate_conversion, evaluate_checkpoint, inspect_checkpoint
+from verbs import (
+    convert_checkpoint,
+    convert_curve,
+    estimate_conversion,
+    evaluate_checkpoint,
+    export_checkpoint,
+    finetune_checkpoint,
+    inspect_checkpoint,
+    train_from_scratch,
+)
 
-from orchestrator.serving.export import export_checkpoint
-from orchestrator.training.finetune import finetune_checkpoint
-from orchestrator.training.scratch import train_from_scratch
 from trainers.text.corpora import resolve
 
 DEMO = Path(__file__).resolve().parents[3] / "examples" / "stdlib-llama"

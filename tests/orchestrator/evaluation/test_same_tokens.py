@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from verbs import rehearse_evaluation
+from verbs import check_finetuning, rehearse_evaluation
 
 from attention.io.tokenizers import read_tokenizer
 from orchestrator.checkpoints import check_same_tokens
 from orchestrator.config.schema import ConfigError
-from orchestrator.training.finetune import check
 
 SIZES = {"eval_tokens": 256, "sequence_length": 64, "dtype": "auto"}
 
@@ -35,7 +34,7 @@ def test_a_training_does_not_learn_from_a_model_of_other_tokens(
     other = demo_dir.with_name("prose-code-qwen3")
     settings = {"steps": 1, "learning_rate": 1e-4, "train_data": little_text, "sequence_length": 64, "device": "cpu"}
     with pytest.raises(ConfigError, match="original: the tokenizer of"):
-        check(demo_dir, tmp_path / "out", original=other, **settings)
+        check_finetuning(demo_dir, tmp_path / "out", original=other, **settings)
 
 
 def test_a_model_without_a_tokenizer_is_taken_for_one_of_the_same(demo_dir: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import run_here
-from verbs import evaluate_checkpoint
+from verbs import check_finetuning, evaluate_checkpoint, finetune_checkpoint
 
 from attention.conversion.convert import convert
 from attention.io import checkpoint
@@ -17,7 +17,6 @@ from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
 from orchestrator.tracking.runs import default_uri, open_client
-from orchestrator.training.finetune import check, finetune_checkpoint
 
 UNEVEN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
 ASKED: dict[str, Any] = {
@@ -138,7 +137,7 @@ def test_mistakes_are_refused_before_anything_starts(
     models: dict[str, Path], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check(models["stock"], tmp_path / "out", **{**ASKED, **changes})
+        check_finetuning(models["stock"], tmp_path / "out", **{**ASKED, **changes})
     assert not list(tmp_path.iterdir())
 
 

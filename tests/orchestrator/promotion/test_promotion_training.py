@@ -43,22 +43,23 @@ def test_a_promotion_goes_on_from_the_trial_s_checkpoint_on_a_schedule_of_its_ow
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path
 ) -> None:
     training = training_of(config, context, folder, tmp_path, train={"learning_rate": 1e-5}, checkpoint_steps=3)
-    job = training.job
-    assert job is not None
+    assert training.run is not None
+    job = training.run.job
     assert (job.start_step, job.milestones, job.resume_from) == (4, (7, 10), str(tmp_path))
     settings, first = job.settings, job.schedule_offset + job.start_step
     assert (first, job.schedule_steps) == (0, 6)
     rates = [settings.rate(first + done, job.schedule_steps) for done in range(6)]
     assert rates[0] == 1e-5 and rates[-1] < 0.2e-5
-    assert (job.checkpoint_steps, job.checkpoint_minutes, training.before) == (3, 30.0, 0)
+    assert (job.checkpoint_steps, job.checkpoint_minutes, training.run.offset) == (3, 30.0, 0)
 
 
 @pytest.mark.parametrize(("workers", "shape"), [(4, (4, None)), ([2, 8], (8, 2))])
 def test_it_goes_on_from_the_checkpoint_on_other_workers_too(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path, workers: Any, shape: Any
 ) -> None:
-    job = training_of(config, context, folder, tmp_path, train={"num_workers": workers}).job
-    assert job is not None
+    run = training_of(config, context, folder, tmp_path, train={"num_workers": workers}).run
+    assert run is not None
+    job = run.job
     assert (job.start_step, job.resume_from) == (4, str(tmp_path))
     assert (job.shape.workers, job.shape.fewest) == shape
 
@@ -67,14 +68,15 @@ def test_split_otherwise_it_starts_from_the_weights_and_reads_on(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path
 ) -> None:
     training = training_of(config, context, folder, tmp_path, train={"num_workers": 4, "zero_stage": 3})
-    job = training.job
-    assert job is not None
+    assert training.run is not None
+    job = training.run.job
     assert (job.start_step, job.milestones, job.resume_from) == (0, (3, 6), None)
     assert job.model_dir == str(folder.trial("head") / "trained")
-    assert (job.settings.num_workers, job.first_sequence, training.before) == (4, 32, 4)
+    assert (job.settings.num_workers, job.first_sequence, training.run.offset) == (4, 32, 4)
     fresh = replace(context, promotion_file="fresh.safetensors")
-    job = training_of(config, fresh, folder, tmp_path, train={"zero_stage": 3}).job
-    assert job is not None
+    run = training_of(config, fresh, folder, tmp_path, train={"zero_stage": 3}).run
+    assert run is not None
+    job = run.job
     assert (job.train_file, job.first_sequence) == ("fresh.safetensors", 0)
 
 
@@ -85,10 +87,10 @@ def test_a_stopped_trial_whose_checkpoint_is_gone_goes_on_from_its_best_weights(
     (folder.trial("head") / "trained").rename(tmp_path / "weights")
     shutil.copytree(tmp_path / "weights", best)
     training = training_of(config, context, folder, tmp_path / "gone", best={"best_step": 2, "best_dir": str(best)})
-    job = training.job
-    assert job is not None
+    assert training.run is not None
+    job = training.run.job
     assert (job.model_dir, job.start_step, job.milestones) == (str(best), 0, (4, 8))
-    assert (training.start, training.before, job.first_sequence, job.resume_from) == (2, 2, 32, None)
+    assert (training.start, training.run.offset, job.first_sequence, job.resume_from) == (2, 2, 32, None)
 
 
 @pytest.mark.parametrize(

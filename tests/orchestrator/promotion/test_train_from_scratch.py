@@ -15,7 +15,8 @@ import pytest
 import torch
 from sizes import extra_parameters
 from transformers import LlamaConfig
-from verbs import evaluate_checkpoint
+from verbs import check_training_from_scratch as check
+from verbs import evaluate_checkpoint, train_from_scratch
 
 from attention.io import checkpoint
 from attention.io.replacing import OutputError
@@ -25,7 +26,7 @@ from attention.plan import Composition, PlanError
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
 from orchestrator.storage.json_files import read_json
-from orchestrator.training.scratch import check, train_from_scratch, untrained
+from orchestrator.tasks.train import initial_model
 from trainers.text.corpora import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -66,21 +67,21 @@ def test_untrained_weights_follow_from_the_seed_alone(like: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    first, again, other = (untrained(like, composed, seed) for seed in (0, 0, 1))
+    first, again, other = (initial_model(like, composed, seed) for seed in (0, 0, 1))
     assert torch.equal(torch.rand(3), expected)
-    base, weights = untrained(like, plain, 0).state_dict(), first.state_dict()
+    base, weights = initial_model(like, plain, 0).state_dict(), first.state_dict()
     assert all(torch.equal(t, again.state_dict()[name]) for name, t in weights.items())
     assert not torch.equal(weights["lm_head.weight"], other.state_dict()["lm_head.weight"])
     assert {n for n in weights if n not in base} == {n for n in weights if ".composition." in n}
     assert all(torch.equal(t, weights[name]) for name, t in base.items())
     assert [layer.key_heads for layer in plan_of(first).layers] == [2, 2]
-    added = checkpoints.parameters(first) - checkpoints.parameters(untrained(like, plain, 0))
+    added = checkpoints.parameters(first) - checkpoints.parameters(initial_model(like, plain, 0))
     assert added == extra_parameters(Composition(), 2, 4, 32)
 
 
 def test_composition_starts_as_in_the_paper_and_not_as_an_identity(like: Path, tmp_path: Path) -> None:
     plan = replace(plan_of_config(checkpoint.load_config(like)), composition=Composition())
-    model = untrained(like, plan, 0)
+    model = initial_model(like, plan, 0)
     side: Any = compositions(model)[0].places[0].query
     # W_2: 0.02 / (sqrt(2HR) (H + R)), gates: 0.05 sqrt(2 / (D + H)), with H = 4, R = 2, D = 32
     assert side.w_2.std().item() == pytest.approx(0.02 / (16**0.5 * 6), rel=0.15)

@@ -12,6 +12,7 @@ import pytest
 from engine_plans import converted, plans
 from finished_search import ORIGINAL, finished_search
 from transformers import PreTrainedModel
+from verbs import export_checkpoint
 
 from attention.io import checkpoint
 from orchestrator.promotion.state import PromoteOutcome
@@ -20,7 +21,6 @@ from orchestrator.reporting.pages.model_sections import sequences_that_fit
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.reporting.promoted_models import engine_services, promoted_models
 from orchestrator.search.outcome import SearchOutcome
-from orchestrator.serving.export import export_checkpoint
 from orchestrator.storage.json_files import read_json
 
 HEAD_DIM = 32

@@ -25,7 +25,7 @@ from attention.families import geometry_of
 from attention.io.checkpoint import load_config
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.search.candidates import Candidate, candidate_space, named_candidates
-from orchestrator.search.resume import JournaledScheduler, JournaledSearch, lost, replay, settle
+from orchestrator.search.resume import JournaledScheduler, JournaledSearch, replay, settle
 from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.storage import records
@@ -41,6 +41,7 @@ from orchestrator.storage.journal import (
     read_events,
     read_history,
 )
+from orchestrator.training.run import lost
 
 RUNGS = 3
 

@@ -14,10 +14,10 @@ import pytest
 from engine_plans import converted, plans
 from parameters import extended
 from transformers import PreTrainedModel
+from verbs import export_checkpoint
 
 from attention.io import checkpoint
 from attention.io.targets import kv_bytes_in
-from orchestrator.serving.export import export_checkpoint
 from orchestrator.serving.vllm import VARIABLE
 
 Tiny = Callable[..., PreTrainedModel]

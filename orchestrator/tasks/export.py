@@ -1,0 +1,126 @@
+"""`headfold export`: one checkpoint in a format that engines load.
+
+A model card is written with it, and where requested it is uploaded.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+from attention.checkpoint import Checkpoint
+from attention.io.checkpoint import write_digests
+from attention.ratios import percent
+from orchestrator import checkpoints
+from orchestrator.config.options import ExportOptions
+from orchestrator.reporting.card import CardFacts, write_card
+from orchestrator.serving.export import EngineExportRecord, export_checkpoint
+from orchestrator.serving.tables import print_check
+from orchestrator.storage.hub import check_repository, size_of, to_upload, upload
+from orchestrator.tasks.task import Task, require
+
+
+class Push(TypedDict):
+    """An upload to the hub: done, or where `uploaded` is None only shown."""
+
+    repository: str
+    files: dict[str, int]
+    """Bytes of each."""
+    uploaded: str | None
+    """The address."""
+
+
+class ExportRecord(EngineExportRecord):
+    """The JSON of `headfold export`."""
+
+    card: NotRequired[str]
+    push: NotRequired[Push]
+
+
+class Export(Task[ExportOptions, ExportRecord]):
+    """An export, written, read back and compared."""
+
+    @property
+    def outputs(self) -> Mapping[str, str | Path | None]:
+        return {"folder": self.options.out}
+
+    def check(self) -> None:
+        check_repository(self.options.push)
+        require(self.checkpoint)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """What is exported."""
+        opened = checkpoints.open_model(
+            self.options.checkpoint, "checkpoint", dequantize=self.options.dequantize
+        )
+        return checkpoints.open_checkpoint(opened, "checkpoint")
+
+    def run(self) -> ExportRecord:
+        """Export and write the card; upload if `push` names a repository and it is no dry run.
+
+        Raises:
+            ConfigError: For what a user can mend. Likewise TargetError, LargerCacheError,
+                EngineError, OutputError.
+            CheckError: If the engine computes something else; nothing is written.
+            PushError: If the hub does not take it; the export stays.
+        """
+        self.check()
+        out, push = Path(self.options.out), self.options.push
+        record: ExportRecord = {
+            **export_checkpoint(replace(self.options, checkpoint=self.checkpoint))
+        }
+        record["card"] = str(write_card(out, CardFacts.of(self.checkpoint.path), push))
+        write_digests(out)
+        if push is not None:
+            files = to_upload(out)
+            uploaded = None if self.options.dry_run else upload(out, push)
+            record["push"] = {"repository": push, "files": files, "uploaded": uploaded}
+        return record
+
+    def show(self, record: ExportRecord) -> None:
+        original, after = record["kv_bytes_per_token_original"], record["kv_bytes_per_token_after"]
+        share = "" if original is None else f" ({percent(after / original)} of the original's)"
+        print(
+            f"{record['model_type']} in {self.options.out}: "
+            f"{'exact' if record['exact'] else 'not exact'}, largest logit difference "
+            f"{record['max_logit_difference']:.2g}; KV bytes per token "
+            f"{record['kv_bytes_per_token_before']} before, {after} after{share}"
+        )
+        print(record["format_note"])
+        for note in record["notes"]:
+            print(f"note: {note}")
+        for name, why in record["other_targets"].items():
+            print(f"not {name}: {why}")
+        if record["check"]:
+            print_check(record["check"])
+        print(f"model card: {record.get('card')}")
+        if "push" in record:
+            self._show_push(record["push"], record["target"])
+
+    def _show_push(self, push: Push, target: str) -> None:
+        files, repository = push["files"], push["repository"]
+        print(f"for {repository}: {len(files)} files, {size_of(sum(files.values()))}")
+        for name, count in files.items():
+            print(f"  {name}  {size_of(count)}")
+        if push["uploaded"] is not None:
+            print(
+                f"uploaded: {push['uploaded']} (a new repository is private until you change that "
+                "on its page)"
+            )
+            return
+        again = [
+            "headfold",
+            "export",
+            self.checkpoint.path,
+            "--target",
+            target,
+            "--out",
+            str(self.options.out),
+        ]
+        command = shlex.join([*again, "--overwrite", "--push", repository, "--no-dry-run"])
+        print(f"nothing was uploaded; this does it (any other options as before): {command}")

@@ -1,0 +1,116 @@
+"""What `headfold train` and `headfold finetune` have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from attention.base.text import compact
+from attention.base.timing import duration
+from attention.checkpoint import Checkpoint
+from orchestrator import checkpoints
+from orchestrator.cluster.room import concurrency
+from orchestrator.cluster.session import connected, local_nodes, prepare_process, starts_ray
+from orchestrator.config.options import TrainingOptions
+from orchestrator.config.schema import apply_train_options
+from orchestrator.resources.size import Size
+from orchestrator.resources.time import training_rate
+from orchestrator.tasks.task import RecordT, Task, advise_text, require
+from orchestrator.training.request import TrainingRequest
+from orchestrator.training.run import TrainingRun
+from orchestrator.training.tracked import training_progress
+
+TrainingOptionsT = TypeVar("TrainingOptionsT", bound=TrainingOptions)
+
+
+class TrainingTask(Task[TrainingOptionsT, RecordT]):
+    """A training outside of a search.
+
+    Attributes:
+        log: Takes what is trained, and each milestone, as lines.
+    """
+
+    def __init__(self, options: TrainingOptionsT, *, rehearsal: bool = False) -> None:
+        super().__init__(options, rehearsal=rehearsal)
+        self.log: Callable[[str], None] = _print_at_once
+
+    @property
+    def outputs(self) -> Mapping[str, str | Path | None]:
+        return {"folder": self.options.out}
+
+    @property
+    @abstractmethod
+    def request(self) -> TrainingRequest:
+        """The training, checked once."""
+
+    def check(self) -> None:
+        require(self.request)
+
+    def announce(self) -> None:
+        advise_text(self.options.train_data, self.options.eval_data)
+
+    def rehearse(self) -> Iterable[Mapping[str, str]]:
+        self.announce()
+        request = self.request
+        request.check_texts()
+        if starts_ray():
+            concurrency(local_nodes(), request.demand)
+        settings, config = request.settings, Checkpoint.open(request.source).config
+        size = Size.of(config)
+        rate, rate_source = training_rate(config, settings, request.sequence_length, size)
+        speed, hours = "", ""
+        if rate:
+            about = duration(request.tokens / rate / settings.num_workers)
+            speed = f"{rate:.0f} tokens/s a worker, "
+            hours = f"; about {about}, starts and measurements left out"
+        return [
+            {
+                "training": f"{request.title}, {request.steps} steps, "
+                f"{compact(request.tokens)} tokens ({request.epochs} of the text)",
+                "model": f"{compact(size.total)} parameters, composition left out, as "
+                f"{Path(request.source).name} has them",
+                "text": f"{request.train_data} to train on, {request.eval_data} to measure on",
+                "rate": f"{speed}{rate_source}{hours}",
+                "results": f"{request.out}, and beside it {request.folder.name}",
+            }
+        ]
+
+    def train(self) -> None:
+        """Train, or what is left of it, and put the checkpoint in place."""
+        request = self.request
+        of_text = f"{request.tokens} tokens ({request.epochs} of the text)"
+        self.log(
+            f"training: {request.title}, {request.steps} steps, {of_text}; in {request.folder}"
+        )
+        if request.finished:
+            return
+        request.check_texts()
+        if starts_ray():
+            concurrency(local_nodes(), request.demand)
+        prepare_process()
+        with connected() as nodes:
+            concurrency(nodes, request.demand)
+            run = TrainingRun(request.make_job())
+            with training_progress(request, run, self.log):
+                last = run.train()
+        request.note(**request.ship(last), finished=True)
+
+
+def _print_at_once(line: str) -> None:
+    print(line, flush=True)
+
+
+def train_section(record: dict[str, Any], options: TrainingOptions) -> dict[str, Any]:
+    """Return `record` with the overrides and the options that have a flag of their own.
+
+    An override reads `train.KEY=VALUE`. Raises ConfigError for one that has a flag.
+    """
+    record = apply_train_options(
+        record, options.overrides or (), options.learning_rate, options.seed
+    )
+    if isinstance(record["train"], dict):
+        gpus = float(checkpoints.device_of(options.device).type == "cuda")
+        record["train"] = {"gpus_per_worker": gpus} | record["train"]
+    return record

@@ -1,0 +1,127 @@
+"""A training job: carried out, and read as far as it has come, in the steps of its model.
+
+Trials, promotions, `headfold train` and `headfold finetune` train by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ray.exceptions import RayActorError
+
+from orchestrator.cluster.pool_client import train
+from trainers.jobs.checkpoints import CheckpointStore, reports_of
+from trainers.jobs.curve import read_curve
+from trainers.jobs.train_job import TrainJob
+
+TrainingReport = Mapping[str, Any]
+"""What a training reports at a milestone, or on its curve in between, by name; `step` among it."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training job.
+
+    Attributes:
+        job: What is trained, from where, and up to which milestones.
+        offset: Steps of the model that the job does not count: those of a relaxation, or those
+            behind the weights from which it starts.
+    """
+
+    job: TrainJob
+    offset: int = 0
+
+    def reports(self) -> list[TrainingReport]:
+        """Return what was reported at the milestones so far."""
+        return [add_steps(report, self.offset) for report in reports_of(self.job)]
+
+    def curve(self) -> list[TrainingReport]:
+        """Return what was measured between the milestones so far, every few seconds."""
+        lines = read_curve(Path(self.job.storage_path) / self.job.run_name)
+        return [add_steps(line, self.offset) for line in lines]
+
+    def checkpoint_step(self) -> int:
+        """Return the step of the newest checkpoint.
+
+        It is -1 without one, and where the address of checkpoints cannot be reached.
+        """
+        with contextlib.suppress(OSError):
+            saved = CheckpointStore.of(self.job).read()[0]
+            return saved[-1].step if saved else -1
+        return -1
+
+    def train(
+        self,
+        pool: str | None = None,
+        on_report: Callable[[dict[str, Any]], None] = lambda report: None,
+        callbacks: Callable[[], list[Any]] = list,
+    ) -> TrainingReport:
+        """Train, or what is left of it, on workers of a pool or of its own.
+
+        See `orchestrator.cluster.pool_client.train`.
+
+        Returns:
+            The last report as the job gives it, with `out_dir` and `weights_digest`.
+        """
+        return train(pool, self.job, on_report, callbacks)
+
+    def remove_checkpoints(self) -> None:
+        """Remove the training checkpoints; the weights in `out_dir` stay."""
+        CheckpointStore.of(self.job).keep_only(None)
+
+
+def add_steps(report: TrainingReport, offset: int) -> dict[str, Any]:
+    """Return a report in steps of the model, of which `offset` lie before those of the job."""
+    return {
+        **report,
+        **{key: report[key] + offset for key in ("step", "best_step") if key in report},
+    }
+
+
+# ---- lost machines -------------------------------------------------------------------------------
+
+LOSSES = 3
+"""Losses of machines in a row, without getting any further, after which a training has failed."""
+DISK_FULL = "|".join(
+    (
+        r"No space left on device",  # Python
+        r"File too large",
+        r"Disk quota exceeded",
+        r"PytorchStreamWriter failed",  # torch's own files
+        r"unexpected pos \d+ vs \d+",
+    )
+)
+"""What a full disk raises."""
+_LOST = re.compile(
+    r"\b(RayActorError|ActorDiedError|ActorUnavailableError|NodeDiedError|WorkerCrashedError|"
+    r"OwnerDiedError|ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|"
+    r"RaySystemError|JournalError|CheckpointNotSentError)\b|"
+    # Ray Train on workers whose nodes did not come, or went before they had started
+    r"worker group startup timed out|worker actors failed to initialize|" + DISK_FULL
+)
+
+
+def lost(error: BaseException | str) -> bool:
+    """Return whether a training failed because of its machines (process, node, disk)."""
+    return isinstance(error, RayActorError) or _LOST.search(str(error)) is not None
+
+
+class Failures(NamedTuple):
+    """Failures of a training in a row, after which it had got no further than `step`."""
+
+    step: int = -1
+    count: int = 0
+
+    def another(self, step: int) -> Failures:
+        """Return the failures with one more, at a step."""
+        return Failures(step, self.count + 1 if step == self.step else 1)
+
+    @property
+    def retries_left(self) -> bool:
+        """Whether the training may start again, if it was lost."""
+        return self.count <= LOSSES
