@@ -15,7 +15,7 @@ from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
 from orchestrator import checkpoints
 from orchestrator.config.schema import PromotionSection, SearchConfig
-from orchestrator.evaluation.extras import Extras
+from orchestrator.evaluation.extras import Extras, ModelExtras
 from orchestrator.evaluation.long_context import NUM_TEXTS
 from orchestrator.evaluation.task_files import accuracy_of, task_specs
 from orchestrator.evaluation.tasks import Scores
@@ -41,14 +41,14 @@ def measure_finalist(entry: Entry, config: SearchConfig, context: TrialContext, 
     prepared = extras.prepare(tokenizer, positions, lambda length: recut(held_out, length), config.search.seed)
     asked = hashlib.sha256(repr((extras, task_specs(extras.tasks), config.search.seed)).encode()).hexdigest()
 
-    def of(path: str) -> dict[str, Any]:
+    def of(path: str) -> ModelExtras:
         return prepared.measure(checkpoints.load_working(path, context.dtype, context.device))
 
     models = {"checkpoint": of(str(entry.model))}
     for name, path in (("original", context.model), ("baseline", entry.baseline_folder)):
         if path is not None:
             models[name] = _kept(promoted / f"measured-{name}.json", path, asked, of)
-    entry.measured = prepared.record(models)
+    entry.measured = dict(prepared.record(models))
     judge(entry, config.promotion)
 
 
@@ -57,7 +57,7 @@ def recut(held_out: Tensor, length: int) -> Tensor:
     return held_out.flatten()[: NUM_TEXTS * length].view(NUM_TEXTS, length)
 
 
-def _kept(file: Path, path: str, asked: str, of: Any) -> dict[str, Any]:
+def _kept(file: Path, path: str, asked: str, of: Any) -> ModelExtras:
     """What a model gives, by a file of the finalist before."""
     known, key = (
         read_json(file) if file.is_file() else {},
