@@ -5,7 +5,7 @@ Each is checked, and its data made, before any model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
@@ -136,8 +136,12 @@ class PreparedExtras:
             }
         return measured
 
-    def record(self, models: dict[str, ModelExtras]) -> ExtrasRecord:
-        """Return what all models gave, by field and then by model."""
+    def record(self, models: Mapping[str, Any]) -> ExtrasRecord:
+        """Return what all models gave, by field and then by model.
+
+        Args:
+            models: `ModelExtras` by model.
+        """
         fields: ExtrasRecord = {}
         if self.tasks is not None:
             fields["tasks"] = {name: extras["tasks"] for name, extras in models.items()}

@@ -90,11 +90,8 @@ class CardFacts:
         ratio = None
         if heads and "plan" in note:
             ratio = ratio_of(AttentionPlan.from_dict(note["plan"]), heads)
-        return cls(
-            recipe=(note.get("recipe") or {}).get("name"),
-            kv_ratio=ratio,
-            **{key: original.get(key) for key in BASE_FIELDS},
-        )
+        base: dict[str, Any] = {key: original.get(key) for key in BASE_FIELDS}
+        return cls(recipe=(note.get("recipe") or {}).get("name"), kv_ratio=ratio, **base)
 
 
 def write_card(folder: str | Path, facts: CardFacts, repository: str | None = None) -> Path:

@@ -111,7 +111,7 @@ def trial_table(
     candidates = records.without_probes(trials)
     shown = _best(candidates, max_rows)
     front_ids = {t.trial_id for t in front(candidates)}
-    columns = list(TRIAL_COLUMNS)
+    columns: list[str] = list(TRIAL_COLUMNS)
     rows = [_trial_row(t, original) for t in shown]
     if any(t.decode_seconds_per_token for t in shown):  # behind the bytes
         index = columns.index("rate")

@@ -52,10 +52,10 @@ def bytes_figure(rows: Sequence[ComparisonRow], original: OriginalRecord) -> Fig
         hollow = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
         handles["hollow: stopped earlier"] = hollow
     axes.set_xscale("log", base=2)
-    sizes = sorted({row["kv_bytes_per_token"] for row in drawn})
+    sizes = sorted({row["kv_bytes_per_token"] or 0 for row in drawn})
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     ends = [
-        row["loss_increase"] + sign * (row["loss"]["sd"] or 0.0)
+        (row["loss_increase"] or 0.0) + sign * (row["loss"]["sd"] or 0.0)
         for row in drawn
         for sign in (-1, 1)
     ]
@@ -70,7 +70,7 @@ def _draw_bars(
     axes: Any, rows: Sequence[ComparisonRow], factor: float, style: Mapping[str, Any]
 ) -> Any:
     """Draw an arm at its bytes times `factor`, and return its line."""
-    x = [row["kv_bytes_per_token"] * factor for row in rows]
+    x = [(row["kv_bytes_per_token"] or 0) * factor for row in rows]
     y = [row["loss_increase"] for row in rows]
     sd = [row["loss"]["sd"] or 0.0 for row in rows]
     (line,) = axes.plot(x, y, lw=1.1, ms=4.5, zorder=3, **style)
@@ -192,8 +192,8 @@ def _zoom(axes: Any, rows: Mapping[str, ComparisonRow], original: OriginalRecord
     ]
     if not trained:
         return
-    tokens = max(point["tokens"] for point in trained)
-    late = [point for point in trained if point["tokens"] >= tokens / 2]
+    tokens = max(point["tokens"] or 0 for point in trained)
+    late = [point for point in trained if (point["tokens"] or 0) >= tokens / 2]
     bottom = min(original["loss"], *(point["mean"] - (point["sd"] or 0) for point in late))
     top = max(point["mean"] + (point["sd"] or 0) for point in late)
     margin = 0.08 * (top - bottom) or 0.1

@@ -145,9 +145,11 @@ def _engines(model: PromotedModel, candidate: Mapping[str, Any]) -> list[Table]:
         if "why_not" in service:
             rows.append((service["engine"], "no", "", service["why_not"]))
         else:
-            target = service["target"]
+            target = service.get("target")
             how = f"export to target {target}" if target else "as it is"
-            rows.append((service["engine"], "yes", f"{service['kv_bytes_per_token']:,}", how))
+            rows.append(
+                (service["engine"], "yes", f"{service.get('kv_bytes_per_token', 0):,}", how)
+            )
     tables = []
     if rows:
         tables.append(Table(("engine", "holds it", "KV bytes/token", "how"), rows, intro=_HOLDS))
