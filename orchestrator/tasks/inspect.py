@@ -5,12 +5,12 @@ It also shows which heads are alike.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from attention.base.cache import cache_folder
 from orchestrator import checkpoints
 from orchestrator.config.options import InspectOptions
 from orchestrator.conversion.inspection import (
@@ -62,8 +62,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
         )
         recipe = sensitivity_recipe(options.recipe, options.counts, options.recipe_settings)
         require(self.compared)
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        cache = Path(options.cache_dir or caches / "headfold")
+        cache = Path(options.cache_dir or cache_folder())
         check_writable(cache, "cache")
         return ConversionRequest.check(
             opened, recipe, ratios, replace(options, cache_dir=cache), key="checkpoint"

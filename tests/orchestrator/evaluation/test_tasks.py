@@ -19,7 +19,7 @@ from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
-from orchestrator.evaluation.task_files import SHIPPED, placed, task_specs
+from orchestrator.evaluation.task_files import SHIPPED, task_specs, with_absolute_paths
 from orchestrator.evaluation.tasks import HarnessTasks, Scores
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -196,7 +196,7 @@ def test_folders_are_found_from_another_folder_and_includes_are_read(
     (folder / "shared.yaml").write_text(yaml.safe_dump(shared))
     (folder / "few.yaml").write_text("include: shared.yaml\ntask: few\ndescription: hello\n")
     monkeypatch.chdir(folder.parent)
-    names = placed([folder.name, "demo"])
+    names = with_absolute_paths([folder.name, "demo"])
     monkeypatch.chdir("/")
     assert names == [str(folder), "demo"]
     (task,) = task_specs(names[:1])
