@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attention.checkpoint import Checkpoint
-from attention.io.dtype_names import SHORT, full_name
+from attention.io.dtype_names import SHORT_DTYPES, full_name
 from attention.io.precision import DTYPES, DtypeError
 from attention.io.quantised.plain_copy import plain_checkpoint
 from attention.io.sources import check_source, source_name
@@ -109,7 +109,7 @@ def _to_stderr(line: str) -> None:
 
 def dtype_of(name: str) -> torch.dtype:
     if full_name(name) not in DTYPES:
-        raise ConfigError(f"dtype must be {AUTO} or one of {sorted((*DTYPES, *SHORT))}, got {name!r}")
+        raise ConfigError(f"dtype must be {AUTO} or one of {sorted((*DTYPES, *SHORT_DTYPES))}, got {name!r}")
     return DTYPES[full_name(name)]
 
 

@@ -33,7 +33,7 @@ from attention.io.sources import NOT_REACHED, CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
 from attention.modeling import model_classes
 from attention.modeling.beside import beside_original
-from attention.modeling.model_classes import PREFIX, family_fields, plan_of
+from attention.modeling.model_classes import TYPE_PREFIX, family_fields, plan_of
 from attention.plan import AttentionPlan
 
 PLAN_FILE = "headfold.json"
@@ -123,7 +123,7 @@ def save(
     ever is (OutputError).
     """
     plan = plan_of(model)
-    own = model.config.model_type.startswith(PREFIX)
+    own = model.config.model_type.startswith(TYPE_PREFIX)
     lowered = own and plain and plain_form(model.config, plan) is not None
     written = to_plain(model) if lowered else model
 
@@ -234,7 +234,7 @@ def load(
         raise CheckpointError(f"no safetensors weights in {str(source)!r}: {reason(error)}") from None
     model, told = loaded
     weights.check_loaded(source, model, told)
-    if config.model_type.startswith(PREFIX):
+    if config.model_type.startswith(TYPE_PREFIX):
         model_classes.check_maps(model)
     return model.eval()
 
@@ -270,7 +270,7 @@ def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
 def _check_fields(fields: Mapping[str, Any], source: str | Path, trust_remote_code: bool) -> None:
     """Raise CheckpointError for a config that transformers would answer in words of its own, or read by half."""
     kind = str(fields.get("model_type"))
-    known = {name for family in families() for name in (family, PREFIX + family)}
+    known = {name for family in families() for name in (family, TYPE_PREFIX + family)}
     if fields.get("auto_map") and not trust_remote_code and kind not in known and kind not in CONFIG_MAPPING:
         raise CheckpointError(
             f"{source}: a model of type {kind!r} is computed by Python files that lie beside it (auto_map in "

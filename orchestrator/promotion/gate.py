@@ -17,7 +17,7 @@ from attention.families import window_of
 from attention.io import checkpoint
 from attention.io.export import export, largest_difference, probe
 from attention.io.precision import cast_weights, round_weights
-from attention.modeling.model_classes import PREFIX, plan_of
+from attention.modeling.model_classes import TYPE_PREFIX, plan_of
 from attention.plan import AttentionPlan
 from orchestrator import checkpoints
 from orchestrator.cluster.placement import task_options
@@ -145,7 +145,7 @@ def _export(target: Path, dtype: torch.dtype, entry: Entry, tokenizer: str) -> N
         cast_weights(whole, dtype)
         checkpoint.save(whole, target, tokenizer, record=checkpoint.carried(trained))
     entry.checks |= {"export": "gqa" if plain else "headfold", "exact": exact}
-    entry.model, entry.plain = str(target), not Checkpoint.open(target).config.model_type.startswith(PREFIX)
+    entry.model, entry.plain = str(target), not Checkpoint.open(target).config.model_type.startswith(TYPE_PREFIX)
     entry.exported = entry.model if entry.plain else None
 
 

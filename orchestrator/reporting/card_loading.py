@@ -8,7 +8,7 @@ from pathlib import Path
 from attention.checkpoint import Checkpoint
 from attention.io.stock_form import exact_targets, export_command
 from attention.io.targets import targets
-from attention.modeling.model_classes import PREFIX
+from attention.modeling.model_classes import TYPE_PREFIX
 from orchestrator.storage.json_files import read_json
 
 GENERATE = """\
@@ -56,7 +56,7 @@ def loading_lines(folder: Path, repository: str | None, engines: Sequence[str]) 
         direct = f"llama-server --hf-repo {repository} --hf-file {gguf.name}\n" if repository else ""
         return [("llama.cpp", "bash", f"{direct}llama-server -m {gguf.name}")]
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if str(config.get("model_type", "")).startswith(PREFIX):
+    if str(config.get("model_type", "")).startswith(TYPE_PREFIX):
         exports = [
             (
                 f"{' and '.join(targets()[name].engines)}, after an export",

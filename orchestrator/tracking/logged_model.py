@@ -27,13 +27,13 @@ def write_mlmodel(folder: str | Path, base_model: str) -> bool:
     from mlflow.types.schema import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
     from attention.checkpoint import Checkpoint
-    from attention.modeling.model_classes import PREFIX
+    from attention.modeling.model_classes import TYPE_PREFIX
 
     folder = Path(folder)
     if not (folder / TOKENIZER).is_file():
         return False
     config, text = Checkpoint.open(folder).config, Schema([ColSpec("string")])
-    own = config.model_type.startswith(PREFIX)
+    own = config.model_type.startswith(TYPE_PREFIX)
     params = ParamSchema([ParamSpec("max_new_tokens", DataType.long, NEW_TOKENS)])
     model = Model(signature=ModelSignature(text, text, params))
     model.model_size_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from attention.base.progress import stage
 from attention.calibration.calibrate import calibration_digest, weights_of
-from attention.conversion.refinement.local import FIT_RATE, NEAR, STEP_TOKENS
+from attention.conversion.refinement.local import FIT_RATE, SHORT_FIT_WINDOWS, STEP_TOKENS
 from attention.conversion.refinement.windows import windows
 from attention.io.files import write_whole
 from search_spaces.partitions import Partition
@@ -192,7 +192,7 @@ def _windowed(context: PlanningContext) -> dict[str, int]:
     parts = (
         1 if context.sequences is None else len(windows(context.sequences.shape[1], STEP_TOKENS))
     )
-    return {"parts": parts, "near": NEAR} if parts > 1 else {}
+    return {"parts": parts, "near": SHORT_FIT_WINDOWS} if parts > 1 else {}
 
 
 def point_key(layer: int, sides: tuple[str, ...], count: int) -> str:

@@ -14,11 +14,11 @@ PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator"
 ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 """A module that defines one of these is a family, an export target or an engine; their functions are named alike."""
 SHARED_NAMES = {
-    "ABOUT", "AUTO", "Agreement", "BATCH", "BYTES", "COLUMNS", "DIGITS", "DryRun", "ENGINES",
-    "EPSILON", "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LARGE", "LEAST", "LIBRARY", "LIMIT",
-    "LOOK_SECONDS", "MOST_TOLD", "NAME", "NEAR", "NEW_TOKENS", "NUMBERS", "ORDER", "PACKAGES", "PATIENCE",
-    "POLL_SECONDS", "PREFIX", "PROMOTION", "Part", "RECIPES", "REPOSITORY", "Run",
-    "SECONDS", "SHORT", "SHOWN", "SIDES", "SIMILARITY", "STAGES", "Section", "Seed", "T", "TEXTS", "Task", "TOKENS",
+    "ABOUT", "AUTO", "Agreement", "BYTES", "COLUMNS", "DIGITS", "DryRun", "ENGINES",
+    "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LEAST", "LIBRARY",
+    "LOOK_SECONDS", "MOST_TOLD", "NAME", "NEAR", "NEW_TOKENS", "NUMBERS", "PACKAGES", "PATIENCE",
+    "POLL_SECONDS", "PROMOTION", "Part", "RECIPES", "REPOSITORY", "Run",
+    "SECONDS", "SHOWN", "SIDES", "SIMILARITY", "STAGES", "Section", "Seed", "T", "TEXTS", "TOKENS",
     "TOLD", "TRAIN_TOKENS", "check", "compare", "convert", "evaluate", "export",
     "in_words", "load", "promote", "register", "search", "spans", "spread", "tell",
     "text_of", "train", "untrained", "waits_for", "watch",
