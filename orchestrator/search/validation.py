@@ -87,7 +87,7 @@ def check_search(config: SearchConfig) -> Prepared:
     if config.model.teacher:
         teacher = checkpoints.open_checkpoint(config.model.teacher, "model.teacher")
         _check_length(length, config.model.teacher, teacher.geometry)
-        checkpoints.check_same_words(teacher, model, "model.teacher")
+        checkpoints.check_same_vocabulary(teacher, model, "model.teacher")
     problem = search_problem(config, geometry)
     check_searcher(config, problem)
     check_scheduler(config)
