@@ -35,7 +35,7 @@ from attention.families import geometry_of
 from attention.heads import LayerHeads
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator.config.options import ConvertOptions
-from orchestrator.conversion.in_memory import Source
+from orchestrator.conversion.memory_store import Source
 from orchestrator.tasks.convert import Convert
 from search_spaces.costs import GroupCost
 from search_spaces.grouping.estimated import by_estimates

@@ -21,9 +21,9 @@ from attention.plan import AttentionPlan
 from attention.ratios import own_heads, ratio_of
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.in_memory import Source
+from orchestrator.conversion.execution import refine_with, steps_of_layers
+from orchestrator.conversion.memory_store import Source
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.conversion.steps import refine_with, steps_of_layers
 from search_spaces.planning.budgets import nearest_budget
 from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.planning.planner import make_plan

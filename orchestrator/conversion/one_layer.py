@@ -3,7 +3,7 @@ and checkpoints can be converted so, and how many sequences at once.
 
 Legend: N sequences of T tokens, the first C of them for calibration, the others for the held-out loss; D model dim.
 
-It is `orchestrator.conversion.in_memory` on a window (`attention.io.layers.windows`): one layer in place of all. What
+It is `orchestrator.conversion.memory_store` on a window (`attention.io.layers.windows`): one layer in place of all. What
 depends on other layers comes in as data: both models' streams, the layer's head counts, generators and number.
 """
 
@@ -44,8 +44,8 @@ from attention.modeling.predictions import in_chunks, positions_at_once
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
+from orchestrator.conversion.execution import refine_with
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.conversion.steps import refine_with
 from search_spaces.allocation.problem import Counts
 from search_spaces.planning.budgets import LOOKS_AT_WEIGHTS
 from search_spaces.planning.by_layer import plan_layer

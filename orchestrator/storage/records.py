@@ -40,7 +40,7 @@ class TrialRecord:
     `relaxation`: points over a relaxation stage, each with step, train_loss and what the relaxation measures of itself.
     `copy_of`: the first trial that leads to the same model; this one was not trained, its scores are those of that one.
     `notes`: what its training met and went on from (out of memory, a damaged checkpoint).
-    `conversion_cost`: what the conversion took before any training (`orchestrator.conversion.steps.cost`).
+    `conversion_cost`: what the conversion took before any training (`orchestrator.conversion.execution.cost`).
     `label` and `name`: what its recipe and itself are called where people read (`orchestrator.storage.trial_names`).
     `started`, `ended`: in seconds since 1970, where the journal tells.
     `similarity`: of the heads that share, before and after alignment

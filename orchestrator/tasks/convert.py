@@ -1,7 +1,7 @@
 """`headfold convert`: one checkpoint, without a cluster and without training.
 
 The way of a checkpoint: `request` opens and checks it, `estimate` decides how it is converted, `run` converts it in
-memory (`orchestrator.conversion.in_memory`) or layer by layer (`orchestrator.conversion.layer_by_layer`).
+memory (`orchestrator.conversion.memory_store`) or layer by layer (`orchestrator.conversion.disk_store`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from attention.io.replacing import check_folder
 from orchestrator import checkpoints
 from orchestrator.config.options import ConvertOptions
 from orchestrator.config.schema import ConfigError
+from orchestrator.conversion.curve import check_curve, convert_curve, is_curve, join_curve, ratio_folder
+from orchestrator.conversion.disk_store import LayerwiseJob, check_folder_of_layers, log_line
 from orchestrator.conversion.estimate import RunEstimate, estimate_conversions
-from orchestrator.conversion.in_memory import Source
-from orchestrator.conversion.layer_by_layer import LayerwiseJob, check_folder_of_layers, log_line
+from orchestrator.conversion.memory_store import Source
 from orchestrator.conversion.one_layer import check_layerwise
 from orchestrator.conversion.record import ConversionRecord, CurveRecord
 from orchestrator.conversion.request import ConversionRequest, asked_ratios, chosen_recipe
-from orchestrator.conversion.several_ratios import check_curve, convert_curve, is_curve, join_curve, ratio_folder
 from orchestrator.reporting.evaluation_tables import print_conversion
 from orchestrator.tasks.task import Task, advise_text
 

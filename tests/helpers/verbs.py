@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.config.options import ConvertOptions, EvaluateOptions, InspectOptions
 from orchestrator.conversion.estimate import estimate_conversions
-from orchestrator.conversion.in_memory import Source
+from orchestrator.conversion.memory_store import Source
 from orchestrator.resources.estimate import ConversionEstimate
 from orchestrator.tasks.convert import Convert
 from orchestrator.tasks.evaluate import Evaluate

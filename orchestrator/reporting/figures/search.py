@@ -154,7 +154,7 @@ def budgets_figure(plans: Mapping[str, AttentionPlan]) -> Figure:
 @styled
 def curve_figure(curve: Mapping[str, Any]) -> Figure:
     """Held-out loss against KV bytes per token of one recipe at several KV ratios (see
-    `orchestrator.conversion.several_ratios`)."""
+    `orchestrator.conversion.curve`)."""
     figure, axes = one_axes(across=KV_BYTES, upright=f"{LOSS}, no training")
     points = sorted(curve["points"], key=lambda p: p["kv_bytes_per_token"])
     places = [(p["kv_bytes_per_token"], p["loss"]) for p in points]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from attention.io import checkpoint
 from orchestrator import checkpoints
 from orchestrator.conversion import one_layer
-from orchestrator.conversion.several_ratios import is_curve
+from orchestrator.conversion.curve import is_curve
 from orchestrator.training.scratch import train_from_scratch
 
 Command = Callable[..., int | str | None]

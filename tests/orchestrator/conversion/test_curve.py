@@ -15,7 +15,7 @@ from attention.io import checkpoint
 from attention.modeling.model_classes import plan_of
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import in_memory
+from orchestrator.conversion import memory_store
 from orchestrator.conversion.request import asked_ratios
 from search_spaces.planning.context import PlanningContext
 from search_spaces.recipes.catalogue import recipe
@@ -35,7 +35,7 @@ def test_one_calibration_and_one_measurement_for_all_ratios(
 ) -> None:
     calls: list[str] = []
     calibrate, increases_of = calibrating.calibrate, PlanningContext.increases_of
-    monkeypatch.setattr(in_memory, "calibrate", lambda *a, **k: calls.append("calibrate") or calibrate(*a, **k))
+    monkeypatch.setattr(memory_store, "calibrate", lambda *a, **k: calls.append("calibrate") or calibrate(*a, **k))
 
     def counted(self: Any, recipe: Any, plans: Any, *a: Any, **k: Any) -> list[float]:
         calls.extend(["loss_increase"] * len(plans))

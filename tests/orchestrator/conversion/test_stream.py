@@ -22,7 +22,7 @@ from attention.io import checkpoint
 from attention.io.layers.windows import LazyWeights, OutputHead, WeightsError, advance, embed, open_window
 from attention.io.safetensors_files import stored_tensors
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import one_layer, plan_by_layer
+from orchestrator.conversion import disk_planning, one_layer
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"calibration_tokens": 768, "eval_tokens": 384, "sequence_length": 48, "device": "cpu"}
@@ -257,7 +257,7 @@ def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_goes_on_after_a_kil
     memory = convert_checkpoint(source, recipe, 0.5, tmp_path / "memory", **run)
     assert len({tuple(layer["key_map"]) for layer in memory["plan"]["layers"]}) > 1, "layers of different counts"
     planned: list[dict[str, Any]] = []
-    curves_of_layer = plan_by_layer.curves_of_layer
+    curves_of_layer = disk_planning.curves_of_layer
 
     def until_the_third(*args: Any) -> Any:
         if len(planned) == 2:
@@ -266,7 +266,7 @@ def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_goes_on_after_a_kil
         planned.append(curves_of_layer(*args))
         return planned[-1]
 
-    monkeypatch.setattr(plan_by_layer, "curves_of_layer", until_the_third)
+    monkeypatch.setattr(disk_planning, "curves_of_layer", until_the_third)
     with pytest.raises(KeyboardInterrupt, match="what the plan rests on is kept in"):
         convert_layerwise(source, recipe, 0.5, tmp_path / "stream", **run)
     said: list[str] = []

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from attention.io import checkpoint
 from attention.io.replacing import OutputError, check_folder
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.layer_by_layer import stage_of
-from orchestrator.conversion.progress import Stage, check_stage
-from orchestrator.conversion.several_ratios import check_curve
+from orchestrator.conversion.curve import check_curve
+from orchestrator.conversion.disk_store import stage_of
+from orchestrator.conversion.layer_folder import Stage, check_stage
 from orchestrator.reporting.pages.page import render_page
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.storage.json_files import write_json

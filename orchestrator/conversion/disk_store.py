@@ -4,7 +4,7 @@ Legend: L layers, N sequences of T tokens, D model dim.
 
 The hidden states of all calibration and held-out sequences, in the original and in the converted model, are carried
 from layer to layer; each finished layer is written as a shard. Beside the result lies `.NAME.layerwise` until it is
-complete (`orchestrator.conversion.progress`). The same command run again goes on from there.
+complete (`orchestrator.conversion.layer_folder`). The same command run again goes on from there.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from attention.modeling.model_classes import headfold_config
 from attention.modeling.running import layer_batch
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
+from orchestrator.conversion.disk_planning import PlanByLayer
+from orchestrator.conversion.execution import cost, steps_of_layers
+from orchestrator.conversion.layer_folder import Stage, check_stage
 from orchestrator.conversion.one_layer import LayerwiseConversion, score
-from orchestrator.conversion.plan_by_layer import PlanByLayer
-from orchestrator.conversion.progress import Stage, check_stage
 from orchestrator.conversion.record import ConversionRecord
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.conversion.steps import cost, steps_of_layers
 from orchestrator.storage.outputs import Interrupted
 from search_spaces.planning.budgets import counts_of
 from search_spaces.planning.planner import site_generators

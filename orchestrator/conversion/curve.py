@@ -12,7 +12,7 @@ from attention.io.files import written_whole
 from attention.io.replacing import check_folder, digests, resolved
 from attention.io.sources import source_name
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.in_memory import Source
+from orchestrator.conversion.memory_store import Source
 from orchestrator.conversion.record import ConversionRecord, CurveRecord
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.outputs import Interrupted, check_file, read_result, write_result

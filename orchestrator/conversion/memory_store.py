@@ -23,11 +23,11 @@ from attention.io.precision import cast_weights, round_weights
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
 from orchestrator import checkpoints
-from orchestrator.conversion.calibrating import checkpoint_calibration, chosen
+from orchestrator.conversion.calibration import checkpoint_calibration, chosen
 from orchestrator.conversion.dha_distances import NEED, measure
+from orchestrator.conversion.execution import cost, planning_context, refine_with, steps_of_layers
 from orchestrator.conversion.record import ConversionRecord
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.conversion.steps import cost, planning_context, refine_with, steps_of_layers
 from orchestrator.resources.memory import available_bytes
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planner import PlanningContext, make_plan
@@ -46,7 +46,7 @@ def plan_and_convert(
     given: AttentionPlan | None = None,
 ) -> tuple[PreTrainedModel, AttentionPlan, dict[str, Any]]:
     """The converted and refined model of a context, its plan (`given`, or what the recipe makes of the ratio) and what
-    it cost (`orchestrator.conversion.steps.cost`). What lies outside of attention is in the memory of the context's
+    it cost (`orchestrator.conversion.execution.cost`). What lies outside of attention is in the memory of the context's
     model, so neither may be trained."""
     model = context.model
     if model is None:

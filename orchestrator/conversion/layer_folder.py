@@ -89,7 +89,7 @@ class Stage:
 
     @property
     def is_planning(self) -> bool:
-        """Whether something of a plan is kept (`orchestrator.conversion.plan_by_layer`)."""
+        """Whether something of a plan is kept (`orchestrator.conversion.disk_planning`)."""
         return (self.folder / CURVES).is_file() or any(self.folder.glob("metric-*.safetensors"))
 
     def spent(self, phases: Phases) -> None:

@@ -28,7 +28,7 @@ from attention.io.layers.metrics import read_metric, write_metrics
 from attention.io.layers.windows import LazyWeights, advance, embed, open_window, rows_of
 from attention.plan import AttentionPlan
 from orchestrator import checkpoints
-from orchestrator.conversion.progress import CURVES, Stage
+from orchestrator.conversion.layer_folder import CURVES, Stage
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.storage.json_files import read_json, write_json
 from search_spaces.planning.by_layer import curves_of_layer, plan_from_curves, requested_counts
