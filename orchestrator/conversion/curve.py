@@ -1,4 +1,7 @@
-"""`headfold convert` with several ratios: loss against KV bytes before any training, from one calibration."""
+"""Conversions at several KV ratios in one folder: loss by KV bytes before any training.
+
+The folder has a checkpoint in `kv-RATIO` for each ratio, `curve.json` and `curve.png`.
+"""
 
 from __future__ import annotations
 
@@ -12,71 +15,41 @@ from attention.io.files import written_whole
 from attention.io.replacing import check_folder, digests, resolved
 from attention.io.sources import source_name
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.memory_store import Source
 from orchestrator.conversion.record import ConversionRecord, CurveRecord
-from orchestrator.conversion.request import ConversionRequest
-from orchestrator.storage.outputs import Interrupted, check_file, read_result, write_result
+from orchestrator.storage.outputs import check_file, read_result, write_result
 from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
 
-BASE_BYTES = "kv_bytes_per_token_original"
 CURVE, PICTURE = "curve.json", "curve.png"
-TEXTS = ("calibration_data", "eval_data", "eval_documents_left_out", "sequence_length", "original_perplexity")
-SHARED = (
+_SHARED = (
     "model",
     "recipe",
     "original_loss",
-    *TEXTS,
+    "calibration_data",
+    "eval_data",
+    "eval_documents_left_out",
+    "sequence_length",
+    "original_perplexity",
     "eval_tokens",
     "calibration_tokens",
     "seed",
     "dtype",
-    BASE_BYTES,
+    "kv_bytes_per_token_original",
 )
-OF_THE_CALL = (
-    "model",
-    "recipe",
-    "original_loss",
-    "original_perplexity",
-)  # the same by `check_curve`, or up to SAME_LOSS
+"""Keys that the points of one call have in common."""
+_CHECKED = ("model", "recipe", "original_loss", "original_perplexity")
+"""Of these, what `check_curve` or SAME_LOSS has compared."""
 SAME_LOSS = 1e-4  # nats per token, between two measurements of one model
 
 
-def convert_curve(request: ConversionRequest, out: Path | None = None, *, overwrite: bool = False) -> CurveRecord:
-    """Convert at each ratio of a request, which `check_curve` has passed.
-
-    A ratio stands for the largest one at or below it that the recipe can meet, each once. With `out`: a
-    checkpoint in `kv-RATIO`, `curve.json` and `curve.png` there; the ratios that lie there already stay, and join the
-    curve. `overwrite`: those that are named again are replaced. Returns what all points of this call share, and
-    `points`, by falling KV ratio.
-    """
-    source = Source.load(request)
-    points: list[ConversionRecord] = []
-    try:
-        for kv_ratio in request.distinct().values():
-            folder = None if out is None else ratio_folder(out, kv_ratio)
-            points.append(source.at(kv_ratio, folder, overwrite=overwrite))
-            if out is not None:
-                _add(out, points[-1])
-    except KeyboardInterrupt:
-        done = ", ".join(f"kv-{point['kv_ratio_asked']:g}" for point in points if out is not None)
-        left = f"{done} in {out} are finished, the others not begun" if done else "nothing was written"
-        raise Interrupted(left) from None
-    if out is not None:
-        _draw(out)
-    record: Any = {name: points[0][name] for name in SHARED} | {"points": [_facts(point) for point in points]}
-    return record
-
-
-def join_curve(out: Path, record: ConversionRecord) -> None:
-    """Add a conversion that was written to its `ratio_folder` to the curve of a folder."""
-    _add(out, record)
-    _draw(out)
-
-
 def is_curve(folder: str | Path) -> bool:
-    """Whether `convert_curve` has made a folder."""
+    """Whether a folder is one of several ratios."""
     return isinstance(read_result(Path(folder) / CURVE).get("points"), list)
+
+
+def ratio_folder(out: str | Path, ratio: float) -> Path:
+    """Return the folder of the checkpoint of a ratio."""
+    return Path(out) / f"kv-{ratio:g}"
 
 
 def check_curve(
@@ -86,71 +59,95 @@ def check_curve(
     kv_ratios: Sequence[float],
     overwrite: bool,
 ) -> None:
-    """Raise ConfigError or OutputError, before any work, unless checkpoints of these ratios can be put into `out`.
+    """Check, before any work, that checkpoints of these ratios can be put into `out`.
 
-    It must be free, empty, or a folder of ratios of the same model and recipe.
+    Raises:
+        ConfigError: Unless `out` is free, empty, or a folder of ratios of the same model and
+            recipe.
+        OutputError: For a ratio that is there, without `overwrite`.
     """
-    place = resolved(out)
-    if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
-        raise ConfigError(f"out: {str(place)!r} is a link or a file; name a folder")
-    for entry in sorted(place.iterdir()) if place.is_dir() and not is_curve(place) else ():
+    path = resolved(out)
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
+        raise ConfigError(f"out: {str(path)!r} is a link or a file; name a folder")
+    for entry in sorted(path.iterdir()) if path.is_dir() and not is_curve(path) else ():
         if not (entry.name.startswith("kv-") and digests(entry)):
             raise ConfigError(
-                f"out: {str(place)!r} holds {entry.name!r} and is no folder of several ratios; give another folder"
+                f"out: {str(path)!r} holds {entry.name!r} and is no folder of several ratios; "
+                "give another folder"
             )
     for ratio in kv_ratios:
-        check_folder(ratio_folder(place, ratio), overwrite=overwrite, reads=[model])
-    check_file(place / CURVE, "json", "out")
-    check_file(place / PICTURE, "picture", "out")
-    earlier = read_result(place / CURVE)
+        check_folder(ratio_folder(path, ratio), overwrite=overwrite, reads=[model])
+    check_file(path / CURVE, "json", "out")
+    check_file(path / PICTURE, "picture", "out")
+    earlier = read_result(path / CURVE)
+    if not earlier:
+        return
     chosen = named_recipe(recipe) if isinstance(recipe, str) else recipe
-    other = earlier and (
-        ("model" if not _same(earlier["model"], model) else "")
-        or ("recipe" if Recipe.from_dict(earlier["recipe"]).digest != chosen.digest else "")
-    )
+    other = ""
+    if not _is_same_model(earlier["model"], model):
+        other = "model"
+    elif Recipe.from_dict(earlier["recipe"]).digest != chosen.digest:
+        other = "recipe"
     if other:
-        raise ConfigError(f"out: {str(place)!r} holds ratios of another {other}; give another folder")
+        raise ConfigError(
+            f"out: {str(path)!r} holds ratios of another {other}; give another folder"
+        )
 
 
-def _same(one: str | Path, other: str | Path) -> bool:
-    """Whether two names are those of one model."""
-    one, other = source_name(one), source_name(other)
-    folders = Path(one), Path(other)
-    return one == other or (all(map(Path.exists, folders)) and folders[0].samefile(folders[1]))
+def _is_same_model(one: str | Path, other: str | Path) -> bool:
+    one = source_name(one)
+    other = source_name(other)
+    folders = (Path(one), Path(other))
+    return one == other or (
+        all(folder.exists() for folder in folders) and folders[0].samefile(folders[1])
+    )
 
 
-def ratio_folder(out: str | Path, ratio: float) -> Path:
-    """Where the checkpoint of a ratio lies in a folder of several."""
-    return Path(out) / f"kv-{ratio:g}"
+def curve_record(records: Sequence[ConversionRecord]) -> CurveRecord:
+    """Return what the conversions of one call have in common, and `points`, the rest of each."""
+    first: Mapping[str, Any] = records[0]
+    record: Any = {name: first[name] for name in _SHARED}
+    return record | {"points": [_point(each) for each in records]}
 
 
-def _facts(point: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in point.items() if key not in SHARED}
+def _point(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in _SHARED}
 
 
-def _add(out: str | Path, point: Mapping[str, Any]) -> None:
-    """Write a point to `curve.json`, beside those of earlier calls whose checkpoints are still there.
+def add_to_curve(out: str | Path, record: ConversionRecord) -> None:
+    """Write a point to `curve.json`, beside those of earlier calls whose checkpoints are there.
 
-    Earlier points that were measured otherwise (other texts, another seed or dtype) cannot be on one curve: they are
-    left out, and told of; their checkpoints stay.
+    Earlier points that were measured otherwise (other texts, another seed or dtype) cannot be on
+    one curve: they are left out, with a note on stderr; their checkpoints stay.
     """
+    fields: Mapping[str, Any] = record
     file = Path(out) / CURVE
-    earlier, asked = read_result(file), point["kv_ratio_asked"]
-    others = [p for p in earlier.get("points", ()) if p["kv_ratio_asked"] != asked]
-    points = [p for p in others if ratio_folder(out, p["kv_ratio_asked"]).is_dir()]
-    same = [name for name in SHARED if name not in OF_THE_CALL]
-    other = points and [name for name in same if earlier.get(name, point[name]) != point[name]]
-    if points and (other or abs(earlier["original_loss"] - point["original_loss"]) > SAME_LOSS):
-        print(f"note: {file} leaves out earlier points, which were measured otherwise", file=sys.stderr)
+    earlier = read_result(file)
+    points = [
+        point
+        for point in earlier.get("points", ())
+        if point["kv_ratio_asked"] != fields["kv_ratio_asked"]
+        and ratio_folder(out, point["kv_ratio_asked"]).is_dir()
+    ]
+    compared = [name for name in _SHARED if name not in _CHECKED]
+    if points and (
+        any(earlier.get(name, fields[name]) != fields[name] for name in compared)
+        or abs(earlier["original_loss"] - fields["original_loss"]) > SAME_LOSS
+    ):
+        print(
+            f"note: {file} leaves out earlier points, which were measured otherwise",
+            file=sys.stderr,
+        )
         points = []
-    joined = sorted([*points, _facts(point)], key=lambda p: -p["kv_ratio"])
-    write_result(file, {name: point[name] for name in SHARED} | {"points": joined}, "out")
+    joined = sorted([*points, _point(fields)], key=lambda point: -point["kv_ratio"])
+    write_result(file, {name: fields[name] for name in _SHARED} | {"points": joined}, "out")
 
 
-def _draw(out: str | Path) -> None:
+def draw_curve(out: str | Path) -> None:
+    """Draw `curve.png` from `curve.json`."""
     from orchestrator.reporting.figures.drawing import save_png
     from orchestrator.reporting.figures.search import curve_figure
 
-    place = check_file(Path(out) / PICTURE, "picture", "out")
-    with written_whole(place) as fresh:
+    path = check_file(Path(out) / PICTURE, "picture", "out")
+    with written_whole(path) as fresh:
         save_png(curve_figure(read_result(Path(out) / CURVE)), fresh)

@@ -1,4 +1,4 @@
-"""How far a conversion layer by layer has come, on disk after each layer, so that a killed one goes on where it was.
+"""The folder of a conversion layer by layer, from which a killed one goes on.
 
 Legend: N sequences of T tokens, D model dim.
 """
@@ -11,9 +11,10 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,59 +24,95 @@ from attention.conversion.refinement.refine import FitWork
 from attention.io.replacing import OutputError, entries
 from attention.io.shards import shard_path, write_shard
 from attention.plan import AttentionPlan, LayerPlan
-from orchestrator.conversion.one_layer import Layer
+from orchestrator.conversion.record import FitRecord
 from orchestrator.storage.json_files import read_json, write_json
 
 STATE, CURVES = "state.json", "curves.json"
 OURS = re.compile(
-    r"(state|curves)\.json|((streams|below|metric)-\d{5}|result/model-\d+-of-\d+)\.safetensors|result|"
-    r"(\.(state|curves)\.json|(result/)?\.(streams|below|metric|model)-[\w-]*\.safetensors)\.[\d-]+\.new"
+    r"(state|curves)\.json|((streams|below|metric)-\d{5}|result/model-\d+-of-\d+)\.safetensors|"
+    r"result|(\.(state|curves)\.json|(result/)?\.(streams|below|metric|model)-[\w-]*"
+    r"\.safetensors)\.[\d-]+\.new"
 )
 
 
-@dataclass
-class Stage:
-    """`folder` holds `state.json`, what a plan rests on, the streams that enter the next layer, and in `result` the
-    shards of those done.
+class LayerRecord(TypedDict):
+    """A finished layer: its plan, the fits of its refinement, its cache after one sequence."""
 
-    `identity`: all that the result depends on; `layers`: what was found in each layer done; `seconds` by phase;
-    `planned`: what the plan took.
+    key_map: list[int]
+    value_map: list[int]
+    fits: list[FitRecord]
+    cache_bytes: int
+
+
+class FolderState(TypedDict):
+    """The JSON of `state.json`."""
+
+    identity: Mapping[str, Any]
+    layers: list[LayerRecord]
+    seconds: dict[str, float]
+    finishing: bool
+
+
+class StreamPair(NamedTuple):
+    """Hidden states `[N, T, D]` of all sequences in the original and in the converted model."""
+
+    original: Tensor
+    converted: Tensor
+
+
+@dataclass
+class LayerFolder:
+    """Finished layers, the streams that enter the next one, and what the plan rests on.
+
+    Attributes:
+        folder: Holds `state.json`, the streams, and in `result` the shards of the finished layers.
+        identity: All that the result depends on.
+        layers: The finished layers.
+        seconds: By phase.
+        note: Whether an earlier run is continued or given up, in words.
+        finishing: Whether `result` gets what is not a layer.
     """
 
     folder: Path
-    identity: dict[str, Any]
-    layers: list[dict[str, Any]] = field(default_factory=list)
+    identity: Mapping[str, Any]
+    layers: list[LayerRecord] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     note: str = ""
-    planned: list[FitWork] = field(default_factory=list)
     finishing: bool = False
 
     @classmethod
-    def open(cls, folder: Path, identity: dict[str, Any], overwrite: bool = False) -> Stage:
-        """What an earlier run of this very conversion has left, or a fresh start; `note` says which, if it matters.
+    def open(
+        cls, folder: Path, identity: Mapping[str, Any], overwrite: bool = False
+    ) -> LayerFolder:
+        """Open what an earlier run of this very conversion has left, or start afresh.
 
-        Raises OutputError if finished layers of another conversion lie there, unless `overwrite` gives them up.
+        Raises:
+            OutputError: If finished layers of another conversion are there, unless `overwrite`
+                gives them up.
         """
-        identity, note, known = json.loads(json.dumps(identity)), "", check_stage(folder)
-        if known:
-            stage = cls(folder, identity, known["layers"], known["seconds"])
-            goes_on = stage._streams().is_file() if stage.reached else stage.is_planning
-            if known["identity"] == identity and goes_on:
-                after = f"after layer {stage.reached}" if stage.reached else "with the plan"
-                stage.note = f"going on {after} of an earlier run in {folder}"
-                return stage
-            if stage.reached and not overwrite:
+        identity = json.loads(json.dumps(identity))
+        note = ""
+        if state := check_layer_folder(folder):
+            opened = cls(folder, identity, state["layers"], state["seconds"])
+            resumes = opened._streams().is_file() if opened.reached else opened.is_planning
+            if state["identity"] == identity and resumes:
+                after = f"after layer {opened.reached}" if opened.reached else "with the plan"
+                opened.note = f"going on {after} of an earlier run in {folder}"
+                return opened
+            if opened.reached and not overwrite:
                 raise OutputError(
-                    f"out: {folder} holds {stage.reached} finished layers of another conversion; its command goes on "
-                    "with them; to give them up add --overwrite (in Python: overwrite=True), or give another folder"
+                    f"out: {folder} holds {opened.reached} finished layers of another conversion; "
+                    "its command goes on with them; to give them up add --overwrite (in Python: "
+                    "overwrite=True), or give another folder"
                 )
-            note = f"{folder} holds another conversion; starting over" if stage.reached else ""
+            if opened.reached:
+                note = f"{folder} holds another conversion; starting over"
         shutil.rmtree(folder, ignore_errors=True)
-        stage = cls(folder, identity, note=note)
+        fresh = cls(folder, identity, note=note)
         folder.mkdir()
-        stage._write()
-        stage.result.mkdir()
-        return stage
+        fresh._write()
+        fresh.result.mkdir()
+        return fresh
 
     @property
     def result(self) -> Path:
@@ -84,34 +121,54 @@ class Stage:
 
     @property
     def reached(self) -> int:
-        """Layers that are done."""
+        """Number of finished layers."""
         return len(self.layers)
 
     @property
     def is_planning(self) -> bool:
-        """Whether something of a plan is kept (`orchestrator.conversion.disk_planning`)."""
+        """Whether there are parts of a plan (`orchestrator.conversion.disk_planning`)."""
         return (self.folder / CURVES).is_file() or any(self.folder.glob("metric-*.safetensors"))
 
-    def spent(self, phases: Phases) -> None:
-        """Keep the seconds so far."""
+    @property
+    def work(self) -> list[FitWork]:
+        """Of the fits of the finished layers."""
+        return [FitWork(**fit["work"]) for layer in self.layers for fit in layer["fits"]]
+
+    def save_seconds(self, phases: Phases) -> None:
+        """Write the seconds so far."""
         self.seconds = dict(phases)
         self._write()
 
     def _streams(self) -> Path:
         return self.folder / f"streams-{self.reached:05d}.safetensors"
 
-    def streams(self) -> tuple[Tensor, Tensor]:
-        """`[N, T, D]` twice: what enters the next layer in the original and in the converted model."""
+    def streams(self) -> StreamPair:
+        """Return what enters the next layer."""
         streams = load_file(self._streams())
-        return streams["original"], streams["converted"]
+        return StreamPair(streams["original"], streams["converted"])
 
-    def keep(self, done: Layer, original: Tensor, converted: Tensor, layers: int, phases: Phases) -> None:
-        """Keep a finished layer, of `layers` in all, and the streams that leave it: done, or after a kill not begun."""
-        write_shard(shard_path(self.result, self.reached + 1, layers), done.tensors)
+    def add(
+        self,
+        record: LayerRecord,
+        tensors: Mapping[str, Tensor],
+        streams: StreamPair,
+        layers: int,
+        phases: Phases,
+    ) -> None:
+        """Add a finished layer, of `layers` in all: all of it, or after a kill nothing.
+
+        Args:
+            record: What became of it.
+            tensors: Its weights by their names in the whole model.
+            streams: What leaves it.
+            layers: Number of layers of the model.
+            phases: Seconds so far.
+        """
+        write_shard(shard_path(self.result, self.reached + 1, layers), tensors)
         before = self._streams()
-        self.layers.append(done.facts())
-        write_shard(self._streams(), {"original": original, "converted": converted})
-        self.spent(phases)
+        self.layers.append(record)
+        write_shard(self._streams(), streams._asdict())
+        self.save_seconds(phases)
         before.unlink(missing_ok=True)
 
     def finish(self) -> None:
@@ -120,45 +177,65 @@ class Stage:
         self._write()
 
     def leave(self) -> str:
-        """Go away if no layer is done. Returns what is left, in words."""
-        layers = len((check_stage(self.folder) or {}).get("layers", ()))
+        """Remove the folder if it has neither a finished layer nor a plan.
+
+        Returns:
+            What is left, in words.
+        """
+        state = check_layer_folder(self.folder)
+        layers = len(state["layers"]) if state else 0
         if not layers and self.is_planning:
-            return f"what the plan rests on is kept in {self.folder}; the same command goes on with it"
+            return (
+                f"what the plan rests on is kept in {self.folder}; the same command goes on with it"
+            )
         if not layers:
             shutil.rmtree(self.folder, ignore_errors=True)
             return "nothing was written"
-        return f"{layers} finished layer(s) are kept in {self.folder}; the same command goes on after them"
+        return (
+            f"{layers} finished layer(s) are kept in {self.folder}; the same command goes on after "
+            "them"
+        )
 
     def _write(self) -> None:
-        record = {"identity": self.identity, "layers": self.layers, "seconds": self.seconds}
-        write_json(self.folder / STATE, record | {"finishing": self.finishing})
+        state: FolderState = {
+            "identity": self.identity,
+            "layers": self.layers,
+            "seconds": self.seconds,
+            "finishing": self.finishing,
+        }
+        write_json(self.folder / STATE, state)
 
     def plan(self, head_dim: int) -> AttentionPlan:
-        """The plan of the layers that are done."""
-        layers = (LayerPlan(tuple(item["key_map"]), tuple(item["value_map"])) for item in self.layers)
+        """Return the plan of the finished layers."""
+        layers = (
+            LayerPlan(tuple(layer["key_map"]), tuple(layer["value_map"])) for layer in self.layers
+        )
         return AttentionPlan(tuple(layers), head_dim)
 
 
-def check_stage(folder: Path) -> dict[str, Any] | None:
-    """The state of what an earlier run has left in `folder`; None if it has left nothing.
+def check_layer_folder(folder: Path) -> FolderState | None:
+    """Return the state that an earlier run has left in `folder`; None if there is none.
 
-    Raises OutputError if anything there is not of a conversion layer by layer.
+    Raises:
+        OutputError: If anything there is not of a conversion layer by layer.
     """
     if not os.path.lexists(folder):
         return None
-    known: dict[str, Any] = {}
+    state: Any = {}
     with contextlib.suppress(ValueError, OSError):
-        known = read_json(folder / STATE)
-    ours = {"identity", "layers", "seconds"} <= known.keys()
-    for name, mode in entries(folder) if folder.is_dir() and not folder.is_symlink() else [("", 0)]:
+        state = read_json(folder / STATE)
+    ours = {"identity", "layers", "seconds"} <= state.keys()
+    contents = entries(folder) if folder.is_dir() and not folder.is_symlink() else [("", 0)]
+    for name, mode in contents:
         if stat.S_ISDIR(mode):
             fits = name == "result"
         else:
-            within = ours and bool(OURS.fullmatch(name) or (known.get("finishing") and name.startswith("result/")))
-            fits = stat.S_ISREG(mode) and within
+            finishing = state.get("finishing") and name.startswith("result/")
+            named = ours and bool(OURS.fullmatch(name) or finishing)
+            fits = stat.S_ISREG(mode) and named
         if not fits:
             raise OutputError(
-                f"out: {str(folder / name)!r} is in the way: a conversion layer by layer is kept there until it is "
-                "complete; move it, or give another folder"
+                f"out: {str(folder / name)!r} is in the way: a conversion layer by layer is kept "
+                "there until it is complete; move it, or give another folder"
             )
-    return known if ours else None
+    return state if ours else None

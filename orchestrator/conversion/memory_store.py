@@ -1,9 +1,9 @@
-"""A conversion with the whole checkpoint in memory: one source, converted at one ratio or several."""
+"""A conversion with the whole checkpoint in memory; one calibration serves several KV ratios."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.base.memory import freeze_garbage
-from attention.base.timing import Phases
 from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import SAMPLE_TOKENS
 from attention.calibration.store import Calibration
@@ -23,130 +22,131 @@ from attention.io.precision import cast_weights, round_weights
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
 from orchestrator import checkpoints
-from orchestrator.conversion.calibration import checkpoint_calibration, chosen
-from orchestrator.conversion.dha_distances import NEED, measure
-from orchestrator.conversion.execution import cost, planning_context, refine_with, steps_of_layers
-from orchestrator.conversion.record import ConversionRecord
+from orchestrator.conversion.calibration import checkpoint_calibration, choose_mixed
+from orchestrator.conversion.dha_distances import NEED, Distances, measure
+from orchestrator.conversion.execution import convert_and_refine, planning_context
+from orchestrator.conversion.layer_store import LayerPlans, LayerStore
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.resources.memory import available_bytes
-from search_spaces.planning.context import convert_with
-from search_spaces.planning.planner import PlanningContext, make_plan
-from search_spaces.recipes.recipe import Recipe
-from trainers.evaluation import CachedTeacher, Evaluation, evaluate
+from search_spaces.planning.planner import make_plan
+from trainers.evaluation import CachedTeacher, evaluate
 from trainers.settings import TrainSettings
-from trainers.text.data import LoadedTexts
 
 
-def plan_and_convert(
-    recipe: Recipe,
-    kv_ratio: float | Fraction,
-    context: PlanningContext,
-    seed: int,
-    phases: Phases,
-    given: AttentionPlan | None = None,
-) -> tuple[PreTrainedModel, AttentionPlan, dict[str, Any]]:
-    """The converted and refined model of a context, its plan (`given`, or what the recipe makes of the ratio) and what
-    it cost (`orchestrator.conversion.execution.cost`). What lies outside of attention is in the memory of the context's
-    model, so neither may be trained."""
-    model = context.model
-    if model is None:
-        raise ValueError("a conversion needs a model in its context")
-    before = len(context.work)
-    with phases("plan"):
-        plan = given or make_plan(recipe, kv_ratio, context, np.random.default_rng(seed))
-    with phases("convert"):
-        converted = convert_with(recipe, model, plan, context.calibration, share=True)
-    with phases("refine"):
-        steps = steps_of_layers(recipe, plan.num_layers, context.increases.get(plan))
-        fits = refine_with(recipe, context.looked_at, converted, context.sequences, layer_steps=steps)
-    return converted, plan, cost([*context.work[before:], *(fit.work for fit in fits)], phases)
+class MemoryStore(LayerStore[PreTrainedModel]):
+    """A checkpoint in memory with its statistics, ready to be converted at any KV ratio.
 
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint with its texts and statistics, ready to be converted at any KV ratio.
-
-    `original`: the original model, in what is computed in; `teacher`: the same, for what others are compared with on
-    the held-out text; `worth`: what it is worth there.
+    Attributes:
+        original: The original model, in the dtype to compute in.
+        teacher: The same, for comparisons on the held-out text.
+        original_evaluation: Its losses there.
+        context: What plans are made from.
     """
 
-    request: ConversionRequest
-    original: PreTrainedModel
-    texts: LoadedTexts
-    context: PlanningContext
-    teacher: CachedTeacher
-    worth: Evaluation
+    def __init__(self, request: ConversionRequest, *, always_calibrate: bool = False) -> None:
+        """Load the model of a request, and calibrate it if the recipe needs that.
+
+        Raises:
+            DataError: For its texts.
+        """
+        freeze_garbage()
+        needs = request.recipe.needs
+        if NEED in needs:
+            # A package that it lacks is missed before all else
+            import trainers.fusion_search  # noqa: F401
+        super().__init__(request, request.texts())
+        sequences = self.texts.calibration
+        self.original = request.load_model()
+        calibration = None
+        if always_calibrate or "statistics" in needs:
+            with request.phases("calibrate"):
+                sampled = SAMPLE_TOKENS if always_calibrate or "inputs" in needs else 0
+                calibration = _calibration(request, self.original, sequences, sampled)
+        with request.phases("evaluate"):
+            self.teacher = CachedTeacher(self.original)
+            self.original_evaluation = evaluate(self.teacher, self.texts.held_out)
+        distances = _fusion_distances(request, self.original, sequences) if NEED in needs else None
+        self.context = planning_context(
+            Original(self.original), calibration, sequences, request.cache_dir, distances
+        )
 
     @property
     def loss(self) -> float:
         """Held-out loss of the original model."""
-        return self.worth.loss
+        return self.original_evaluation.loss
 
-    def measured(self, converted: PreTrainedModel) -> dict[str, Any]:
-        """Fields of a record: held-out loss and KL of a converted model, beside the original."""
-        scored = evaluate(converted, self.texts.held_out, teacher=self.teacher)
-        return {"loss": scored.loss, "kl": scored.kl, **scored.compared(self.worth), **scored.noted}
+    def plan(self, budget: Fraction) -> AttentionPlan:
+        before = len(self.context.work)
+        generator = np.random.default_rng(self.request.seed)
+        with self.phases("plan"):
+            plan = make_plan(self.request.recipe, budget, self.context, generator)
+        self.work += self.context.work[before:]
+        return plan
 
-    @classmethod
-    def load(cls, request: ConversionRequest, *, always_calibrate: bool = False) -> Source:
-        """Load the model of a request, and calibrate it if the recipe needs that. Raises DataError for its texts."""
-        freeze_garbage()
-        needs, phases = request.recipe.needs, request.phases
-        if NEED in needs:
-            import trainers.fusion_search  # noqa: F401  # a package that it lacks is missed before all else
-        texts = request.texts()
-        sequences = texts.calibration
-        original = request.load_model()
-        calibration = None
-        if always_calibrate or "statistics" in needs:
-            with phases("calibrate"):
-                sampled = SAMPLE_TOKENS if always_calibrate or "inputs" in needs else 0
-                calibration = _calibration(request, original, sequences, sampled)
-        with phases("evaluate"):
-            teacher = CachedTeacher(original)
-            worth = evaluate(teacher, texts.held_out)
-        distances = None
-        if NEED in needs:
-            print("measuring how far apart heads come to lie in training (dha's search phase)", file=sys.stderr)
-            with phases("search phase"):
-                knobs = request.recipe.knobs("objective")
-                training = TrainSettings(zero_stage=0, batch_size=min(8, len(sequences)))
-                distances = measure(original, sequences, training, knobs["steps"], knobs["rate"], request.seed)
-        context = planning_context(Original(original), calibration, sequences, request.cache_dir, distances)
-        return cls(request, original, texts, context, teacher, worth)
+    def convert(self, plans: LayerPlans) -> tuple[AttentionPlan, PreTrainedModel]:
+        assert isinstance(plans, AttentionPlan)  # of `plan`
+        model, work = convert_and_refine(self.request.recipe, plans, self.context, self.phases)
+        self.work += work
+        return plans, model
 
-    def at(self, kv_ratio: float, out: str | Path | None = None, *, overwrite: bool = False) -> ConversionRecord:
-        """Convert at one KV ratio or the largest below it, measure, save to `out` if given; one record."""
+    def measure(self, layers: PreTrainedModel) -> dict[str, Any]:
         request = self.request
-        phases = Phases(self.request.phases)
-        budget = request.budget(kv_ratio)
-        converted, plan, spent = plan_and_convert(request.recipe, budget, self.context, request.seed, phases)
-        with phases("evaluate"):
-            round_weights(converted, request.written)  # what is measured is what is written
-            scored = self.measured(converted)
-            cast_weights(converted, request.written)
+        with self.phases("evaluate"):
+            round_weights(layers, request.written)  # what is measured is what is written
+            losses = self.compare(layers)
+            cast_weights(layers, request.written)
         measured = {
             "original_loss": self.loss,
-            **scored,
-            "eval_tokens": self.worth.tokens,
-            "cost": spent,
-            **checkpoints.cache_facts(converted, own_heads(request.geometry)),
+            **losses,
+            "eval_tokens": self.original_evaluation.tokens,
+            **checkpoints.cache_facts(layers, own_heads(request.geometry)),
         }
         if self.context.calibration is not None:
             measured["mixed_moments"] = self.context.calibration.mixed
-        if out is not None:
-            with phases("save"):
-                checkpoint.save(converted, out, request.model, record=request.note(), overwrite=overwrite)
-        record = request.record(plan, kv_ratio, self.texts, measured, out)
-        record["seconds"] = dict(phases)
-        return record
+        return measured
+
+    def compare(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return held-out loss and KL of a converted model, beside the original's."""
+        scored = evaluate(model, self.texts.held_out, teacher=self.teacher)
+        comparison = scored.compared(self.original_evaluation)
+        return {"loss": scored.loss, "kl": scored.kl, **comparison, **scored.noted}
+
+    def write(
+        self, plan: AttentionPlan, layers: PreTrainedModel, out: Path, overwrite: bool
+    ) -> Mapping[str, Any]:
+        note = self.request.note()
+        with self.phases("save"):
+            checkpoint.save(layers, out, self.request.model, record=note, overwrite=overwrite)
+        return {}
 
 
-def _calibration(request: ConversionRequest, original: PreTrainedModel, sequences: Tensor, sampled: int) -> Calibration:
-    """In files where the request names a folder for them, and there a layer at a time; else all in memory, with the
-    inputs of `sampled` tokens at most."""
+def _calibration(
+    request: ConversionRequest, original: PreTrainedModel, sequences: Tensor, sampled: int
+) -> Calibration:
+    """Return the statistics of the model, with the inputs of at most `sampled` tokens.
+
+    In files where the request names a folder for them, made a layer at a time; else in memory.
+    """
     if request.cache_dir is not None:
-        own: dict[str, Any] = {"dtype": request.dtype, "device": request.device}
-        return checkpoint_calibration(request.checkpoint, sequences, request.cache_dir, **own)
-    mixed = chosen(request.geometry, sampled and sequences.numel(), available_bytes())
+        return checkpoint_calibration(
+            request.checkpoint,
+            sequences,
+            request.cache_dir,
+            dtype=request.dtype,
+            device=request.device,
+        )
+    mixed = choose_mixed(request.geometry, sampled and sequences.numel(), available_bytes())
     return calibrate(original, sequences, sample_tokens=sampled, mixed=mixed)
+
+
+def _fusion_distances(
+    request: ConversionRequest, original: PreTrainedModel, sequences: Tensor
+) -> Distances:
+    print(
+        "measuring how far apart heads come to lie in training (dha's search phase)",
+        file=sys.stderr,
+    )
+    with request.phases("search phase"):
+        knobs = request.recipe.knobs("objective")
+        training = TrainSettings(zero_stage=0, batch_size=min(8, len(sequences)))
+        return measure(original, sequences, training, knobs["steps"], knobs["rate"], request.seed)

@@ -10,8 +10,14 @@ from pathlib import Path
 
 from orchestrator import checkpoints
 from orchestrator.config.options import InspectOptions
-from orchestrator.conversion.inspection import COMPARED, InspectionRecord, measure_heads, sensitivity_recipe, untrained
-from orchestrator.conversion.request import ConversionRequest, asked_ratios
+from orchestrator.conversion.inspection import (
+    COMPARED,
+    InspectionRecord,
+    measure_heads,
+    sensitivity_recipe,
+    untrained_recipe,
+)
+from orchestrator.conversion.request import ConversionRequest, requested_ratios
 from orchestrator.reporting.inspection_tables import print_inspection
 from orchestrator.reporting.pages.inspection_page import build_page
 from orchestrator.storage.outputs import write_page
@@ -37,7 +43,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
         """What is measured, checked once."""
         options = self.options
         opened = checkpoints.open_model(options.checkpoint, "checkpoint", dequantize=options.dequantize)
-        ratios = asked_ratios(
+        ratios = requested_ratios(
             opened,
             options.kv_ratio,
             options.kv_heads,
@@ -60,7 +66,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
             names = COMPARED
         elif isinstance(names, str):
             names = [name.strip() for name in names.split(",") if name.strip() != "none"]
-        return {name: untrained(name) for name in names}
+        return {name: untrained_recipe(name) for name in names}
 
     def announce(self) -> None:
         advise_text(self.options.calibration_data, self.options.eval_data)

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.config.options import ConvertOptions, EvaluateOptions, InspectOptions
 from orchestrator.conversion.estimate import estimate_conversions
-from orchestrator.conversion.memory_store import Source
+from orchestrator.conversion.memory_store import MemoryStore
 from orchestrator.resources.estimate import ConversionEstimate
 from orchestrator.tasks.convert import Convert
 from orchestrator.tasks.evaluate import Evaluate
@@ -54,8 +54,8 @@ def convert_curve(model: Any, recipe: Any, kv_ratios: Sequence[float], out: Any 
     return conversion(model, recipe, kv_ratios, out, **settings).run()
 
 
-def load_source(model: Any, recipe: Any, kv_ratios: Sequence[float], **settings: Any) -> Source:
-    return Source.load(conversion(model, recipe, kv_ratios, **settings).request)
+def open_store(model: Any, recipe: Any, kv_ratios: Sequence[float], **settings: Any) -> MemoryStore:
+    return MemoryStore(conversion(model, recipe, kv_ratios, **settings).request)
 
 
 def estimate_conversion(model: Any, recipe: Any, kv_ratio: float, **settings: Any) -> ConversionEstimate:

@@ -15,13 +15,13 @@ ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 """A module that defines one of these is a family, an export target or an engine; their functions are named alike."""
 SHARED_NAMES = {
     "ABOUT", "AUTO", "Agreement", "BYTES", "COLUMNS", "DIGITS", "DryRun", "ENGINES",
-    "Engine", "FORMAT", "FULL", "KVHeads", "KVRatios", "LEAST", "LIBRARY",
+    "Engine", "FULL", "KVHeads", "KVRatios", "LEAST", "LIBRARY",
     "LOOK_SECONDS", "MOST_TOLD", "NAME", "NEAR", "NEW_TOKENS", "NUMBERS", "PACKAGES", "PATIENCE",
     "POLL_SECONDS", "PROMOTION", "Part", "RECIPES", "REPOSITORY", "Run",
     "SECONDS", "SHOWN", "SIDES", "SIMILARITY", "STAGES", "Section", "Seed", "T", "TEXTS", "TOKENS",
     "TOLD", "TRAIN_TOKENS", "check", "compare", "convert", "evaluate", "export",
     "in_words", "load", "promote", "register", "search", "spans", "spread", "tell",
-    "text_of", "train", "untrained", "waits_for", "watch",
+    "text_of", "train", "waits_for", "watch",
 }  # fmt: skip
 """Public names that more than one module still defines. The list only shrinks: a new thing gets a name of its own."""
 

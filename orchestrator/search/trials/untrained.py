@@ -21,8 +21,7 @@ from orchestrator.checkpoints import base_of
 from orchestrator.cluster.relay import relayed
 from orchestrator.cluster.session import prepare_process
 from orchestrator.conversion import dha_distances
-from orchestrator.conversion.execution import planning_context, relaxation_start
-from orchestrator.conversion.memory_store import plan_and_convert
+from orchestrator.conversion.execution import plan_and_convert, planning_context, relaxation_start
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.storage.json_files import write_json

@@ -22,7 +22,8 @@ from attention.io import checkpoint
 from attention.io.layers.windows import LazyWeights, OutputHead, WeightsError, advance, embed, open_window
 from attention.io.safetensors_files import stored_tensors
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import disk_planning, one_layer
+from orchestrator.conversion import disk_planning
+from orchestrator.conversion.disk_store import DiskStore
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"calibration_tokens": 768, "eval_tokens": 384, "sequence_length": 48, "device": "cpu"}
@@ -215,15 +216,15 @@ def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
     run = {"recipe_settings": QUICK, **SMALL}
     whole = convert_layerwise(source, "headfold_gqa", 0.5, tmp_path / "whole", **run)
     done: list[int] = []
-    convert = one_layer.LayerwiseConversion.convert
+    convert_layer = DiskStore.convert_layer
 
     def until_the_third(self: Any, layer: int, *args: Any) -> Any:
         if layer == 2 and len(done) == 2:
             raise KeyboardInterrupt
         done.append(layer)
-        return convert(self, layer, *args)
+        return convert_layer(self, layer, *args)
 
-    monkeypatch.setattr(one_layer.LayerwiseConversion, "convert", until_the_third)
+    monkeypatch.setattr(DiskStore, "convert_layer", until_the_third)
     with pytest.raises(KeyboardInterrupt):
         convert_layerwise(source, "headfold_gqa", 0.5, tmp_path / "out", **run)
     assert not (tmp_path / "out").exists()
