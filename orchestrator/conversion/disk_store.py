@@ -113,15 +113,16 @@ class DiskStore(LayerStore[LayerFolder]):
 
     Attributes:
         source: The checkpoint, a layer at a time.
-        generators: Two per layer, for its keys and its values.
-        folder: What the present conversion has finished.
-        plain: Whether its layers are written in the plain family's form.
-        fit_steps: Of the local fit of each of its layers.
         calibration: C.
         tokens: Calibration, then held-out tokens, `[N, T]`.
+        folder: What the present conversion has finished.
+        generators: Of its plan, two per layer.
+        plain: Whether its layers are written in the plain family's form.
+        fit_steps: Of the local fit of each of its layers.
     """
 
     folder: LayerFolder
+    generators: list[np.random.Generator]
     plain: bool
     fit_steps: list[int] | None
 
@@ -138,8 +139,6 @@ class DiskStore(LayerStore[LayerFolder]):
         used = self.texts.calibration[: self.calibration]
         self.tokens = torch.cat([used, self.texts.held_out])
         self.source = LayerSource(request, self.tokens.shape[1], log)
-        generator = np.random.default_rng(request.seed)
-        self.generators, _ = site_generators(generator, request.geometry.num_layers)
 
     def run(
         self, kv_ratio: float, out: Path | None = None, *, overwrite: bool = False
@@ -198,7 +197,9 @@ class DiskStore(LayerStore[LayerFolder]):
             self.work += work
         else:
             plans = counts_of(recipe, budget, geometry)
-        self.fit_steps = steps_of_layers(recipe, geometry.num_layers, increases)
+        layers = geometry.num_layers
+        self.generators, _ = site_generators(np.random.default_rng(self.request.seed), layers)
+        self.fit_steps = steps_of_layers(recipe, layers, increases)
         self.plain = self._is_plain(plans)
         return plans
 
