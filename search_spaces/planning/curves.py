@@ -82,6 +82,15 @@ class Curves:
         self.points = points
         points.update(_read(file))
 
+    @classmethod
+    def of_points(cls, points: Mapping[str, CurvePoint], *, units: int) -> Curves:
+        """Return curves of which all points are given."""
+
+        def group(site: CurveSite, count: int) -> Partition:
+            raise KeyError(point_key(*site, count))
+
+        return cls(group, lambda partitions, report: [], dict(points), units=units)
+
     def of(
         self, sites: Sequence[CurveSite], counts: Sequence[int], *, shown: bool = True
     ) -> list[dict[int, float]]:
@@ -157,6 +166,33 @@ class Curves:
             # construction.
             self.points.update({**_read(self.file), **self.points})
             write_whole(self.file, json.dumps(self.points, sort_keys=True).encode())
+
+
+def side_curves(
+    curves: Curves,
+    recipe: Recipe,
+    sites: Sequence[tuple[int, str]],
+    counts: Sequence[int],
+    *,
+    shown: bool = True,
+) -> list[dict[int, float]]:
+    """Return the loss increases if only one site is grouped, for each site and count.
+
+    Args:
+        curves: Those of the recipe.
+        recipe: Groups both sides together or apart.
+        sites: (layer, side); `side` may be "both".
+        counts: Head counts.
+        shown: As in `Curves.of`.
+    """
+    both = (SIDES,) if recipe.together else tuple((side,) for side in SIDES)
+    curve_sites = [
+        [CurveSite(layer, sides) for sides in (both if side == "both" else ((side,),))]
+        for layer, side in sites
+    ]
+    results = iter(curves.of([site for each in curve_sites for site in each], counts, shown=shown))
+    summed = [[next(results) for _ in each] for each in curve_sites]
+    return [{count: sum(curve[count] for curve in each) for count in counts} for each in summed]
 
 
 def curve_name(
