@@ -152,8 +152,7 @@ def measure_heads(
         with phases("agreement"):
             measured = measure_agreement(context, np.random.default_rng(request.seed))
             sites = [site.to_dict() for site in measured]
-    facts: Any = store.texts.facts
-    return {
+    record: Any = {
         "model": request.checkpoint.name,
         "family": geometry.family,
         "layers": geometry.num_layers,
@@ -166,7 +165,7 @@ def measure_heads(
         "kv_bytes_per_token": plan_of(store.original).kv_bytes_per_token(request.dtype),
         "original_loss": store.loss,
         "original_perplexity": perplexity(store.loss),
-        **facts,
+        **store.texts.facts,
         "eval_tokens": int(store.texts.held_out.numel()),
         "calibration_tokens": int(store.texts.calibration.numel()),
         "recipe": request.recipe.to_dict(),
@@ -180,6 +179,7 @@ def measure_heads(
         "cache": str(request.cache_dir),
         "seconds": dict(phases) | {"all": time.perf_counter() - started},
     }
+    return record
 
 
 def sensitivity_recipe(
