@@ -19,7 +19,7 @@ from attention.families import window_of
 from attention.io import checkpoint
 from attention.io.export import export, largest_difference, probe
 from attention.io.precision import cast_weights, round_weights
-from attention.modeling.model_classes import PREFIX, plan_of
+from attention.modeling.model_classes import TYPE_PREFIX, plan_of
 from attention.plan import AttentionPlan
 from orchestrator import checkpoints
 from orchestrator.cluster.placement import task_options
@@ -225,7 +225,7 @@ class _Gate:
         self.checks["export"] = "gqa" if name == "exported" else "headfold"
         self.checks["exact"] = exact
         self.model = str(out)
-        self.plain = not Checkpoint.open(out).config.model_type.startswith(PREFIX)
+        self.plain = not Checkpoint.open(out).config.model_type.startswith(TYPE_PREFIX)
 
     def _write(self, out: Path, *, plain: bool) -> bool:
         """Return whether the export computes exactly what the trained model does."""

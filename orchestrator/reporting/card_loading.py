@@ -9,7 +9,7 @@ from typing import NamedTuple
 from attention.checkpoint import Checkpoint
 from attention.io.stock_form import exact_targets, export_command
 from attention.io.targets import targets
-from attention.modeling.model_classes import PREFIX
+from attention.modeling.model_classes import TYPE_PREFIX
 from orchestrator.storage.json_files import read_json
 
 _GENERATE = """\
@@ -69,7 +69,7 @@ def loading_blocks(folder: Path, repository: str | None, engines: Sequence[str])
             lines = f"llama-server --hf-repo {repository} --hf-file {gguf.name}\n{lines}"
         return [CodeBlock("llama.cpp", "bash", lines)]
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if str(config.get("model_type", "")).startswith(PREFIX):
+    if str(config.get("model_type", "")).startswith(TYPE_PREFIX):
         blocks = [CodeBlock("Headfold", "python", _HEADFOLD.format(path=path, hint=hint))]
         opened = Checkpoint.open(folder)
         # At no more cache than the plan takes

@@ -100,7 +100,7 @@ def check_search(config: SearchConfig) -> Prepared:
     if config.model.teacher:
         teacher = checkpoints.open_checkpoint(config.model.teacher, "model.teacher")
         _check_length(length, config.model.teacher, teacher.geometry)
-        checkpoints.check_same_words(teacher, model, "model.teacher")
+        checkpoints.check_same_vocabulary(teacher, model, "model.teacher")
     check_searcher(config, setup.problem)
     check_scheduler(config)
     check_training(config.train)

@@ -156,7 +156,7 @@ class TrialRecord:
         copy_of: The first trial that leads to the same model; this one was not trained, its scores
             are those of that one.
         notes: What its training went on from (out of memory, a damaged checkpoint).
-        conversion_cost: Of the conversion before any training (`orchestrator.conversion.steps`).
+        conversion_cost: Of the conversion before training (`orchestrator.conversion.execution`).
         label: Of its recipe where people read; `name`: of the trial
             (`orchestrator.storage.trial_names`).
         started: In seconds since 1970, like `ended`, where the journal has it.

@@ -131,7 +131,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
         length, first = self.options.sequence_length, self.models[CHECKPOINT]
         for key, model in self.models.items():
             checkpoints.open_checkpoint(model, key, sequence_length=length)
-            checkpoints.check_same_words(model, first, key)
+            checkpoints.check_same_vocabulary(model, first, key)
         return min(model.geometry.max_positions for model in self.models.values())
 
     @cached_property

@@ -18,9 +18,9 @@ from orchestrator.conversion.inspection import (
     InspectionRecord,
     measure_heads,
     sensitivity_recipe,
-    untrained,
+    untrained_recipe,
 )
-from orchestrator.conversion.request import ConversionRequest, asked_ratios
+from orchestrator.conversion.request import ConversionRequest, requested_ratios
 from orchestrator.reporting.inspection_tables import print_inspection
 from orchestrator.reporting.pages.inspection_page import build_page
 from orchestrator.storage.outputs import write_page
@@ -51,7 +51,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
         opened = checkpoints.open_model(
             options.checkpoint, "checkpoint", dequantize=options.dequantize
         )
-        ratios = asked_ratios(
+        ratios = requested_ratios(
             opened,
             options.kv_ratio,
             options.kv_heads,
@@ -76,7 +76,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
             names = COMPARED
         elif isinstance(names, str):
             names = [name.strip() for name in names.split(",") if name.strip() != "none"]
-        return {name: untrained(name) for name in names}
+        return {name: untrained_recipe(name) for name in names}
 
     def announce(self) -> None:
         advise_text(self.options.calibration_data, self.options.eval_data)

@@ -34,13 +34,13 @@ def write_mlmodel(folder: str | Path, base_model: str) -> bool:
     from mlflow.types.schema import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
     from attention.checkpoint import Checkpoint
-    from attention.modeling.model_classes import PREFIX
+    from attention.modeling.model_classes import TYPE_PREFIX
 
     folder = Path(folder)
     if not (folder / _TOKENIZER).is_file():
         return False
     config = Checkpoint.open(folder).config
-    headfold_format = config.model_type.startswith(PREFIX)
+    headfold_format = config.model_type.startswith(TYPE_PREFIX)
     text = Schema([ColSpec("string")])
     params = ParamSchema([ParamSpec("max_new_tokens", DataType.long, _NEW_TOKENS)])
     model = Model(signature=ModelSignature(text, text, params))

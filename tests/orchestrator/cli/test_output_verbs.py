@@ -17,8 +17,8 @@ from verbs import train_from_scratch
 
 from attention.io import checkpoint
 from orchestrator import checkpoints
-from orchestrator.conversion import one_layer
-from orchestrator.conversion.several_ratios import is_curve
+from orchestrator.conversion.curve import is_curve
+from orchestrator.conversion.disk_store import DiskStore
 
 Command = Callable[..., int | str | None]
 
@@ -218,7 +218,7 @@ def test_layer_by_layer_only_finished_layers_are_left(
     monkeypatch: pytest.MonkeyPatch,
     place: Path,
 ) -> None:
-    work, broken = one_layer.LayerwiseConversion.convert, 0
+    work, broken = DiskStore.convert_layer, 0
     options = ["--layerwise", "--out", "deep/out"]
 
     def convert_layer(self: Any, layer: int, *arguments: Any) -> Any:
@@ -226,7 +226,7 @@ def test_layer_by_layer_only_finished_layers_are_left(
             raise error
         return work(self, layer, *arguments)
 
-    monkeypatch.setattr(one_layer.LayerwiseConversion, "convert", convert_layer)
+    monkeypatch.setattr(DiskStore, "convert_layer", convert_layer)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     assert converting("0.5", *options) == code
     assert "nothing was written" in capfd.readouterr().err

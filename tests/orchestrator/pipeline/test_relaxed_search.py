@@ -16,7 +16,7 @@ from attention.families import geometry_of
 from attention.io import checkpoint
 from orchestrator.config.schema import parse_config
 from orchestrator.conversion import dha_distances
-from orchestrator.conversion.steps import relaxation_start
+from orchestrator.conversion.execution import relaxation_start
 from orchestrator.pipeline import search
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext, relaxation_spec, training_job

@@ -26,7 +26,7 @@ from attention.families import geometry_of
 from attention.io import checkpoint
 from benchmarks.models import llama
 from benchmarks.needs.memory import random_checkpoint
-from orchestrator.conversion.calibrating import Pass, Workers, checkpoint_calibration, layers_by_workers
+from orchestrator.conversion.calibration import CalibrationPass, Workers, checkpoint_calibration, layers_by_workers
 
 Tiny = Callable[..., PreTrainedModel]
 FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
@@ -176,7 +176,7 @@ def test_a_calibration_of_the_former_format_is_made_anew(
 
 PEAK = """
 import sys, torch
-from orchestrator.conversion.calibrating import checkpoint_calibration
+from orchestrator.conversion.calibration import checkpoint_calibration
 from attention.base.memory import memory_peak
 tokens = torch.randint(0, 2048, (8, 64), generator=torch.Generator().manual_seed(0))
 made = checkpoint_calibration(sys.argv[1], tokens, sys.argv[2], dtype="float32")
@@ -208,7 +208,7 @@ def test_tasks_that_share_the_sequences_are_one_process(
 ) -> None:
     model = tiny_model("llama", num_hidden_layers=3)
     model.save_pretrained(tmp_path / "model")
-    task = Pass(Checkpoint.open(tmp_path / "model"), "float32", "cpu", mixed)
+    task = CalibrationPass(Checkpoint.open(tmp_path / "model"), "float32", "cpu", mixed)
     shared = list(layers_by_workers(task, tokens[:11], 7, Workers(2, 1, 0)))  # 6 and 5 sequences, 6 and 1 sampled
     alone = calibrate(model, tokens[:11], sample_tokens=7 * 24, mixed=mixed)
     assert len(shared) == 3
