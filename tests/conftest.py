@@ -155,7 +155,7 @@ OUTSIDE = (
 engine, or fit weights."""
 WEIGHTY = ("demo_model", "demo_calibration", "little_text", "empty_store", "tiny_job")
 """Fixtures whose tests take seconds: they convert the demo checkpoint, train, or write to a store."""
-PATIENT = ("slow", "extended")
+PATIENT = ("heavy", "slow", "extended")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -181,7 +181,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _quick(item: pytest.Item) -> bool:
-    """Whether a test is neither marked as slow nor of a property (a hundred examples), has no fixture of WEIGHTY, and
+    """Whether a test is neither marked as heavy or slow nor of a property (a hundred examples), has no fixture of WEIGHTY, and
     names no module of OUTSIDE: neither itself, nor its fixtures, nor functions of the tests that these call."""
     if not isinstance(item, pytest.Function) or any(item.get_closest_marker(name) for name in PATIENT):
         return False
