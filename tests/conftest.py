@@ -182,8 +182,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _quick(item: pytest.Item) -> bool:
     """Whether a test is neither marked as heavy, slow or extended nor of a property (a hundred examples), has no
-    fixture of WEIGHTY, and names no module of OUTSIDE: neither itself, nor its fixtures, nor functions of the tests that
-    these call."""
+    fixture of WEIGHTY, and names no module of OUTSIDE: neither itself, nor its fixtures, nor functions of the tests
+    that these call."""
     if not isinstance(item, pytest.Function) or any(item.get_closest_marker(name) for name in PATIENT):
         return False
     if hasattr(item.function, "hypothesis") or not set(WEIGHTY).isdisjoint(item.fixturenames):
