@@ -100,8 +100,9 @@ def apply(diff: str, root: Path) -> None:
 
 
 def digests(root: Path) -> dict[str, bytes]:
-    """Return the files of the copied folders with what is in them."""
-    files = (path for folder in COPIED for path in (root / folder).rglob("*") if path.is_file())
+    """Return the files of a copy with what is in them."""
+    folders = (path for folder in COPIED for path in (root / folder).rglob("*"))
+    files = (path for path in (*root.glob("*.*"), *folders) if path.is_file())
     return {str(path.relative_to(root)): path.read_bytes() for path in files if "__pycache__" not in path.parts}
 
 
@@ -119,7 +120,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns(".ruff_cache", "*.safetensors", "*.png")
     for name in COPIED:
         shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
-    shutil.copy(REPOSITORY / "pyproject.toml", folder)
+    for file in (REPOSITORY / "pyproject.toml", *REPOSITORY.glob("*.md")):
+        shutil.copy(file, folder)
     return folder
 
 
