@@ -159,11 +159,11 @@ PATIENT = ("heavy", "slow", "extended")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the quick tests, and put files with slow tests first, those that may take longest before all: else the last
-    runs beside an idle core."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the quick tests where `-m` is about them, and put files with slow tests first, those that may take longest
+    before all: else the last runs beside an idle core."""
     functions: set[tuple[Path, str]] = set()
-    for item in items:
+    for item in items if "quick" in config.getoption("markexpr") else ():
         function = (item.path, item.nodeid.partition("[")[0])
         if function not in functions and _quick(item):  # the first case of a test
             functions.add(function)
