@@ -61,6 +61,7 @@ def converting(model: Path, place: Path) -> Command:
     )
 
 
+@pytest.mark.heavy
 def test_convert_and_export_refuse_before_any_weight_is_read(
     converting: Command, model: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +112,7 @@ def test_convert_and_export_refuse_before_any_weight_is_read(
     assert snapshot(place) == before
 
 
+@pytest.mark.heavy
 def test_convert_replaces_its_own_result_only_if_asked_to(
     converting: Command, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +141,7 @@ def test_convert_replaces_its_own_result_only_if_asked_to(
     assert "what is read" in capfd.readouterr().err
 
 
+@pytest.mark.heavy
 def test_a_ratio_joins_the_folder_of_several(
     converting: Command, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +185,7 @@ def test_convert_without_out_says_so_before_the_work(
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.heavy
 def test_ctrl_c_leaves_nothing_and_says_so(
     converting: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: Path
 ) -> None:

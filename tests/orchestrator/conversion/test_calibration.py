@@ -53,6 +53,7 @@ def bytes_read() -> Iterator[SimpleNamespace]:
     count.read = int(Path("/proc/self/io").read_text().split()[1]) - before
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layer_by_layer_from_disk_is_the_model_in_memory(
     family: str, tiny_model: Tiny, tokens: Tensor, tmp_path: Path
@@ -74,6 +75,7 @@ def test_layers_that_cannot_stand_alone_are_calibrated_in_memory(
         assert_close(one, other)
 
 
+@pytest.mark.heavy
 def test_what_is_there_is_neither_read_nor_hashed_again(tmp_path: Path) -> None:
     shape = {"num_attention_heads": 8, "head_dim": 32, "intermediate_size": 512, "vocab_size": 2048}
     random_checkpoint(llama(3, shape, tie_word_embeddings=False), tmp_path / "model")
@@ -100,6 +102,7 @@ def test_what_is_there_is_neither_read_nor_hashed_again(tmp_path: Path) -> None:
     assert count.read < 100_000  # mapped
 
 
+@pytest.mark.heavy
 def test_a_damaged_file_is_made_again(
     tiny_model: Tiny, tokens: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +138,7 @@ def test_weights_are_hashed_again_when_a_file_has_changed(tiny_model: Tiny, tmp_
     assert checkpoint.weights_digest(tmp_path / "model", tmp_path / "cache") != first
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("mixed", MIXED)
 def test_the_way_is_chosen_by_what_is_free_and_then_stays(
     mixed: str, tiny_model: Tiny, tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +165,7 @@ def test_smaller_ways_are_means_and_roundings_of_the_exact_one(tiny_model: Tiny,
     torch.testing.assert_close(pooled, exact.mean(0, keepdim=True))
 
 
+@pytest.mark.heavy
 def test_a_calibration_of_the_former_format_is_made_anew(
     tiny_model: Tiny, tokens: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

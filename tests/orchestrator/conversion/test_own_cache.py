@@ -125,6 +125,7 @@ def run(verb: str, model: Path, *more: str) -> int | str | None:
     return ended.value.code
 
 
+@pytest.mark.heavy
 def test_every_verb_takes_lists_of_ratios_and_of_heads(
     grouped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

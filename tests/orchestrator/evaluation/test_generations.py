@@ -41,6 +41,7 @@ def test_the_first_token_where_two_part(demo_tokenizer: PreTrainedTokenizerBase)
     assert (shorter["parts_at"], shorter["parts"]["checkpoint"]) == (2, "")
 
 
+@pytest.mark.heavy
 def test_the_verb_prints_and_records_both(tmp_path: Path, demo_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "e.json"
     prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n")

@@ -115,6 +115,7 @@ def test_a_checkpoint_in_our_own_format_is_called_by_the_harness_as_it_is(
     assert tasks.scores(back, demo_tokenizer) == tasks.scores(model, demo_tokenizer)
 
 
+@pytest.mark.heavy
 def test_the_verb_runs_a_folder_for_all_three_and_writes_it_down(
     write: Write, tmp_path: Path, demo_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ def test_what_was_exported_for_the_engine_of_the_search_is_not_exported_again(sa
     assert ways["llama.cpp"]["commands"][0].startswith("headfold export")
 
 
+@pytest.mark.heavy
 def test_the_smallest_cache_comes_first_on_screen_page_and_in_json(
     tmp_path: Path, demo_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,15 +105,10 @@ def test_the_page_shows_the_search_until_it_is_interrupted(folder: SearchFolder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGHUP, marks=pytest.mark.extended),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_the_server_ends_with_the_command_however_that_ends(number: int, folder: SearchFolder) -> None:
+    """Of any program that a command starts `test_child_processes.py` holds the same, for all signals."""
     run_id = Tracker.open(None, "mine", folder.storage).start("a run of mine")
     write_json(folder.state, read_json(folder.state) | {"parent_run": run_id})
     with shown(folder, number) as (server, _):
