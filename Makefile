@@ -60,10 +60,17 @@ ui: $(STAMP) ## show the demo's runs in MLflow on the loopback address
 # One thread a process: the tests and what they start already want more than a core each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
+# Of tests, pyright looks at those alone that differ from main; `make lint` has it look at all.
+PACKAGES := headfold attention search_spaces trainers orchestrator benchmarks
+BASE = $$(git merge-base HEAD origin/main 2>/dev/null || git merge-base HEAD main 2>/dev/null || echo HEAD)
+CHANGED_TESTS = $$({ git diff --name-only --diff-filter=d $(BASE); git ls-files -o --exclude-standard; } | grep '^tests/.*\.py$$')
+
 check: $(TOOLS) ## while you work, in two minutes: style, types, import rule, and tests that need neither a process nor a cluster
 	$(STYLE)
 	@echo "check: pyright, and beside it the tests marked quick"
-	@$(TYPES) & types=$$!; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m quick; tests=$$?; wait $$types && exit $$tests
+	@$(TYPES) $(PACKAGES) $(CHANGED_TESTS) & types=$$!; \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m quick --durations 5 --durations-min 2; tests=$$?; \
+	  wait $$types && exit $$tests
 
 test: lint ## lint, types, import rule, and the tests: what must be green
 	@echo "test: all but the extended tests (make test-all has them too)"

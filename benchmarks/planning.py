@@ -35,7 +35,7 @@ from attention.families import geometry_of
 from attention.heads import LayerHeads
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator.config.options import ConvertOptions
-from orchestrator.conversion.in_memory import Source
+from orchestrator.conversion.memory_store import MemoryStore
 from orchestrator.tasks.convert import Convert
 from search_spaces.costs import GroupCost
 from search_spaces.grouping.estimated import by_estimates
@@ -165,10 +165,10 @@ def fit_decay(scale: Scale) -> Iterator[Row]:
     for name in scale.pick(["prose-code-qwen3"], ["stdlib-llama", "prose-code-qwen3"]):
         with tempfile.TemporaryDirectory() as cache:
             where: dict[str, Any] = {"model": EXAMPLES / name, "cache_dir": cache, "device": "cpu"}
-            source = Source.load(Convert(ConvertOptions(recipe="headfold", kv_ratio=0.5, **where, **sizes)).request)
-            made = estimated_increases(source.context, whole, whole)
+            store = MemoryStore(Convert(ConvertOptions(recipe="headfold", kv_ratio=0.5, **where, **sizes)).request)
+            made = estimated_increases(store.context, whole, whole)
             for steps in scale.pick([4], [60, 120, 240]):
-                foreseen = estimated_increases(source.context, steps, whole)
+                foreseen = estimated_increases(store.context, steps, whole)
                 powers = FIT_DECAY + np.log(foreseen / made) / np.log(whole / steps)
                 note = f"power {np.median(powers):.2f} ({powers.min():.2f} to {powers.max():.2f})"
                 row = f"{name}: {whole} steps from {steps}"

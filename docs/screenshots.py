@@ -41,6 +41,7 @@ from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import read_json
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.tracking.runs import Tracker
+from orchestrator.tracking.ui import share_view
 
 WAIT_S = 120.0
 REPORTS = {
@@ -124,7 +125,8 @@ def shoot_mlflow(browser: Browser, search: SearchFolder, out: Path) -> None:
         page.locator(EXPAND).first.click()
         page.locator(CHILD).first.wait_for()
         keep("mlflow-runs")
-        page.goto(f"{server}{Tracker(server, run.info.experiment_id).share_view(run.info.run_id)}")
+        tracker = Tracker(server, run.info.experiment_id)
+        page.goto(f"{server}{share_view(tracker, run.info.run_id)}")
         page.locator(NOTICE).click()
         page.locator(".js-plotly-plot .trace").first.wait_for(state="attached")
         keep("mlflow-charts")

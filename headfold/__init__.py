@@ -2,11 +2,13 @@
 
     import headfold
 
-    result = headfold.convert("meta-llama/Llama-3.2-1B", kv_ratio=0.5, data=texts, output_dir="half")
+    model = "meta-llama/Llama-3.2-1B"
+    result = headfold.convert(model, kv_ratio=0.5, data=texts, output_dir="half")
     print(result)
 
-The functions run the tasks of the command line. Importing the package registers the classes of Headfold's own format
-with transformers, so that `AutoModelForCausalLM.from_pretrained` opens its checkpoints too.
+The functions run the tasks of the command line. Importing the package registers the classes of
+Headfold's own format with transformers, so that `AutoModelForCausalLM.from_pretrained` opens its
+checkpoints too.
 """
 
 from attention.checkpoint import Checkpoint

@@ -1,5 +1,4 @@
-"""`headfold.convert`, `evaluate`, `inspect`, `export`, `load`: the tasks of the command line for models and texts in
-memory as well."""
+"""The tasks of the command line as functions, for models and texts in memory as well."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ from trainers.text.data import DataError
 ModelSource = str | Path | Checkpoint | PreTrainedModel
 """A folder, a hub name, an open checkpoint, or a model of transformers."""
 Data = Any
-"""Text: a source as `--data` takes it, a list of strings, or a `datasets.Dataset` with a column of text."""
+"""Text: a source as `--data` takes it, a list of strings, or a `datasets.Dataset`."""
 
 
 class EvalArguments(TypedDict, total=False):
-    """Options that all functions take; what they mean and their defaults: `orchestrator.config.options`."""
+    """Options of all functions; `orchestrator.config.options` has meanings and defaults."""
 
     text_field: str
     eval_tokens: int | None
@@ -52,7 +51,7 @@ class EvalArguments(TypedDict, total=False):
 
 
 class ConversionArguments(EvalArguments, total=False):
-    """Those of `convert` and `inspect`."""
+    """Options of `convert` and `inspect`."""
 
     kv_heads: str | int | Sequence[int] | None
     kv_bytes: str | float | Sequence[float] | None
@@ -63,7 +62,7 @@ class ConversionArguments(EvalArguments, total=False):
 
 
 class ConvertArguments(ConversionArguments, total=False):
-    """Those of `convert` alone."""
+    """Options of `convert` alone."""
 
     recipe: str | Recipe
     engine: str | None
@@ -72,7 +71,7 @@ class ConvertArguments(ConversionArguments, total=False):
 
 
 class InspectArguments(ConversionArguments, total=False):
-    """Those of `inspect` alone."""
+    """Options of `inspect` alone."""
 
     recipe: str
     compare: str | Sequence[str] | None
@@ -81,7 +80,7 @@ class InspectArguments(ConversionArguments, total=False):
 
 
 class EvaluateArguments(EvalArguments, total=False):
-    """Those of `evaluate` alone."""
+    """Options of `evaluate` alone."""
 
     baseline: str | Path | Checkpoint | None
     tasks: str | Sequence[str] | None
@@ -104,31 +103,46 @@ def convert(
 
     Args:
         model: A folder, a hub name, an open checkpoint, or a model of transformers.
-        kv_ratio: Share of the model's own KV cache to keep at most (default: a half, where neither `kv_heads` nor
-            `kv_bytes` is given).
+        kv_ratio: Share of the model's own KV cache to keep at most (default: a half, where neither
+            `kv_heads` nor `kv_bytes` is given).
         data: Text to calibrate on, and to measure on a part of it that is held out.
         output_dir: Folder for the converted checkpoint; without one it lasts as long as the result.
         eval_data: Another text to measure on.
-        tokenizer: Of a model of transformers; by default that of the checkpoint which it was loaded from.
+        tokenizer: Of a model of transformers; by default that of the checkpoint which it was loaded
+            from.
         **options: As those of `headfold convert`.
 
     Returns:
-        Losses and sizes before and after, and the checkpoint, which can be loaded, saved and exported.
+        Losses and sizes before and after, and the checkpoint, which can be loaded, saved and
+            exported.
 
     Raises:
-        ConfigError: For what is wrong with model or options, before weights are read. Likewise DataError of texts,
-            RecipeError of recipes, OutputError of the folder.
+        ConfigError: For what is wrong with model or options, before weights are read. Likewise
+            DataError of texts, RecipeError of recipes, OutputError of the folder.
     """
     if kv_ratio is None and options.get("kv_heads") is None and options.get("kv_bytes") is None:
         kv_ratio = 0.5
     folder, temporary = export_folder(output_dir, "converted")
-    with _named(model, tokenizer) as source, _texts(data, options) as text, _texts(eval_data, options) as other:
-        given = ConvertOptions(
-            model=source, kv_ratio=kv_ratio, out=folder, calibration_data=text, eval_data=other, **options
+    with (
+        _source(model, tokenizer) as source,
+        _text_source(data, options) as text,
+        _text_source(eval_data, options) as eval_text,
+    ):
+        task = Convert(
+            ConvertOptions(
+                model=source,
+                kv_ratio=kv_ratio,
+                out=folder,
+                calibration_data=text,
+                eval_data=eval_text,
+                **options,
+            )
         )
-        task = Convert(given)
         if len(task.request.kv_ratios) > 1:
-            raise ConfigError("kv_ratio: one checkpoint is made at a time; give one ratio, and call again for others")
+            raise ConfigError(
+                "kv_ratio: one checkpoint is made at a time; give one ratio, and call again for "
+                "others"
+            )
         record = dict(task.run())
     if isinstance(model, PreTrainedModel):
         record["model"] = _name_of(model)
@@ -158,11 +172,16 @@ def evaluate(
         Held-out loss, perplexity and KL, KV bytes planned and measured, tokens a second.
     """
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(_named(model, tokenizer))
-        other = None if original is None else stack.enter_context(_named(original, tokenizer))
-        text, whole = (stack.enter_context(_texts(each, options)) for each in (data, eval_data))
-        task = Evaluate(EvaluateOptions(checkpoint=source, original=other, data=text, eval_data=whole, **options))
-        return EvaluationResult(task.run())
+        evaluate_options = EvaluateOptions(
+            checkpoint=stack.enter_context(_source(model, tokenizer)),
+            original=None
+            if original is None
+            else stack.enter_context(_source(original, tokenizer)),
+            data=stack.enter_context(_text_source(data, options)),
+            eval_data=stack.enter_context(_text_source(eval_data, options)),
+            **options,
+        )
+        return EvaluationResult(Evaluate(evaluate_options).run())
 
 
 def inspect(
@@ -184,9 +203,19 @@ def inspect(
         tokenizer: Of a model of transformers.
         **options: As those of `headfold inspect`.
     """
-    with _named(model, tokenizer) as source, _texts(data, options) as text, _texts(eval_data, options) as other:
-        given = InspectOptions(checkpoint=source, kv_ratio=kv_ratio, calibration_data=text, eval_data=other, **options)
-        return InspectionResult(Inspect(given).run())
+    with (
+        _source(model, tokenizer) as source,
+        _text_source(data, options) as text,
+        _text_source(eval_data, options) as eval_text,
+    ):
+        inspect_options = InspectOptions(
+            checkpoint=source,
+            kv_ratio=kv_ratio,
+            calibration_data=text,
+            eval_data=eval_text,
+            **options,
+        )
+        return InspectionResult(Inspect(inspect_options).run())
 
 
 def export(
@@ -207,39 +236,50 @@ def export(
         **options: As those of `headfold export`.
 
     Raises:
-        TargetError: If the target cannot hold the plan. Likewise LargerCacheError, ConfigError, OutputError.
+        TargetError: If the target cannot hold the plan. Likewise LargerCacheError, ConfigError,
+            OutputError.
     """
-    with _named(model, tokenizer) as source:
+    with _source(model, tokenizer) as source:
         return export_to(source, target, output_dir, **options)
 
 
-def load(model: str | Path | Checkpoint, dtype: torch.dtype | str | None = None, device: str = "cpu") -> Any:
-    """Load a checkpoint, converted or not, in evaluation mode; `dtype` None is what it is stored in."""
+def load(
+    model: str | Path | Checkpoint, dtype: torch.dtype | str | None = None, device: str = "cpu"
+) -> Any:
+    """Load a checkpoint, converted or not, in evaluation mode.
+
+    Args:
+        model: A folder, a hub name, or an open checkpoint.
+        dtype: Of the weights; None: what they are stored in.
+        device: That they are loaded to.
+    """
     return Checkpoint.open(model).load(dtype, device)
 
 
 @contextlib.contextmanager
-def _named(model: ModelSource, tokenizer: Any) -> Iterator[str | Path | Checkpoint]:
-    """A model as tasks take it; one of transformers is written to a folder that goes again."""
+def _source(model: ModelSource, tokenizer: Any) -> Iterator[str | Path | Checkpoint]:
+    """Yield a model as tasks take it; one of transformers is in a folder while the body runs."""
     if not isinstance(model, PreTrainedModel):
         yield model
         return
     if tokenizer is None:
         if not model.name_or_path:
-            raise ConfigError("tokenizer: this model was not loaded from a checkpoint; give its tokenizer")
+            raise ConfigError(
+                "tokenizer: this model was not loaded from a checkpoint; give its tokenizer"
+            )
         tokenizer = Checkpoint.open(model.name_or_path).tokenizer
     with TemporaryDirectory(prefix="headfold-") as folder:
         yield files.save(model, Path(folder) / Path(_name_of(model)).name, tokenizer)
 
 
 def _name_of(model: PreTrainedModel) -> str:
-    """What it was loaded from, or its type."""
+    """Return what a model was loaded from, or its type."""
     return model.name_or_path or str(model.config.model_type)
 
 
 @contextlib.contextmanager
-def _texts(data: Data, options: Mapping[str, Any]) -> Iterator[str | None]:
-    """Texts as a source that tasks take; those in memory are written to a file that goes again."""
+def _text_source(data: Data, options: Mapping[str, Any]) -> Iterator[str | None]:
+    """Yield texts as tasks take them; those in memory are in a file while the body runs."""
     if data is None or isinstance(data, str):
         yield data
         return
@@ -255,16 +295,20 @@ def _texts(data: Data, options: Mapping[str, Any]) -> Iterator[str | None]:
 
 
 def _strings(data: Iterable[Any], field: str) -> Iterator[str]:
-    """The documents of a list of strings or of a dataset. Raises DataError for anything else."""
+    """Yield the documents of a list of strings or of a dataset.
+
+    Raises:
+        DataError: For anything else.
+    """
     if field in (getattr(data, "column_names", None) or ()):
         yield from data[field]  # type: ignore[index]
         return
-    for number, text in enumerate(data):
+    for index, text in enumerate(data):
         if not isinstance(text, str):
             columns = getattr(data, "column_names", None)
-            found = f"columns {columns}" if columns else f"{type(text).__name__} as item {number}"
+            got = f"columns {columns}" if columns else f"{type(text).__name__} as item {index}"
             raise DataError(
-                f"data: expected a source of text, a list of strings, or a dataset with a column {field!r}, got "
-                f"{found}; name its column as text_field"
+                "data: expected a source of text, a list of strings, or a dataset with a column "
+                f"{field!r}, got {got}; name its column as text_field"
             )
         yield text

@@ -1,4 +1,4 @@
-"""What the functions give back: records that print well, and what can be done next with them."""
+"""Results of the functions: records that print well, with what can be done next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint as files
 from orchestrator.config.options import ExportOptions
-from orchestrator.reporting.evaluation_tables import increase_of, text_of
+from orchestrator.reporting.evaluation_tables import eval_text_of, increase_of
 from orchestrator.storage.records import percent
 from orchestrator.tasks.export import Export
 
@@ -39,13 +39,18 @@ class VerbResult(Mapping[str, Any]):
         return "\n".join(f"{name:<10} {value}" for name, value in self.lines().items())
 
     def lines(self) -> dict[str, str]:
-        """What is printed, by what it is about."""
+        """Return the lines that are printed, by their labels."""
         return {key: str(value) for key, value in self.record.items()}
 
 
 @dataclass(frozen=True, repr=False)
 class Saved(VerbResult):
-    """A record of a checkpoint that was written to `path`; `temporary` keeps the folder where it is only for now."""
+    """A record of a checkpoint that was written to `path`.
+
+    Attributes:
+        path: The folder.
+        temporary: Keeps a folder that lasts as long as this object.
+    """
 
     path: Path
     temporary: TemporaryDirectory[str] | None
@@ -55,7 +60,11 @@ class Saved(VerbResult):
         return Checkpoint.open(self.path).load(dtype, device)
 
     def save(self, output_dir: str | Path, *, overwrite: bool = False) -> Path:
-        """Copy the checkpoint to a folder, whole or not at all. Raises OutputError for what may not be replaced."""
+        """Copy the checkpoint to a folder, whole or not at all.
+
+        Raises:
+            OutputError: For a folder that may not be replaced.
+        """
 
         def write(fresh: Path) -> None:
             shutil.copytree(self.path, fresh, dirs_exist_ok=True)
@@ -63,7 +72,10 @@ class Saved(VerbResult):
         return files.write_atomically(output_dir, write, overwrite=overwrite)
 
     def push_to_hub(self, repo_id: str) -> str:
-        """Write a model card and upload the checkpoint; a new repository is private. Returns its address.
+        """Write a model card and upload the checkpoint; a new repository is private.
+
+        Returns:
+            Its address.
 
         Raises:
             ConfigError: If `repo_id` is no name of a repository.
@@ -86,7 +98,9 @@ class ExportResult(Saved):
 
     def lines(self) -> dict[str, str]:
         record = self.record
-        exact = "exact" if record["exact"] else f"logits differ by {record['max_logit_difference']:.2g} at most"
+        exact = "exact"
+        if not record["exact"]:
+            exact = f"logits differ by {record['max_logit_difference']:.2g} at most"
         return {
             "export": f"{record['target']}, {exact}: {self.path}",
             "KV cache": f"{record['kv_bytes_per_token_after']:,} bytes per token",
@@ -100,19 +114,24 @@ class ConversionResult(Saved):
 
     def lines(self) -> dict[str, str]:
         record = self.record
-        before, after = record["original_perplexity"], record["perplexity"]
+        before = record["kv_bytes_per_token_original"]
+        perplexities = (
+            f"{record['original_perplexity']:.2f} before, {record['perplexity']:.2f} after"
+        )
         loss = f"loss {increase_of(record)} nats per token"
-        share = percent(record["kv_ratio"])
-        sizes = f"{record['kv_bytes_per_token']:,} of {record['kv_bytes_per_token_original']:,} bytes per token"
+        sizes = f"{record['kv_bytes_per_token']:,} of {before:,} bytes per token"
         return {
             "converted": f"{record['model']} by {record['recipe']['name']}: {self.path}",
-            "perplexity": f"{before:.2f} before, {after:.2f} after ({loss}), on {text_of(record)}",
-            "KV cache": f"{sizes} ({share})",
+            "perplexity": f"{perplexities} ({loss}), on {eval_text_of(record)}",
+            "KV cache": f"{sizes} ({percent(record['kv_ratio'])})",
             "loaded by": ", ".join(record["loads_in"]),
         }
 
     def export(
-        self, target: str = "auto", output_dir: str | Path | None = None, **options: Unpack[ExportArguments]
+        self,
+        target: str = "auto",
+        output_dir: str | Path | None = None,
+        **options: Unpack[ExportArguments],
     ) -> ExportResult:
         """Write it in a format that an engine loads; see `headfold.export`."""
         return export_to(self.path, target, output_dir, **options)
@@ -120,19 +139,19 @@ class ConversionResult(Saved):
 
 @dataclass(frozen=True, repr=False)
 class EvaluationResult(VerbResult):
-    """What a checkpoint is worth."""
+    """Loss, perplexity and KV cache of a checkpoint."""
 
     def lines(self) -> dict[str, str]:
         record = self.record
-        beside = ""
+        perplexity = f"{record['perplexity']:.2f}"
         if record.get("original_perplexity") is not None:
-            before = f"{record['original_perplexity']:.2f} of the original"
-            beside = f", {before} (loss {increase_of(record)} nats per token)"
+            perplexity += f", {record['original_perplexity']:.2f} of the original"
+            perplexity += f" (loss {increase_of(record)} nats per token)"
+        share = f"{percent(record['kv_ratio'])} of {record['kv_ratio_of']}"
         return {
             "checkpoint": record["checkpoint"],
-            "perplexity": f"{record['perplexity']:.2f}{beside}, on {text_of(record)}",
-            "KV cache": f"{record['kv_bytes_per_token']:,} bytes per token, {percent(record['kv_ratio'])} of "
-            f"{record['kv_ratio_of']}",
+            "perplexity": f"{perplexity}, on {eval_text_of(record)}",
+            "KV cache": f"{record['kv_bytes_per_token']:,} bytes per token, {share}",
         }
 
 
@@ -142,9 +161,10 @@ class InspectionResult(VerbResult):
 
     def lines(self) -> dict[str, str]:
         record = self.record
+        heads = f"{record['layers']} layers of {record['kv_heads']} KV heads"
         lines = {
-            "model": f"{record['model']}: {record['layers']} layers of {record['kv_heads']} KV heads",
-            "perplexity": f"{record['original_perplexity']:.2f}, on {text_of(record)}",
+            "model": f"{record['model']}: {heads}",
+            "perplexity": f"{record['original_perplexity']:.2f}, on {eval_text_of(record)}",
         }
         for entry in record["recipes"]:
             label = f"{entry['recipe']} at {percent(entry['kv_ratio_asked'])}"
@@ -160,7 +180,7 @@ class InspectionResult(VerbResult):
 
 
 class ExportArguments(TypedDict, total=False):
-    """Options of an export; what they mean and their defaults: `orchestrator.config.options.ExportOptions`."""
+    """Options of an export (`orchestrator.config.options.ExportOptions`)."""
 
     dtype: str
     allow_larger_cache: bool
@@ -173,7 +193,10 @@ class ExportArguments(TypedDict, total=False):
 
 
 def export_to(
-    source: str | Path | Checkpoint, target: str, output_dir: str | Path | None, **options: Unpack[ExportArguments]
+    source: str | Path | Checkpoint,
+    target: str,
+    output_dir: str | Path | None,
+    **options: Unpack[ExportArguments],
 ) -> ExportResult:
     """Export a checkpoint to a folder, or to one that lasts as long as what is returned."""
     folder, temporary = export_folder(output_dir, "export")
@@ -181,8 +204,10 @@ def export_to(
     return ExportResult(task.run(), folder, temporary)
 
 
-def export_folder(output_dir: str | Path | None, name: str) -> tuple[Path, TemporaryDirectory[str] | None]:
-    """Where a result is written: the folder that is named, else one that lasts as long as what comes with it."""
+def export_folder(
+    output_dir: str | Path | None, name: str
+) -> tuple[Path, TemporaryDirectory[str] | None]:
+    """Return the folder that a result is written to, and what keeps it if it is temporary."""
     if output_dir is not None:
         return Path(output_dir), None
     temporary = TemporaryDirectory(prefix="headfold-")

@@ -1,4 +1,7 @@
-"""Checkpoints that a user names: opened and checked before any weight is read, refused in the words of the option."""
+"""Checkpoints that a user names: opened and checked before any weight is read.
+
+Errors name the option by which the user gave the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attention.checkpoint import Checkpoint
-from attention.io.dtype_names import SHORT, full_name
+from attention.io.dtype_names import SHORT_DTYPES, full_name
 from attention.io.precision import DTYPES, DtypeError
 from attention.io.quantised.plain_copy import plain_checkpoint
 from attention.io.sources import check_source, source_name
@@ -32,7 +35,11 @@ CheckpointSource = str | Path | Checkpoint
 
 
 def open_checkpoint(
-    source: CheckpointSource, key: str = "model", *, sequence_length: int | None = None, weights: bool = True
+    source: CheckpointSource,
+    key: str = "model",
+    *,
+    sequence_length: int | None = None,
+    weights: bool = True,
 ) -> Checkpoint:
     """Open a checkpoint and check what its config and the headers of its weights say.
 
@@ -44,8 +51,8 @@ def open_checkpoint(
 
     Raises:
         TypeError: If `source` is no name of a checkpoint.
-        ConfigError: If nothing is there, the family is not supported, the weights are not those of the config, or
-            `sequence_length` is longer than the model takes.
+        ConfigError: If nothing is there, the family is not supported, the weights are not those of
+            the config, or `sequence_length` is longer than the model takes.
     """
     try:
         checkpoint = Checkpoint.open(source, key)
@@ -54,9 +61,8 @@ def open_checkpoint(
         raise ConfigError(f"{key}: {error}") from None
     most = checkpoint.geometry.max_positions
     if sequence_length is not None and sequence_length > most:
-        raise ConfigError(
-            f"sequence_length: got {sequence_length}, but {checkpoint.path!r} takes at most {most} positions"
-        )
+        takes = f"{checkpoint.path!r} takes at most {most} positions"
+        raise ConfigError(f"sequence_length: got {sequence_length}, but {takes}")
     return checkpoint
 
 
@@ -68,24 +74,49 @@ def resolve_model(
     cache: Path | None = None,
     key: str = "model",
 ) -> str:
-    """What is opened for a model that a user names: itself, or the plain copy of a GGUF file or, with `dequantize`, of
-    a quantised checkpoint (`attention.io.quantised.plain_copy`). To be called once, at the start of a verb.
+    """Return the path to open for a model that a user names.
 
-    `weights` False: for what reads none; the copy then holds config and tokenizer alone. What is written is told on
-    stderr. Raises ConfigError.
+    It is the model itself, or the plain copy of a GGUF file or, with `dequantize`, of a quantised
+    checkpoint (`attention.io.quantised.plain_copy`). To be called once, at the start of a verb. A
+    line on stderr names what is written.
+
+    Args:
+        source: The folder, file or hub name.
+        dequantize: Whether a quantised checkpoint is copied.
+        weights: Whether weights will be read; a copy else holds config and tokenizer alone.
+        cache: The folder of the copies; by default that of the user.
+        key: The option by which the user has named the model.
+
+    Raises:
+        ConfigError: For what cannot be copied.
     """
     try:
-        return plain_checkpoint(source, dequantize=dequantize, weights=weights, cache=cache, report=_to_stderr)
+        return plain_checkpoint(
+            source,
+            dequantize=dequantize,
+            weights=weights,
+            cache=cache,
+            report=_to_stderr,
+        )
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None
 
 
-def open_model(source: CheckpointSource, key: str, *, dequantize: bool = False, weights: bool = True) -> Checkpoint:
-    """Open a model that a user names, or what takes its place (`resolve_model`); weights are not looked at yet.
+def open_model(
+    source: CheckpointSource,
+    key: str,
+    *,
+    dequantize: bool = False,
+    weights: bool = True,
+) -> Checkpoint:
+    """Open a model that a user names, or what takes its place (`resolve_model`).
+
+    Weights are not looked at yet.
 
     Raises:
         TypeError: If `source` is no name of a checkpoint.
-        ConfigError: If nothing is there, or its family is not supported. `key` is the option that names it.
+        ConfigError: If nothing is there, or its family is not supported. `key` is the option that
+            names it.
     """
     check_named(source, key)
     if isinstance(source, Checkpoint):
@@ -104,19 +135,24 @@ def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-# ---- dtypes and devices ---------------------------------------------------------------------------------------------
+# ---- dtypes and devices -------------------------------------------------------------------------
 
 
 def dtype_of(name: str) -> torch.dtype:
+    """Return a dtype by its full or short name. Raises ConfigError for an unknown one."""
     if full_name(name) not in DTYPES:
-        raise ConfigError(f"dtype must be {AUTO} or one of {sorted((*DTYPES, *SHORT))}, got {name!r}")
+        names = sorted((*DTYPES, *SHORT_DTYPES))
+        raise ConfigError(f"dtype must be {AUTO} or one of {names}, got {name!r}")
     return DTYPES[full_name(name)]
 
 
 def written_dtype(source: CheckpointSource, requested: str = AUTO) -> str:
-    """Name of the dtype that what is made of a checkpoint is written in, and that bytes are counted in.
+    """Return the name of the dtype in which results are written and bytes are counted.
 
-    `auto` is the checkpoint's own. Raises ConfigError for an unknown one, or if nothing says which the checkpoint's is.
+    `auto` is the checkpoint's own.
+
+    Raises:
+        ConfigError: For an unknown dtype, or if nothing says which the checkpoint's is.
     """
     if requested != AUTO:
         return str(dtype_of(requested)).removeprefix("torch.")
@@ -127,12 +163,16 @@ def written_dtype(source: CheckpointSource, requested: str = AUTO) -> str:
 
 
 def working_dtype(written: str, device: str = "cpu") -> str:
-    """Name of the dtype that is computed in: float32 on the CPU; on a GPU that of what is written."""
+    """Return the name of the dtype to compute in: float32 on the CPU, on a GPU `written`."""
     return "float32" if device_of(device).type == "cpu" else written
 
 
 def device_of(name: str) -> torch.device:
-    """`auto` takes a GPU if there is one. Raises ConfigError for a device that is not there."""
+    """Return a device by its name; `auto` is a GPU if there is one.
+
+    Raises:
+        ConfigError: For a device that is not there.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -141,28 +181,39 @@ def device_of(name: str) -> torch.device:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device must be auto, cpu or cuda, got {name!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r}: this machine has no CUDA GPU that torch can use; choose cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r}: this machine has {torch.cuda.device_count()} GPUs, cuda:0 is the first")
-    return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and not count:
+        reason = "this machine has no CUDA GPU that torch can use; choose cpu"
+    elif device.type == "cuda" and (device.index or 0) >= count:
+        reason = f"this machine has {count} GPUs, cuda:0 is the first"
+    else:
+        return device
+    raise ConfigError(f"device {name!r}: {reason}")
 
 
-# ---- models and tokenizers ------------------------------------------------------------------------------------------
+# ---- models and tokenizers ----------------------------------------------------------------------
 
 
-def load_model(source: CheckpointSource, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
-    """A checkpoint in evaluation mode, without gradients. Raises WeightsError for parameters that are not finite."""
+def load_model(
+    source: CheckpointSource,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> PreTrainedModel:
+    """Load a checkpoint in evaluation mode, without gradients.
+
+    Raises:
+        WeightsError: For parameters that are not finite.
+    """
     return Checkpoint.open(source).load(dtype_of(dtype), device_of(device))
 
 
 def load_working(source: CheckpointSource, written: str, device: str = "cpu") -> PreTrainedModel:
-    """A checkpoint to work on where what comes of it is written in the dtype `written` (see `working_dtype`)."""
+    """Load a checkpoint in the dtype to compute in where `written` is the dtype of the result."""
     return load_model(source, working_dtype(written, device), device)
 
 
 def load_tokenizer(source: CheckpointSource) -> Any:
-    """Raises ConfigError if the checkpoint has none."""
+    """Return the tokenizer of a checkpoint. Raises ConfigError if it has none."""
     try:
         return Checkpoint.open(source).tokenizer
     except TokenizerError as error:
@@ -170,15 +221,20 @@ def load_tokenizer(source: CheckpointSource) -> Any:
 
 
 def parameters(module: nn.Module) -> int:
+    """Return the number of parameters of a module."""
     return sum(p.numel() for p in module.parameters())
 
 
-def cache_facts(model: PreTrainedModel, original: int) -> dict[str, Any]:
-    """KV cost as planned, and as a cache really held it after a prefill, both in the dtype of the model.
-    `original`: that model's heads (`attention.ratios.own_heads`)."""
+def cache_facts(model: PreTrainedModel, original_heads: int) -> dict[str, Any]:
+    """Return the KV cost of a model as planned, and in bytes of a cache after a prefill.
+
+    Args:
+        model: The model.
+        original_heads: Key plus value heads of the original (`attention.ratios.own_heads`).
+    """
     plan = plan_of(model)
     return {
-        "kv_ratio": ratio_of(plan, original),
+        "kv_ratio": ratio_of(plan, original_heads),
         "kv_bytes_per_token": plan.kv_bytes_per_token(model.dtype),
         "cache_bytes_measured": measure_cache(model, CACHE_TOKENS),
         "cache_tokens": CACHE_TOKENS,
@@ -186,17 +242,20 @@ def cache_facts(model: PreTrainedModel, original: int) -> dict[str, Any]:
     }
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- checks -------------------------------------------------------------------------------------
 
 
 def check_own_cache(checkpoint: Checkpoint, key: str) -> None:
-    """Raise ConfigError for a checkpoint that was converted already: what its config says of KV heads is not what it
-    caches."""
-    kept = checkpoint.plan.kv_heads
-    if kept != checkpoint.own_heads:
+    """Raise ConfigError for a checkpoint that was converted already.
+
+    The KV heads in its config are then not those that it caches.
+    """
+    cached = checkpoint.plan.kv_heads
+    if cached != checkpoint.own_heads:
         raise ConfigError(
-            f"{key}: {checkpoint.path!r} was converted already and keeps {kept} of {checkpoint.own_heads} key and "
-            "value heads; convert the original model to the smaller cache instead"
+            f"{key}: {checkpoint.path!r} was converted already and keeps {cached} of "
+            f"{checkpoint.own_heads} key and value heads; convert the original model to the "
+            "smaller cache instead"
         )
 
 
@@ -204,59 +263,80 @@ def check_several_heads(checkpoint: Checkpoint) -> None:
     """Raise ConfigError for a checkpoint with one KV head a layer."""
     if checkpoint.geometry.num_kv_heads == 1:
         raise ConfigError(
-            f"model: {checkpoint.path!r} has 1 KV head a layer (multi-query attention), so there is nothing to share "
-            "within a layer; recipes directshare and postshare share heads between layers, or choose a model with 2 or "
-            "more"
+            f"model: {checkpoint.path!r} has 1 KV head a layer (multi-query attention), so there "
+            "is nothing to share within a layer; recipes directshare and postshare share heads "
+            "between layers, or choose a model with 2 or more"
         )
 
 
-def check_same_words(one: Checkpoint, model: Checkpoint, key: str) -> None:
-    """Raises ConfigError unless the logits of two checkpoints can be compared. `key`: of the first."""
-    words, others = one.geometry.vocab_size, model.geometry.vocab_size
-    if words != others:
+def check_same_vocabulary(one: Checkpoint, model: Checkpoint, key: str) -> None:
+    """Raise ConfigError unless the logits of two checkpoints can be compared.
+
+    `key` is the option that names the first.
+    """
+    size = one.geometry.vocab_size
+    other_size = model.geometry.vocab_size
+    if size != other_size:
         raise ConfigError(
-            f"{key}: {one.path!r} has {words} tokens in its vocabulary, the model {others}; their "
-            "logits are compared, so they must be the same"
+            f"{key}: {one.path!r} has {size} tokens in its vocabulary, the model {other_size}; "
+            "their logits are compared, so they must be the same"
         )
 
 
 def check_same_tokens(tokenizer: Any, source: CheckpointSource, key: str, other: str) -> None:
-    """Raises ConfigError if the checkpoint `source` has a tokenizer with another vocabulary: what is measured in the
-    tokens of one says nothing about the other. `key`: of the checkpoint; `other`: whose `tokenizer` is, in a word."""
+    """Raise ConfigError if a checkpoint has a tokenizer with another vocabulary.
+
+    What is measured in the tokens of one says nothing about the other.
+
+    Args:
+        tokenizer: The one to compare with.
+        source: The checkpoint; one without a tokenizer passes.
+        key: The option that names it.
+        other: Whose `tokenizer` is, in a word.
+    """
     checkpoint = Checkpoint.open(source)
     try:
-        words, others = checkpoint.tokenizer.get_vocab(), tokenizer.get_vocab()
+        vocabulary = checkpoint.tokenizer.get_vocab()
     except TokenizerError:
-        return  # none of its own
-    if words != others:
-        different = len(words.items() ^ others.items())
+        return
+    different = len(vocabulary.items() ^ tokenizer.get_vocab().items())
+    if different:
         raise ConfigError(
-            f"{key}: the tokenizer of {checkpoint.path!r} is not that of the {other} ({different} entries of their "
-            "vocabularies differ), and losses in different tokens cannot be compared; give a model with the same "
-            "tokenizer, such as the one that the checkpoint was converted from, or measure each by itself"
+            f"{key}: the tokenizer of {checkpoint.path!r} is not that of the {other} ({different} "
+            "entries of their vocabularies differ), and losses in different tokens cannot be "
+            "compared; give a model with the same tokenizer, such as the one that the checkpoint "
+            "was converted from, or measure each by itself"
         )
 
 
-# ---- what it is called ----------------------------------------------------------------------------------------------
+# ---- names --------------------------------------------------------------------------------------
 
 
 def base_of(model: str | Path) -> dict[str, str | None]:
-    """The name of a model (`base`), the same on the hub if it is there (`base_id`), and the `license` that its own card
-    names. Nothing of where it lies on this machine."""
+    """Return what a model is called, and nothing of its path on this machine.
+
+    Returns:
+        `base`, its name; `base_id`, its name on the hub if it is there; `license`, as its own card
+        has it.
+    """
     text = source_name(model)
     folder = Path(text)
     cached = re.search(r"models--([\w.-]+?)--([\w.-]+)", text)
     base_id = f"{cached[1]}/{cached[2]}" if cached else None
     if base_id is None and not folder.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         base_id = text
-    return {"base": base_id or folder.resolve().name, "base_id": base_id, "license": _licence_of(folder / "README.md")}
+    return {
+        "base": base_id or folder.resolve().name,
+        "base_id": base_id,
+        "license": _licence_of(folder / "README.md"),
+    }
 
 
 def _licence_of(card: Path) -> str | None:
-    """`license` in the metadata of a card; None where there is none."""
+    """Return `license` in the metadata of a card; None where there is none."""
     try:
         front = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8"), re.DOTALL)
-        found = yaml.safe_load(front[1]).get("license") if front else None
+        licence = yaml.safe_load(front[1]).get("license") if front else None
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         return None
-    return found if isinstance(found, str) else None
+    return licence if isinstance(licence, str) else None

@@ -26,7 +26,7 @@ from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.promote import promote_trials
 from orchestrator.reporting import console
-from orchestrator.reporting.comparison import compare
+from orchestrator.reporting.comparison import compare_arms
 from orchestrator.reporting.figures.drawing import save_png
 from orchestrator.reporting.figures.search import front_figure, rungs_figure
 from orchestrator.reporting.pages.report_page import write_report
@@ -51,11 +51,11 @@ from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
 from orchestrator.storage.records import best_per_budget, waits_for
 from orchestrator.storage.trust import warn_of_pickles
-from orchestrator.tracking.described import NOTE, search_note, shared_of
 from orchestrator.tracking.errors import redact
 from orchestrator.tracking.metrics import best_point, point
+from orchestrator.tracking.run_metadata import NOTE, search_note, shared_metadata
 from orchestrator.tracking.runs import Tracker, default_uri
-from orchestrator.tracking.sync import MlflowSync, Run, parent_run
+from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
 
 _PACKAGES = (
     "torch",
@@ -110,7 +110,7 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
                         flush=True,
                     )
                 connect = partial(Tracker.open, uri, config.tracking.experiment, storage)
-                shared = shared_of(config, folder, prepared.texts.folders, base_of(config.model.path)["base"])
+                shared = shared_metadata(config, folder, prepared.texts.folders, base_of(config.model.path)["base"])
                 mlflow = MlflowSync(connect, _search_run(config, folder, records.RUNNING), opened, shared)
                 _save_run_id(folder, mlflow)
                 announce(prepared.setup, folder, parallel)
@@ -233,7 +233,7 @@ def _save_start(
         )
 
 
-def _search_run(config: SearchConfig, folder: SearchFolder, status: str) -> Run:
+def _search_run(config: SearchConfig, folder: SearchFolder, status: str) -> TrackedRun:
     """Return the run of the search itself for MLflow, as far as it has come."""
     state, points = read_json(folder.state), []
     if folder.original.exists():
@@ -331,7 +331,7 @@ def _run(
             save_png(rungs_figure(outcome.trials, original), folder.root / "rungs.png")
         mlflow.put(_search_run(config, folder, records.RUNNING))
         console.print_trials(outcome.trials, original)
-        console.print_comparison(compare(outcome.trials, original))
+        console.print_comparison(compare_arms(outcome.trials, original))
         if not outcome.interrupted and outcome.front and config.promotion.enabled:
             outcome.promotion = promote_trials(session)
     outcome.report = write_report(folder.root)["report"]

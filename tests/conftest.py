@@ -155,15 +155,15 @@ OUTSIDE = (
 engine, or fit weights."""
 WEIGHTY = ("demo_model", "demo_calibration", "little_text", "empty_store", "tiny_job")
 """Fixtures whose tests take seconds: they convert the demo checkpoint, train, or write to a store."""
-PATIENT = ("slow", "extended")
+PATIENT = ("heavy", "slow", "extended")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the quick tests, and put files with slow tests first, those that may take longest before all: else the last
-    runs beside an idle core."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the quick tests where `-m` is about them, and put files with slow tests first, those that may take longest
+    before all: else the last runs beside an idle core."""
     functions: set[tuple[Path, str]] = set()
-    for item in items:
+    for item in items if "quick" in config.getoption("markexpr") else ():
         function = (item.path, item.nodeid.partition("[")[0])
         if function not in functions and _quick(item):  # the first case of a test
             functions.add(function)
@@ -181,8 +181,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _quick(item: pytest.Item) -> bool:
-    """Whether a test is neither marked as slow nor of a property (a hundred examples), has no fixture of WEIGHTY, and
-    names no module of OUTSIDE: neither itself, nor its fixtures, nor functions of the tests that these call."""
+    """Whether a test is neither marked as heavy, slow or extended nor of a property (a hundred examples), has no
+    fixture of WEIGHTY, and names no module of OUTSIDE: neither itself, nor its fixtures, nor functions of the tests
+    that these call."""
     if not isinstance(item, pytest.Function) or any(item.get_closest_marker(name) for name in PATIENT):
         return False
     if hasattr(item.function, "hypothesis") or not set(WEIGHTY).isdisjoint(item.fixturenames):

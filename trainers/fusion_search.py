@@ -28,7 +28,7 @@ from attention.conversion.relaxation_knobs import rate_of
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.engine import TrainEngine
-from trainers.loop import train
+from trainers.loop import train_model
 from trainers.losses import objective
 from trainers.relaxations.base import (
     RELAXATION_TRAINING,
@@ -104,7 +104,7 @@ def _distances(
     with closing(
         TrainEngine(relaxation.model, settings, steps, relaxation.parameter_groups())
     ) as engine:
-        train(engine, stream(), steps=steps, loss_fn=objective())
+        train_model(engine, stream(), steps=steps, loss_fn=objective())
         return {name: relaxation.distances(side) for name, side in (("key", "k"), ("value", "v"))}
 
 

@@ -59,7 +59,7 @@ class ParameterGroup:
         return rate / learning_rate, self.shrink / rate
 
 
-def train(
+def train_model(
     engine: Stepper,
     stream: BatchStream,
     *,

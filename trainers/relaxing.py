@@ -25,7 +25,7 @@ from trainers.fusion_search import next_stage
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.share import WorkerShare, frozen_model, teacher_of
 from trainers.jobs.train_job import TrainJob
-from trainers.loop import train
+from trainers.loop import train_model
 from trainers.losses import objective
 from trainers.relaxations.base import Relaxation
 from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
@@ -126,7 +126,7 @@ class _Stage(WorkerShare):
             loss_fn = objective(
                 self.settings.distillation, self.settings.distillation_weight, teacher
             )
-            steps = train(
+            steps = train_model(
                 engine,
                 self.stream,
                 steps=self.spec.steps,

@@ -29,7 +29,7 @@ from attention.modeling.losses import language_modelling
 from attention.modeling.predictions import Final, final, in_chunks, positions_at_once
 from attention.modeling.running import batch_of, layer_of
 
-BATCH = 2  # sequences at once, at most
+SENSITIVITY_BATCH = 2  # sequences at once, at most
 
 
 def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) -> list[Tensor]:
@@ -55,7 +55,7 @@ def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) 
         layers = [layer_of(model, module) for module in modules]
         counting = stage("sensitivity of the outputs", len(sequences), "sequences")
         with counting as progress, sums.collected(), _made_again(layers), torch.enable_grad():
-            for ids in sequences.split(batch_of(sequences.shape[1], BATCH)):
+            for ids in sequences.split(batch_of(sequences.shape[1], SENSITIVITY_BATCH)):
                 cost = drawn_cost(final(model, ids.to(model.device)), generator)
                 torch.autograd.grad(cost, entered.pop())
                 progress.step(len(ids))

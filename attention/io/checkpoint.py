@@ -1,7 +1,8 @@
-"""Save and load checkpoints: safetensors and JSON only, atomic, plain family where the plan allows it.
+"""Save and load checkpoints: safetensors and JSON only, written atomically.
 
-A plan that is uniform GQA after permuting heads is written as the plain family, so that stock transformers loads it;
-any other as a `headfold_<family>` model. `headfold.json` beside the weights records the plan that was carried out.
+A plan that is uniform GQA after permuting heads is written as the plain family, so that stock
+transformers loads it; any other as a `headfold_<family>` model. `headfold.json` beside the weights
+records the plan that was carried out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from attention.io.sources import NOT_REACHED, CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
 from attention.modeling import model_classes
 from attention.modeling.beside import beside_original
-from attention.modeling.model_classes import PREFIX, family_fields, plan_of
+from attention.modeling.model_classes import TYPE_PREFIX, family_fields, plan_of
 from attention.plan import AttentionPlan
 
 PLAN_FILE = "headfold.json"
@@ -42,10 +43,12 @@ LLAMA_ONLY = ("attention_bias", "mlp_bias", "pretraining_tp")
 ORIGINAL = "original"  # in that file: what the checkpoint was converted from
 
 
-def write_atomically(folder: str | Path, write: Callable[[Path], object], *, overwrite: bool = True) -> Path:
-    """Call `write` on an empty folder beside `folder`, then swap it in. A killed write leaves the old folder.
+def write_atomically(
+    folder: str | Path, write: Callable[[Path], object], *, overwrite: bool = True
+) -> Path:
+    """Call `write` on an empty folder beside `folder`, then swap it in; return `folder`.
 
-    See `put_in_place` for what may be replaced.
+    A killed write leaves the old folder. See `put_in_place` for what may be replaced.
     """
     folder = resolved(folder)
     with parents_made(folder):
@@ -60,8 +63,13 @@ def write_atomically(folder: str | Path, write: Callable[[Path], object], *, ove
 
 
 def put_in_place(fresh: Path, folder: Path, *, overwrite: bool = True) -> None:
-    """Rename a finished folder to `folder` on the same disk, with the digests of its files; a folder that we wrote
-    earlier gives way to it, unless `overwrite` is off. Raises OutputError if anything else is there."""
+    """Rename a finished folder to `folder` on the same disk, with the digests of its files.
+
+    A folder that we wrote earlier gives way to it, unless `overwrite` is off.
+
+    Raises:
+        OutputError: If anything else is there.
+    """
     write_digests(fresh)
     honour_umask(fresh)
     for path in fresh.rglob("*"):
@@ -72,34 +80,46 @@ def put_in_place(fresh: Path, folder: Path, *, overwrite: bool = True) -> None:
 
 
 def plain_form(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig | None:
-    """The config of the plain family that carries out `plan`, once query heads are permuted; None if it has none."""
+    """Return the config of the plain family that carries out `plan`; None if it has none.
+
+    Query heads must be permuted for it (`to_plain`).
+    """
     family = family_of(config)
     plain = family.plain_config(config, plan.layers[0].key_heads) if plan.is_uniform_gqa else None
     return None if plain is None else family.config_class(**family_fields(plain))
 
 
 def to_plain(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model as its plain family: query heads permuted so that each group's members are neighbours.
+    """Return the model as its plain family, with the query heads of each group side by side.
 
-    It is to be written or measured: what lies outside of attention is `model`'s memory. Raises ValueError if the plan
-    is not uniform GQA or the family has no GQA form.
+    It is to be written or measured: what lies outside of attention is `model`'s memory.
+
+    Raises:
+        ValueError: If the plan is not uniform GQA or the family has no GQA form.
     """
     plan = plan_of(model)
     family = family_of(model.config)
     config = plain_form(model.config, plan)
     if config is None:
         raise ValueError(
-            f"only a plan with one map for keys and values and equal groups in all layers has a plain {family.name} "
-            "form; see `headfold export` for other lowerings"
+            "only a plan with one map for keys and values and equal groups in all layers has a "
+            f"plain {family.name} form; see `headfold export` for other lowerings"
         )
-    plain = beside_original(model, lambda: family.model_class._from_config(config, dtype=model.dtype))
-    wanted = plain.state_dict()
+    plain = beside_original(
+        model, lambda: family.model_class._from_config(config, dtype=model.dtype)
+    )
+    target = plain.state_dict()
     # In attention modules the names may differ, or the shapes: they are written below.
-    state = {k: t for k, t in model.state_dict().items() if k in wanted and t.shape == wanted[k].shape}
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name in target and tensor.shape == target[name].shape
+    }
     plain.load_state_dict(state, strict=False)
     geometry = geometry_of(model.config)
-    modules = zip(family.attention_modules(model), family.attention_modules(plain), plan.layers, strict=True)
-    for old, new, layer in modules:
+    old_modules = family.attention_modules(model)
+    new_modules = family.attention_modules(plain)
+    for old, new, layer in zip(old_modules, new_modules, plan.layers, strict=True):
         order = [head for group in layer.key_groups for head in group]
         family.write(new, family.read(old, geometry).permute(order))
     plain.generation_config = model.generation_config
@@ -117,13 +137,20 @@ def save(
 ) -> Path:
     """Write a checkpoint atomically and return its folder.
 
-    `tokenizer`: one of transformers, or the folder or hub name whose tokenizer files and generation config are copied
-    byte for byte. `plain=False` keeps the Headfold form even where a plain one exists. `record` goes into
-    `headfold.json`. Without `overwrite` not even a checkpoint that was saved there earlier is replaced; nothing else
-    ever is (OutputError).
+    Args:
+        model: What is written.
+        folder: Where.
+        tokenizer: One of transformers, or the folder or hub name whose tokenizer files and
+            generation config are copied byte for byte.
+        plain: Whether the plain form is written where there is one.
+        record: What goes into `headfold.json` beside the plan.
+        overwrite: Whether a checkpoint that was saved there earlier is replaced.
+
+    Raises:
+        OutputError: If anything else is there.
     """
     plan = plan_of(model)
-    own = model.config.model_type.startswith(PREFIX)
+    own = model.config.model_type.startswith(TYPE_PREFIX)
     lowered = own and plain and plain_form(model.config, plan) is not None
     written = to_plain(model) if lowered else model
 
@@ -135,7 +162,10 @@ def save(
 
 
 def write_model(model: PreTrainedModel, folder: Path, tokenizer: Any = None) -> None:
-    """Weights and config, as any software that loads the model expects them, and what lies beside (see `save`)."""
+    """Write weights and config as any software that loads the model expects them.
+
+    Tokenizer files lie beside them (see `save`).
+    """
     model.save_pretrained(folder, safe_serialization=True)
     write_both_forms(folder)
     if tokenizer is not None:
@@ -145,16 +175,18 @@ def write_model(model: PreTrainedModel, folder: Path, tokenizer: Any = None) -> 
 def write_digests(folder: str | Path) -> None:
     """Put the SHA-256 of every file of a finished folder beside them, for `intact`."""
     listed = {name: sha256(path) for name, path in _files(Path(folder)).items()}
-    (Path(folder) / DIGESTS).write_text(json.dumps(listed, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    text = json.dumps(listed, indent=1, sort_keys=True) + "\n"
+    (Path(folder) / DIGESTS).write_text(text, encoding="utf-8")
 
 
 def intact(folder: str | Path) -> bool:
-    """Whether a folder holds exactly the files and bytes that `write_digests` has found. False without its file."""
+    """Whether a folder holds exactly the files and bytes that `write_digests` has listed."""
     folder = Path(folder)
     try:
         recover(folder)
         listed = digests(folder)
-        return bool(listed) and listed == {name: sha256(path) for name, path in _files(folder).items()}
+        present = _files(folder).items()
+        return bool(listed) and listed == {name: sha256(path) for name, path in present}
     except OSError:
         return False
 
@@ -165,37 +197,53 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def write_note(folder: Path, plan: AttentionPlan, record: dict[str, Any] | None = None) -> None:
-    """Put the plan that was carried out beside the weights, with whatever else is to be remembered."""
+    """Write the plan that was carried out beside the weights, with what `record` adds to it."""
     note = {"plan": plan.to_dict(), "plan_digest": plan.digest, **(record or {})}
     (folder / PLAN_FILE).write_text(json.dumps(note, indent=1, sort_keys=True) + "\n")
 
 
 def note_of(folder: str | Path) -> dict[str, Any]:
-    """What `write_note` has put beside the weights; empty for any other checkpoint. Raises CheckpointError."""
+    """Return what `write_note` has written beside the weights; empty for any other checkpoint.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
     file = Path(folder) / PLAN_FILE
     try:
         record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as error:
-        raise CheckpointError(f"{str(file)!r} is not the JSON that was written there: {error}") from None
+        raise CheckpointError(
+            f"{str(file)!r} is not the JSON that was written there: {error}"
+        ) from None
     if not isinstance(record, dict):
         raise CheckpointError(f"{str(file)!r} must hold a JSON object, got {type(record).__name__}")
     return record
 
 
-def original_note(own_heads: int, **named: str | None) -> dict[str, Any]:
-    """For `record` of `save`: key and value heads of the original model (`attention.ratios.own_heads`), and what it is
-    called, as far as that is known."""
-    known = {key: value for key, value in named.items() if value is not None}
-    return {ORIGINAL: {"key_and_value_heads": own_heads, **known}}
+def original_note(own_heads: int, **names: str | None) -> dict[str, Any]:
+    """Return what `record` of `save` says of the original model.
+
+    Args:
+        own_heads: Its key and value heads (`attention.ratios.own_heads`).
+        **names: What it is called; None where that is not known.
+    """
+    called = {key: value for key, value in names.items() if value is not None}
+    return {ORIGINAL: {"key_and_value_heads": own_heads, **called}}
 
 
 def original_heads(folder: str | Path) -> int | None:
-    """Key and value heads of the model that a checkpoint was converted from; None where that was not recorded."""
+    """Return key plus value heads of the model that a checkpoint was converted from.
+
+    None where that was not recorded.
+    """
     return note_of(folder).get(ORIGINAL, {}).get("key_and_value_heads")
 
 
 def carried(folder: str | Path) -> dict[str, Any]:
-    """Of the note of a checkpoint what holds for all that is made of it, for `record` of `save`."""
+    """Return what the note of a checkpoint hands on to all that is made of it.
+
+    It is for `record` of `save`.
+    """
     return {key: value for key, value in note_of(folder).items() if key == ORIGINAL}
 
 
@@ -206,11 +254,21 @@ def load(
     config: Any = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a Headfold or any supported plain checkpoint (local folder or hub name) in evaluation mode.
+    """Load a Headfold or any supported plain checkpoint in evaluation mode.
 
-    `dtype` None keeps the checkpoint's own; `config` is its config, where that was read before. Raises CheckpointError
-    if nothing is there, ValueError for an unsupported family and WeightsError for weights that are not those of the
-    config (all before any weight of a folder is read), PlanError if maps and config disagree.
+    All but the maps is checked before any weight of a folder is read.
+
+    Args:
+        source: Local folder or hub name.
+        dtype: None keeps the checkpoint's own.
+        config: Its config, where that was read before.
+        trust_remote_code: As in transformers.
+
+    Raises:
+        CheckpointError: If nothing is there.
+        ValueError: For an unsupported family.
+        WeightsError: For weights that are not those of the config.
+        PlanError: If maps and config disagree.
     """
     model_classes.register()
     if config is None:
@@ -231,18 +289,24 @@ def load(
                 ignore_mismatched_sizes=True,  # `check_loaded` names them
             )
     except OSError as error:
-        raise CheckpointError(f"no safetensors weights in {str(source)!r}: {reason(error)}") from None
-    model, told = loaded
-    weights.check_loaded(source, model, told)
-    if config.model_type.startswith(PREFIX):
+        raise CheckpointError(
+            f"no safetensors weights in {str(source)!r}: {reason(error)}"
+        ) from None
+    model, report = loaded
+    weights.check_loaded(source, model, report)
+    if config.model_type.startswith(TYPE_PREFIX):
         model_classes.check_maps(model)
     return model.eval()
 
 
 def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The config of a local folder or hub name. Raises CheckpointError if there is none, or if it cannot be used.
+    """Return the config of a local folder or hub name.
 
-    A Llama whose width is no multiple of its heads, which LlamaConfig refuses, is a Mistral without a window.
+    A Llama whose width is no multiple of its heads, which LlamaConfig refuses, is a Mistral without
+    a window.
+
+    Raises:
+        CheckpointError: If there is none, or if it cannot be used.
     """
     model_classes.register()
     cached = False
@@ -254,49 +318,62 @@ def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
         _check_fields(fields, source, trust_remote_code)
         if (mistral := _as_mistral(fields, source)) is not None:
             return mistral
-        return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code, local_files_only=cached)
+        return AutoConfig.from_pretrained(
+            str(source), trust_remote_code=trust_remote_code, local_files_only=cached
+        )
     except CheckpointError:
         raise
-    except Exception as error:  # a config.json may hold anything, and its class may stumble over it in any way
-        if (Path(source) / "config.json").is_file():
-            raise CheckpointError(f"{str(Path(source) / 'config.json')!r} cannot be used: {reason(error)}") from None
+    # A config.json may hold anything, and its class may stumble over it in any way
+    except Exception as error:
+        file = Path(source) / "config.json"
+        if file.is_file():
+            raise CheckpointError(f"{str(file)!r} cannot be used: {reason(error)}") from None
         why = NOT_REACHED.format(source) if cached else reason(error)
         raise CheckpointError(
-            f"no checkpoint at {str(source)!r}: expected a folder with config.json and safetensors, or a hub name; "
-            f"{why}"
+            f"no checkpoint at {str(source)!r}: expected a folder with config.json and "
+            f"safetensors, or a hub name; {why}"
         ) from None
 
 
 def _check_fields(fields: Mapping[str, Any], source: str | Path, trust_remote_code: bool) -> None:
-    """Raise CheckpointError for a config that transformers would answer in words of its own, or read by half."""
+    """Raise CheckpointError for a config that transformers would refuse or read in part."""
     kind = str(fields.get("model_type"))
-    known = {name for family in families() for name in (family, PREFIX + family)}
-    if fields.get("auto_map") and not trust_remote_code and kind not in known and kind not in CONFIG_MAPPING:
+    supported = {name for family in families() for name in (family, TYPE_PREFIX + family)}
+    runs_code = kind not in supported and kind not in CONFIG_MAPPING
+    if fields.get("auto_map") and not trust_remote_code and runs_code:
         raise CheckpointError(
-            f"{source}: a model of type {kind!r} is computed by Python files that lie beside it (auto_map in "
-            f"config.json), which Headfold does not run; supported are {', '.join(sorted(families()))}. If it is an "
-            "export, give the checkpoint that it was made from; if it is one of these under another name, set "
-            "model_type in config.json and remove auto_map"
+            f"{source}: a model of type {kind!r} is computed by Python files that lie beside it "
+            "(auto_map in config.json), which Headfold does not run; supported are "
+            f"{', '.join(sorted(families()))}. If it is an export, give the checkpoint that it was "
+            "made from; if it is one of these under another name, set model_type in config.json "
+            "and remove auto_map"
         )
     layers = fields.get("per_layer_config") or {}
-    own = layers.items() if isinstance(layers, Mapping) else ()
     differing: dict[str, list[str]] = {}
-    for layer, settings in own:
+    for layer, settings in layers.items() if isinstance(layers, Mapping) else ():
         for name, value in settings.items():
             if name not in fields or fields[name] != value:
                 differing.setdefault(name, []).append(str(layer))
     if differing:
-        listed = "; ".join(f"{name} in {len(where)}: {', '.join(where[:8])}" for name, where in differing.items())
+        listed = "; ".join(
+            f"{name} in {len(where)}: {', '.join(where[:8])}" for name, where in differing.items()
+        )
         raise CheckpointError(
-            f"{source}: config.json gives layers settings of their own (per_layer_config: {listed}), which Headfold "
-            "does not read; give the original model, whose layers are alike, and convert it by a recipe that gives "
-            "each layer a count of its own (headfold_layers)"
+            f"{source}: config.json gives layers settings of their own (per_layer_config: "
+            f"{listed}), which Headfold does not read; give the original model, whose layers are "
+            "alike, and convert it by a recipe that gives each layer a count of its own "
+            "(headfold_layers)"
         )
 
 
 def _as_mistral(fields: Mapping[str, Any], source: str | Path) -> PretrainedConfig | None:
-    """The config of a Llama with a width that is no multiple of its heads, as target gqa exports one; None for any
-    other. Raises CheckpointError for one with biases, which Mistral has not."""
+    """Return the Mistral config of a Llama with a width that is no multiple of its heads.
+
+    Target gqa exports such. None for any other.
+
+    Raises:
+        CheckpointError: For one with biases, which Mistral has not.
+    """
     if fields.get("model_type") != "llama" or not fields.get("head_dim"):
         return None
     width = fields.get("hidden_size")
@@ -304,32 +381,36 @@ def _as_mistral(fields: Mapping[str, Any], source: str | Path) -> PretrainedConf
     if not isinstance(width, int) or not isinstance(heads, int) or heads < 1 or width % heads == 0:
         return None
     kv_heads = fields.get("num_key_value_heads") or heads
-    if not isinstance(kv_heads, int) or kv_heads < 1 or heads % kv_heads:  # which LlamaConfig says itself
-        return None
+    if not isinstance(kv_heads, int) or kv_heads < 1 or heads % kv_heads:
+        return None  # LlamaConfig says so itself
     if fields.get("attention_bias") or fields.get("mlp_bias"):
         raise CheckpointError(
-            f"{source}: a Llama of width {width} with {heads} heads is read as a Mistral, since LlamaConfig refuses a "
-            "width that is no multiple of the heads, and a Mistral has no biases (attention_bias, mlp_bias); take a "
-            "model without them"
+            f"{source}: a Llama of width {width} with {heads} heads is read as a Mistral, since "
+            "LlamaConfig refuses a width that is no multiple of the heads, and a Mistral has no "
+            "biases (attention_bias, mlp_bias); take a model without them"
         )
     unknown = ("model_type", "architectures", "auto_map", *LLAMA_ONLY)
-    settings: dict[str, Any] = {n: v for n, v in fields.items() if n not in unknown and n[:1] != "_"}
+    settings: dict[str, Any] = {
+        name: value for name, value in fields.items() if name not in unknown and name[:1] != "_"
+    }
     settings["sliding_window"] = None
-    made = MistralConfig(**settings)
-    made.architectures = ["MistralForCausalLM"]
-    return made
+    mistral = MistralConfig(**settings)
+    mistral.architectures = ["MistralForCausalLM"]
+    return mistral
 
 
 def weights_digest(folder: str | Path, cache_dir: str | Path | None = None) -> str:
-    """SHA-256 over the names and bytes of the safetensors files of a checkpoint folder, first 16 hex digits.
+    """Return the SHA-256 of the safetensors files of a folder, first 16 hex digits.
 
-    With `cache_dir` it is kept there, and the files are read again only when the size or time of one has changed.
+    It is over their names and bytes. With `cache_dir` it is kept there, and the files are read
+    again only when the size or time of one has changed.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     note = None
     if cache_dir is not None:
         stamps = [[str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
-        note = Path(cache_dir) / f"weights-{hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:24]}.txt"
+        name = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:24]
+        note = Path(cache_dir) / f"weights-{name}.txt"
         if note.is_file():
             return note.read_text(encoding="utf-8").strip()
     digest = hashlib.sha256()

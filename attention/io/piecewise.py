@@ -51,7 +51,7 @@ def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, La
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
     stored = dict(model.named_buffers()).keys() & model.state_dict().keys()
     weights.read_into({name: model.get_buffer(name) for name in stored})
-    if config.model_type.startswith(model_classes.PREFIX):
+    if config.model_type.startswith(model_classes.TYPE_PREFIX):
         model_classes.check_maps(model)
     return model.eval(), weights
 

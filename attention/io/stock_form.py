@@ -13,7 +13,7 @@ from attention.families import family_of
 from attention.io.targets import EngineSupport, TargetError, kv_bytes_in, targets
 from attention.io.targets._gguf.architectures import OF_FAMILY
 from attention.io.targets._pairs import widths_of
-from attention.modeling.model_classes import PREFIX
+from attention.modeling.model_classes import TYPE_PREFIX
 from attention.plan import AttentionPlan
 
 ALL = ("transformers", "vLLM", "llama.cpp")
@@ -32,7 +32,7 @@ def format_of(folder: str | Path | Checkpoint, dtype: Any) -> dict[str, Any]:
     config = opened.config
     plan = opened.plan
     folder = opened.path
-    if config.model_type.startswith(PREFIX):
+    if config.model_type.startswith(TYPE_PREFIX):
         note = f"Headfold's own format ({_reason(plan)}), which stock software does not load"
         support = held_by(config, plan)
         padding = {}

@@ -28,7 +28,7 @@ from attention.plan_parts import groups_of
 
 # Numbers in a kept head's part of the cache, S·d, from which one product a group is faster than one
 # padded product for all groups (benchmarks/LOG.md).
-LARGE = 1 << 16
+GROUPED_FROM = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def decode(
     # Of several sequences the threads of a batched product each take some; one thread has nothing
     # of that.
     single = len(query) == 1 or torch.get_num_threads() == 1
-    if query.device.type == "cpu" and single and key.shape[2] * key.shape[3] >= LARGE:
+    if query.device.type == "cpu" and single and key.shape[2] * key.shape[3] >= GROUPED_FROM:
         return decode_by_group(query, key, value, maps, mask, scaling)
     return decode_padded(query, key, value, maps, mask, scaling)
 

@@ -23,7 +23,7 @@ from attention.modeling.shared_heads import share, sharing_layers
 from attention.modeling.shared_weights import SharedProjection
 from attention.plan import AttentionPlan, LayerPlan, PlanError
 
-PREFIX = "headfold_"
+TYPE_PREFIX = "headfold_"
 
 
 def check_fits(plan: AttentionPlan, geometry: HeadGeometry) -> None:
@@ -97,7 +97,7 @@ def headfold_classes(family_name: str) -> tuple[type[PretrainedConfig], type[Pre
     config_class = type(
         f"Headfold{stem}Config",
         (family.config_class,),
-        {"model_type": PREFIX + family_name, **module_name},
+        {"model_type": TYPE_PREFIX + family_name, **module_name},
     )
     model_class = type(
         f"Headfold{stem}ForCausalLM",
@@ -120,7 +120,7 @@ def register() -> None:
     """Make AutoConfig and AutoModelForCausalLM know every Headfold model type."""
     for name in families():
         config_class, model_class = headfold_classes(name)
-        AutoConfig.register(PREFIX + name, config_class, exist_ok=True)
+        AutoConfig.register(TYPE_PREFIX + name, config_class, exist_ok=True)
         AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
 
 
@@ -161,7 +161,7 @@ def plan_of_config(config: PretrainedConfig) -> AttentionPlan:
     record = getattr(config, "attention_plan", None)
     if record is not None:
         return AttentionPlan.from_dict(record)
-    if config.model_type.startswith(PREFIX):
+    if config.model_type.startswith(TYPE_PREFIX):
         raise PlanError(
             f"a config of model type {config.model_type} needs its attention_plan, which is not "
             f"there"

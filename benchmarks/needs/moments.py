@@ -18,7 +18,7 @@ from attention.calibration.sizes import MIXED, layer_bytes, matrices, mixed_dtyp
 from attention.families import geometry_of
 from benchmarks.needs.memory import DEMO
 from benchmarks.report import Row, Scale, benchmark
-from orchestrator.conversion.steps import planning_context, refine_with
+from orchestrator.conversion.execution import planning_context, refine_with
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import recipe

@@ -289,7 +289,10 @@ class InspectOptions(ConversionOptions):
     cache_dir: Annotated[
         str | Path | None,
         Typed(Path | None),
-        typer.Option("--cache", help="Folder where measurements are kept (default: in the user's cache)."),
+        typer.Option(
+            "--cache",
+            help="Folder where measurements are kept (default: HEADFOLD_CACHE, or headfold in the user's cache).",
+        ),
     ] = None
 
 

@@ -24,7 +24,7 @@ from pydantic import (
     model_serializer,
 )
 
-from attention.io.dtype_names import SHORT, full_name
+from attention.io.dtype_names import SHORT_DTYPES, full_name
 from trainers.settings import Seed, StrictModel
 
 
@@ -115,7 +115,7 @@ class ModelSection(Section):
         Literal["auto", "float32", "bfloat16", "float16"],
         BeforeValidator(
             full_name,
-            json_schema_input_type=Literal["auto", "float32", "bfloat16", "float16", *SHORT],
+            json_schema_input_type=Literal["auto", "float32", "bfloat16", "float16", *SHORT_DTYPES],
         ),
     ] = "auto"
     """What converted and promoted checkpoints are written in, and bytes counted in; auto: the

@@ -1,1 +1,1 @@
-"""Conversions without a search: what is asked for, in memory or layer by layer, what they cost and give."""
+"""Conversions without a search: request, estimate, stores of layers, record."""

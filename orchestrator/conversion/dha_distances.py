@@ -1,6 +1,7 @@
-"""DHA's search phase for a search: measured once a seed on the cluster, kept in the cache, read by every trial.
+"""DHA's search phase for a search.
 
-A file is named by the digest of all that the distances depend on.
+It is measured once per seed on the cluster, kept in the cache, and read by every trial. A file is
+named by the digest of all that the distances depend on.
 """
 
 from __future__ import annotations
@@ -31,38 +32,55 @@ Distances = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class SearchPhase:
-    """One search phase, complete in itself: plain values, paths visible to every node."""
+    """One search phase in plain values; its paths are visible to every node."""
 
     model: str
     train_file: str
-    settings: dict[str, Any]
+    settings: Mapping[str, Any]
     steps: int
     rate: float
     seed: int
 
     @classmethod
-    def of(cls, recipe: Recipe, model: str, train_file: str, settings: TrainSettings, seed: int) -> SearchPhase | None:
-        """The phase that a recipe needs; None if it needs none."""
+    def of(
+        cls, recipe: Recipe, model: str, train_file: str, settings: TrainSettings, seed: int
+    ) -> SearchPhase | None:
+        """Return the phase that a recipe needs; None if it needs none."""
         if NEED not in recipe.needs:
             return None
         knobs = recipe.knobs("objective")
-        # One process: the phase is short, and what several workers would gain is less than their start costs
+        # One process: the phase is short, and the start of several workers costs more than it saves
         single = settings.model_dump(mode="json") | {"num_workers": 1, "distillation": "none"}
         return cls(model, train_file, single, int(knobs["steps"]), float(knobs["rate"]), seed)
 
     def file(self, cache: str | Path) -> Path:
-        """Where the distances lie, or will."""
+        """Return the path of the distances, whether they are there or not."""
         local = Path(self.model).is_dir()
         weights = checkpoint.weights_digest(self.model, cache) if local else self.model
-        parts = [weights, Path(self.train_file).name, self.settings, self.steps, self.rate, self.seed]
+        text = Path(self.train_file).name
+        parts = [weights, text, self.settings, self.steps, self.rate, self.seed]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
         return Path(cache) / f"fusion-distances-{digest}.safetensors"
 
 
 def measure(
-    model: Any, sequences: Tensor | TokenSequences, settings: TrainSettings, steps: int, rate: float, seed: int
+    model: Any,
+    sequences: Tensor | TokenSequences,
+    settings: TrainSettings,
+    steps: int,
+    rate: float,
+    seed: int,
 ) -> Distances:
-    """Run the search phase on `model` with training text `sequences` `[N, T]` in this process."""
+    """Run the search phase on `model` in this process.
+
+    Args:
+        model: The original model.
+        sequences: Training text, `[N, T]`.
+        settings: Of the training.
+        steps: Its length.
+        rate: Learning rate of the distances.
+        seed: Of the training.
+    """
     from trainers.fusion_search import search_distances
 
     by_side = search_distances(model, sequences, settings, steps=steps, rate=rate, seed=seed)
@@ -70,18 +88,25 @@ def measure(
 
 
 def read(file: str | Path) -> Distances:
+    """Read the distances of `write`."""
     return load_file(str(file))
 
 
 def prepare(phases: Iterable[SearchPhase], cache: str | Path, options: Mapping[str, Any]) -> None:
-    """Measure what is not in the cache yet, as Ray tasks with these options of `ray.remote`, as many at a time as the
-    cluster has room for."""
+    """Measure what is not in the cache yet, as many at a time as the cluster has room for.
+
+    Args:
+        phases: The search phases.
+        cache: The folder.
+        options: Of the Ray tasks, as `ray.remote` takes them.
+    """
     import ray
 
     missing = {phase.file(cache): phase for phase in phases if not phase.file(cache).exists()}
     if not missing:
         return
-    total, steps = len(missing), next(iter(missing.values())).steps
+    total = len(missing)
+    steps = next(iter(missing.values())).steps
     print(f"search phase of dha: {total} to measure, {steps} steps each", flush=True)
     task = ray.remote(max_retries=1, **options)(_measure_to)
     waiting = [task.remote(phase, str(file)) for file, phase in missing.items()]
@@ -92,14 +117,16 @@ def prepare(phases: Iterable[SearchPhase], cache: str | Path, options: Mapping[s
 
 
 def _measure_to(phase: SearchPhase, file: str) -> None:
-    """A Ray task: one search phase, its distances written so that no reader sees half a file."""
+    """Run one search phase and write its distances. A Ray task."""
     settings = TrainSettings.model_validate(phase.settings)
     torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
     model = checkpoints.load_model(phase.model, settings.dtype)
-    distances = measure(model, read_sequences(phase.train_file), settings, phase.steps, phase.rate, phase.seed)
+    sequences = read_sequences(phase.train_file)
+    distances = measure(model, sequences, settings, phase.steps, phase.rate, phase.seed)
     write(distances, file)
 
 
 def write(distances: Distances, file: str | Path) -> None:
+    """Write distances so that no reader sees half a file."""
     with written_whole(file) as fresh:
         save_file(distances, str(fresh))

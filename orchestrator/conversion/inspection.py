@@ -1,6 +1,7 @@
-"""`headfold inspect`: which heads of a checkpoint matter, which are alike, and what each budget would take.
+"""`headfold inspect`: which heads of a checkpoint matter, and what each budget would take.
 
-Legend: L layers, U stored KV heads a layer. Nothing is trained or written but the caches; losses are in nats a token.
+Legend: L layers, U stored KV heads per layer. Nothing is trained, and nothing written but caches;
+losses are in nats per token.
 """
 
 from __future__ import annotations
@@ -8,24 +9,25 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from torch import Tensor
 
 from attention.base.messages import one_of
 from attention.base.progress import stage
+from attention.base.timing import Phases
 from attention.io.precision import round_weights
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads, ratio_of
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.in_memory import Source
+from orchestrator.conversion.execution import convert_and_refine
+from orchestrator.conversion.memory_store import MemoryStore
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.conversion.steps import refine_with, steps_of_layers
 from search_spaces.planning.budgets import nearest_budget
-from search_spaces.planning.context import PlanningContext, convert_with
+from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import RECIPES, Recipe
 from search_spaces.recipes.catalogue import recipe as named_recipe
@@ -33,51 +35,124 @@ from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
 from trainers.evaluation import perplexity
 
-InspectionRecord = dict[str, Any]
-"""The JSON of `headfold inspect`: see `measure_heads`."""
 COMPARED = ("gqa", "headfold")
 FIT_KEY = "refinement.fit_steps"
+SideCurves = dict[str, dict[str, float]]
+"""Loss increases of one layer by side and head count (as text, for JSON)."""
+
+
+class BudgetRecord(TypedDict):
+    """The plan that a knapsack on the loss increases makes of one KV ratio."""
+
+    kv_ratio_asked: float
+    kv_ratio: float
+    kv_bytes_per_token: int
+    ceiling: str
+    key: list[int]
+    value: list[int]
+    sum_of_increases: float
+    plan: Mapping[str, Any]
+
+
+class RecipeEntry(TypedDict):
+    """One recipe at one KV ratio before any training: what `convert` gives.
+
+    Where the recipe is to make fewer steps of local fit (`fit_steps`) than `convert` makes
+    (`fit_steps_of_convert`), the loss is higher.
+    """
+
+    recipe: str
+    kv_ratio_asked: float
+    kv_ratio: NotRequired[float]
+    kv_bytes_per_token: NotRequired[int]
+    loss: NotRequired[float]
+    kl: NotRequired[float]
+    loss_increase: NotRequired[float]
+    loss_increase_stderr: NotRequired[float | None]
+    perplexity: NotRequired[float]
+    original_perplexity: NotRequired[float]
+    notes: NotRequired[list[str]]
+    fit_steps: NotRequired[int]
+    fit_steps_of_convert: NotRequired[int]
+    why_not: NotRequired[str]
+    """Why the recipe cannot be shown."""
+    seconds: float
+
+
+class InspectionRecord(TypedDict):
+    """The JSON of `headfold inspect`. KV ratios are shares of the checkpoint's own KV cache.
+
+    A ratio that a recipe cannot meet stands for the largest budget below it: `kv_ratio_asked` is
+    the one, `kv_ratio` the other.
+    """
+
+    model: str
+    family: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qk_norm: bool
+    rotary_dims: int
+    parameters: int
+    kv_bytes_per_token: int
+    original_loss: float
+    original_perplexity: float
+    calibration_data: str
+    eval_data: str
+    eval_documents_left_out: int
+    sequence_length: int
+    eval_tokens: int
+    calibration_tokens: int
+    recipe: Mapping[str, Any]
+    sensitivity: list[Mapping[str, Any]]
+    """Of each layer and side the loss increases by head count, when only that site is fused."""
+    similarity: list[Mapping[str, Any]]
+    """Mean cosines of the stored heads of a layer, `raw` and `aligned`, `[U, U]`."""
+    budgets: list[BudgetRecord]
+    recipes: list[RecipeEntry]
+    agreement: list[Mapping[str, Any]] | None
+    """Spearman of the layer-output score's ranks with those of the loss, if that was measured."""
+    seed: int
+    dtype: str
+    cache: str
+    seconds: dict[str, float]
 
 
 def measure_heads(
     request: ConversionRequest, compared: Mapping[str, Recipe], *, agreement: bool = False
 ) -> InspectionRecord:
-    """Measure a checkpoint; one record of plain JSON values.
-
-    `sensitivity`: for each layer and side the increase of the loss by head count, when only that site is fused as the
-    recipe of the request says. `similarity`: mean cosines of the stored heads of a layer, `raw` and `aligned`,
-    `[U, U]`. `budgets`: what the knapsack on these increases makes of each ratio (of the checkpoint's own KV cache).
-    `recipes`: held-out loss of the model converted by each recipe of `compared` at each ratio, before any training:
-    what `convert` gives. Where the recipe is to make fewer steps of local fit (`fit_steps`) than `convert` makes
-    (`fit_steps_of_convert`), it is more.
-    `agreement`: Spearman of the layer-output score's ranks with those of the loss, if asked for. A ratio that a recipe
-    cannot meet stands for the largest budget below it; `kv_ratio_asked` and `kv_ratio` tell both.
+    """Measure a checkpoint; return plain JSON values.
 
     Args:
-        request: The checkpoint, a recipe of `sensitivity_recipe`, the ratios, and a folder that keeps measurements.
+        request: The checkpoint, a recipe of `sensitivity_recipe`, the ratios, and a folder that
+            keeps measurements.
         compared: Recipes by name.
-        agreement: Whether that is measured too.
+        agreement: Whether the agreement of both scores is measured too.
 
     Raises:
         DataError: For texts that a user can mend, before the model is loaded.
     """
     started = time.perf_counter()
-    source = Source.load(request, always_calibrate=True)
-    context, phases, geometry = source.context, request.phases, request.geometry
+    store = MemoryStore(request, always_calibrate=True)
+    context = store.context
+    phases = request.phases
+    geometry = request.geometry
     with phases("similarity"):
         similarity = _similarity(context)
     with phases("sensitivity"):
-        plans, curves = _plans_and_curves(request.distinct(report=True), source)
+        plans, curves = _plans_and_curves(request.distinct(report=True), store)
     with phases("recipes"):
-        costs = _recipes(compared, plans, source, request.options.recipe_settings.get(FIT_KEY))
-    sites = None
+        costs = _recipes(compared, plans, store, request.options.recipe_settings.get(FIT_KEY))
+    sites: list[Mapping[str, Any]] | None = None
     if agreement:
-        from search_spaces.planning.agreement import agreement as measured_agreement  # scipy's start takes a while
+        # Imported here, since scipy takes a while to start
+        from search_spaces.planning.agreement import agreement as measure_agreement
 
         with phases("agreement"):
-            measured = measured_agreement(context, np.random.default_rng(request.seed))
+            measured = measure_agreement(context, np.random.default_rng(request.seed))
             sites = [site.to_dict() for site in measured]
-    return {
+    record: Any = {
         "model": request.checkpoint.name,
         "family": geometry.family,
         "layers": geometry.num_layers,
@@ -86,17 +161,17 @@ def measure_heads(
         "head_dim": geometry.head_dim,
         "qk_norm": geometry.qk_norm,
         "rotary_dims": geometry.rotary.dims,
-        "parameters": checkpoints.parameters(source.original),
-        "kv_bytes_per_token": plan_of(source.original).kv_bytes_per_token(request.dtype),
-        "original_loss": source.loss,
-        "original_perplexity": perplexity(source.loss),
-        **source.texts.facts,
-        "eval_tokens": int(source.texts.held_out.numel()),
-        "calibration_tokens": int(source.texts.calibration.numel()),
+        "parameters": checkpoints.parameters(store.original),
+        "kv_bytes_per_token": plan_of(store.original).kv_bytes_per_token(request.dtype),
+        "original_loss": store.loss,
+        "original_perplexity": perplexity(store.loss),
+        **store.texts.facts,
+        "eval_tokens": int(store.texts.held_out.numel()),
+        "calibration_tokens": int(store.texts.calibration.numel()),
         "recipe": request.recipe.to_dict(),
-        "sensitivity": [{"layer": layer} | sides for layer, sides in enumerate(curves)],
+        "sensitivity": [{"layer": layer, **sides} for layer, sides in enumerate(curves)],
         "similarity": similarity,
-        "budgets": [_budget(*item, curves, request) for item in plans.items()],
+        "budgets": [_budget(ratio, plan, curves, request) for ratio, plan in plans.items()],
         "recipes": costs,
         "agreement": sites,
         "seed": request.seed,
@@ -104,116 +179,179 @@ def measure_heads(
         "cache": str(request.cache_dir),
         "seconds": dict(phases) | {"all": time.perf_counter() - started},
     }
+    return record
 
 
-def sensitivity_recipe(name: str, counts: str | None, settings: Mapping[str, Any] | None = None) -> Recipe:
-    """The named recipe with a knapsack's head counts, keys and values apart, and no finalists: to convert and refine
-    these takes longer than all else here. Raises RecipeError."""
-    apart = {"together": False, "allocation": "knapsack", "relaxation": "none", "allocation.finalists": 1}
-    asked = {} if counts is None else {"allocation.counts": counts}
-    return named_recipe(name, **(apart | asked | dict(settings or {})))
+def sensitivity_recipe(
+    name: str, counts: str | None, settings: Mapping[str, Any] | None = None
+) -> Recipe:
+    """Return the named recipe with a knapsack's head counts, keys and values apart.
+
+    There are no finalists: to convert and refine these takes longer than all else here.
+
+    Args:
+        name: Name of the recipe.
+        counts: Head counts to measure; None for the recipe's.
+        settings: Other changes.
+
+    Raises:
+        RecipeError: For unknown names.
+    """
+    changes: Any = {
+        "together": False,
+        "allocation": "knapsack",
+        "relaxation": "none",
+        "allocation.finalists": 1,
+    }
+    if counts is not None:
+        changes["allocation.counts"] = counts
+    return named_recipe(name, **(changes | dict(settings or {})))
 
 
-def shortly_refined(whole: Recipe, steps: int | None) -> Recipe:
-    """The recipe with at most so many steps of local fit a layer; None: as it is."""
-    own = dict(whole.settings).get(FIT_KEY, 0)
-    return whole.with_changes(**{FIT_KEY: steps}) if steps is not None and own > steps else whole
+def untrained_recipe(name: str) -> Recipe:
+    """Return the named recipe as far as it goes without training.
 
-
-def untrained(name: str) -> Recipe:
-    """The named recipe as far as it goes without training. Raises ConfigError for an unknown one."""
+    Raises:
+        ConfigError: For an unknown one.
+    """
     if name not in RECIPES:
         raise ConfigError(f"compare: {one_of('recipe', sorted(RECIPES), name)}")
     return RECIPES[name].with_changes(relaxation="none")
 
 
-def _similarity(context: PlanningContext) -> list[dict[str, Any]]:
+def _shortly_refined(recipe: Recipe, steps: int | None) -> Recipe:
+    """Return the recipe with at most so many steps of local fit per layer; None: as it is."""
+    fit_steps = dict(recipe.settings).get(FIT_KEY, 0)
+    if steps is None or fit_steps <= steps:
+        return recipe
+    return recipe.with_changes(**{FIT_KEY: steps})
+
+
+def _similarity(context: PlanningContext) -> list[Mapping[str, Any]]:
     assert context.calibration is not None
     first = [unit[0] for unit in context.units]  # the heads of a unit are identical
 
     def rounded(matrix: Tensor) -> list[list[float]]:
-        return [[round(float(x), 5) for x in row] for row in matrix[first][:, first]]
+        return [[round(float(cosine), 5) for cosine in row] for row in matrix[first][:, first]]
 
     pairs = similarity_pairs(context.heads, context.calibration.layers, context.geometry)
     return [
-        {"layer": layer} | {side: {"raw": rounded(p.raw), "aligned": rounded(p.aligned)} for side, p in sides.items()}
+        {"layer": layer}
+        | {
+            side: {"raw": rounded(pair.raw), "aligned": rounded(pair.aligned)}
+            for side, pair in sides.items()
+        }
         for layer, sides in enumerate(pairs)
     ]
 
 
 def _plans_and_curves(
-    budgets: Mapping[Fraction, float], source: Source
-) -> tuple[dict[float, AttentionPlan], list[dict[str, dict[str, float]]]]:
-    """The plan of each budget by the ratio that requested it, and of each layer and side the increases by head count
-    (as text, for JSON)."""
-    request, context, geometry = source.request, source.context, source.context.geometry
+    budgets: Mapping[Fraction, float], store: MemoryStore
+) -> tuple[dict[float, AttentionPlan], list[SideCurves]]:
+    """Return the plan of each budget by the ratio that requested it, and each layer's curves."""
+    request = store.request
+    context = store.context
     plans = {}
     for budget, ratio in budgets.items():
-        plans[ratio] = make_plan(request.recipe, budget, context, np.random.default_rng(request.seed))
+        generator = np.random.default_rng(request.seed)
+        plans[ratio] = make_plan(request.recipe, budget, context, generator)
     (points,) = context.curves.values()  # one recipe, one seed: one set of curves
-    curves: list[dict[str, dict[str, float]]] = [{side: {} for side in SIDES} for _ in range(geometry.num_layers)]
+    curves: list[SideCurves] = [
+        {side: {} for side in SIDES} for _ in range(context.geometry.num_layers)
+    ]
     for key, point in points.items():
-        layer, _, place = key.partition("/")
-        side, _, count = place.partition("/")
-        if layer.isdigit():  # what is known of whole plans lies beside the places
+        layer, _, site = key.partition("/")
+        side, _, count = site.partition("/")
+        if layer.isdigit():  # whole plans have points of their own
             curves[int(layer)][side][count] = point.increase
-    return plans, [{side: dict(sorted(c.items(), key=lambda i: int(i[0]))) for side, c in s.items()} for s in curves]
+    return plans, [
+        {side: dict(sorted(curve.items(), key=_head_count)) for side, curve in sides.items()}
+        for sides in curves
+    ]
+
+
+def _head_count(point: tuple[str, float]) -> int:
+    return int(point[0])
 
 
 def _budget(
-    asked: float, plan: AttentionPlan, curves: list[dict[str, dict[str, float]]], request: ConversionRequest
-) -> dict[str, Any]:
-    heads = {side: [getattr(layer, f"{side}_heads") for layer in plan.layers] for side in SIDES}
-    # All heads kept is not in the curves: nothing increases.
-    increase = sum(curves[i][side].get(str(n), 0.0) for side, kept in heads.items() for i, n in enumerate(kept))
+    requested: float, plan: AttentionPlan, curves: list[SideCurves], request: ConversionRequest
+) -> BudgetRecord:
+    keys = [layer.key_heads for layer in plan.layers]
+    values = [layer.value_heads for layer in plan.layers]
+    used = ratio_of(plan, own_heads(request.geometry))
+    # The count of all heads is not in the curves: nothing increases.
+    increase = sum(
+        curves[layer][side].get(str(count), 0.0)
+        for side, counts in zip(SIDES, (keys, values), strict=True)
+        for layer, count in enumerate(counts)
+    )
     return {
-        "kv_ratio_asked": asked,
-        **_size(plan, request),
-        "ceiling": request.ceiling_note(asked, ratio_of(plan, own_heads(request.geometry))),
-        **heads,
+        "kv_ratio_asked": requested,
+        "kv_ratio": used,
+        "kv_bytes_per_token": plan.kv_bytes_per_token(request.dtype),
+        "ceiling": request.ceiling_note(requested, used),
+        "key": keys,
+        "value": values,
         "sum_of_increases": increase,
         "plan": plan.to_dict(),
     }
 
 
-def _size(plan: AttentionPlan, request: ConversionRequest) -> dict[str, Any]:
-    kept = ratio_of(plan, own_heads(request.geometry))
-    return {"kv_ratio": kept, "kv_bytes_per_token": plan.kv_bytes_per_token(request.dtype)}
-
-
 def _recipes(
-    recipes: Mapping[str, Recipe], plans: dict[float, AttentionPlan], source: Source, fit_steps: int | None
-) -> list[dict[str, Any]]:
-    """Held-out loss of every recipe at every ratio, one entry each; `why_not` where a recipe cannot be shown. That of
-    the request takes `plans`. Layers are fitted by at most `fit_steps` each, if that is given."""
-    request, context = source.request, source.context
-    entries: list[dict[str, Any]] = []
+    recipes: Mapping[str, Recipe],
+    plans: Mapping[float, AttentionPlan],
+    store: MemoryStore,
+    fit_steps: int | None,
+) -> list[RecipeEntry]:
+    """Return an entry for every recipe at every ratio.
+
+    Args:
+        recipes: By name; that of the request takes `plans`.
+        plans: By requested ratio.
+        store: The checkpoint.
+        fit_steps: The most steps of local fit per layer; None for those of each recipe.
+    """
+    entries: list[RecipeEntry] = []
     jobs = [(name, ratio) for name in recipes for ratio in plans]
-    with stage("converting by each recipe", len(jobs), "conversions") as told:
-        for name, asked in jobs:
-            entry: dict[str, Any] = {"recipe": name, "kv_ratio_asked": asked}
-            began = time.perf_counter()
+    with stage("converting by each recipe", len(jobs), "conversions") as progress:
+        for name, requested in jobs:
+            started = time.perf_counter()
+            entry: Any = {"recipe": name, "kv_ratio_asked": requested}
             try:
-                plan = plans[asked]
-                if name != request.recipe.name:
-                    ratio = nearest_budget(recipes[name], asked, context.geometry)
-                    plan = make_plan(recipes[name], ratio, context, np.random.default_rng(request.seed))
-                whole = shortly_refined(request.recipe if name == request.recipe.name else recipes[name], fit_steps)
-                entry |= _size(plan, request) | _scored(whole, plan, source)
-                if (steps := whole.knobs("refinement").get("fit_steps")) is not None:
-                    usual = recipes[name].knobs("refinement").get("fit_steps", 0)
-                    entry |= {"fit_steps": steps, "fit_steps_of_convert": usual}
-            except ValueError as error:  # one recipe that does not fit this checkpoint must not cost the others
+                entry |= _measured_recipe(name, recipes[name], requested, plans, store, fit_steps)
+            except ValueError as error:  # one recipe that does not fit must not cost the others
                 entry["why_not"] = str(error)
-            entries.append(entry | {"seconds": time.perf_counter() - began})
-            told.step()
+            entries.append(entry | {"seconds": time.perf_counter() - started})
+            progress.step()
     return entries
 
 
-def _scored(recipe: Recipe, plan: AttentionPlan, source: Source) -> dict[str, Any]:
-    """What the conversion of a plan by a recipe, refined as it says, gives on held-out text."""
-    converted = convert_with(recipe, source.original, plan, source.context.calibration, share=True)
-    steps = steps_of_layers(recipe, plan.num_layers, source.context.increases.get(plan))
-    refine_with(recipe, source.context.looked_at, converted, source.context.sequences, layer_steps=steps)
-    round_weights(converted, source.request.written)
-    return source.measured(converted)
+def _measured_recipe(
+    name: str,
+    recipe: Recipe,
+    requested: float,
+    plans: Mapping[float, AttentionPlan],
+    store: MemoryStore,
+    fit_steps: int | None,
+) -> Mapping[str, Any]:
+    request = store.request
+    context = store.context
+    usual_steps = recipe.knobs("refinement").get("fit_steps", 0)
+    if name == request.recipe.name:
+        plan = plans[requested]
+        recipe = request.recipe
+    else:
+        ratio = nearest_budget(recipe, requested, context.geometry)
+        plan = make_plan(recipe, ratio, context, np.random.default_rng(request.seed))
+    recipe = _shortly_refined(recipe, fit_steps)
+    converted, _ = convert_and_refine(recipe, plan, context, Phases())
+    round_weights(converted, request.written)
+    fields = {
+        "kv_ratio": ratio_of(plan, own_heads(request.geometry)),
+        "kv_bytes_per_token": plan.kv_bytes_per_token(request.dtype),
+        **store.compare(converted),
+    }
+    if (steps := recipe.knobs("refinement").get("fit_steps")) is not None:
+        fields |= {"fit_steps": steps, "fit_steps_of_convert": usual_steps}
+    return fields

@@ -1,12 +1,34 @@
-"""What a conversion gives back, key by key: the JSON of `headfold convert`."""
+"""The record of a conversion, key by key: the JSON of `headfold convert`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 
+class FitWorkRecord(TypedDict):
+    """The fields of `attention.conversion.refinement.refine.FitWork`."""
+
+    optimizer_steps: int
+    tokens: int
+    flops: float
+
+
+class FitRecord(TypedDict):
+    """The fields of `attention.conversion.refinement.refine.LayerFit`."""
+
+    step: str
+    layer: int
+    before: float
+    after: float
+    work: FitWorkRecord
+
+
 class ConversionPoint(TypedDict):
-    """A conversion at one KV ratio. Losses and KL are in nats per token, bytes are KV bytes per token."""
+    """A conversion at one KV ratio.
+
+    Losses and KL are in nats per token, bytes are KV bytes per token.
+    """
 
     loss: float
     """Held-out loss of the converted model."""
@@ -18,9 +40,9 @@ class ConversionPoint(TypedDict):
     perplexity: float
     notes: NotRequired[list[str]]
     kv_ratio: float
-    """What is used of the checkpoint's own KV cache."""
+    """The share of the checkpoint's own KV cache that is used."""
     kv_ratio_asked: float
-    """What was requested."""
+    """The share that was requested."""
     ceiling: str
     """Why less than what was requested is used, in words; empty where it is the same."""
     kv_bytes_per_token: int
@@ -33,9 +55,9 @@ class ConversionPoint(TypedDict):
     mixed_moments: NotRequired[str]
     """How the mixed moments of the statistics were kept."""
     layerwise: NotRequired[bool]
-    fits: NotRequired[list[dict[str, Any]]]
+    fits: NotRequired[list[FitRecord]]
     """The local fits of a conversion layer by layer."""
-    plan: dict[str, Any]
+    plan: Mapping[str, Any]
     plan_digest: str
     peak_memory: int
     """The most bytes that the process had resident."""
@@ -44,7 +66,7 @@ class ConversionPoint(TypedDict):
     loads_in: NotRequired[list[str]]
     """Software that loads it."""
     format_note: NotRequired[str]
-    padding: NotRequired[dict[str, Any]]
+    padding: NotRequired[Mapping[str, Any]]
     out: str | None
     """Where it was saved."""
     seconds: dict[str, float]
@@ -52,10 +74,10 @@ class ConversionPoint(TypedDict):
 
 
 class ConversionFacts(TypedDict):
-    """What conversions of one run have in common."""
+    """What the conversions of one run have in common."""
 
     model: str
-    recipe: dict[str, Any]
+    recipe: Mapping[str, Any]
     original_loss: float
     original_perplexity: float
     calibration_data: str

@@ -1,11 +1,10 @@
-"""What a conversion is asked for, checked before texts and weights are read."""
+"""The request of a conversion, checked before texts and weights are read."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
@@ -16,7 +15,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.base.memory import memory_peak
-from attention.base.progress import stage
 from attention.base.timing import Phases
 from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
@@ -57,7 +55,17 @@ KEYS = {"share": "kv_ratio", "heads": "kv_heads", "bytes": "kv_bytes"}
 
 
 def parse_list(text: str, kind: Callable[[str], Number], key: str, example: str) -> list[Number]:
-    """`0.9,0.5` -> [0.9, 0.5], each once. Raises ConfigError for anything but numbers of this kind."""
+    """Return the numbers of a list such as `0.9,0.5`, each once.
+
+    Args:
+        text: The list.
+        kind: Reads a number.
+        key: The option.
+        example: What is expected, in words.
+
+    Raises:
+        ConfigError: For anything but numbers of this kind.
+    """
     try:
         values = [kind(part.strip()) for part in text.split(",") if part.strip()]
     except (ValueError, ArithmeticError):
@@ -68,11 +76,15 @@ def parse_list(text: str, kind: Callable[[str], Number], key: str, example: str)
 
 
 def parse_share(text: str) -> float:
-    """`0.5` or `50%`. Raises ArithmeticError or ValueError for anything else."""
+    """Return the number in `0.5` or `50%`.
+
+    Raises:
+        ArithmeticError: For anything else; or ValueError.
+    """
     return float(Decimal(text[:-1]) / 100 if text.endswith("%") else Decimal(text))
 
 
-def asked_ratios(
+def requested_ratios(
     model: checkpoints.CheckpointSource,
     kv_ratio: str | float | Sequence[float] | None,
     kv_heads: str | int | Sequence[int] | None,
@@ -82,31 +94,42 @@ def asked_ratios(
     default: Sequence[float] = (),
     key: str = "model",
 ) -> list[float]:
-    """What `--kv-ratio`, `--kv-heads` or `--kv-bytes` request, as shares of the checkpoint's own KV cache.
+    """Return the shares of the checkpoint's own KV cache that the options request.
 
-    All may be lists; one of them must be given where there are no `default` ratios. `dtype`: of the cache, as the
-    option says it. Only config.json is read, and that only for heads and bytes. Raises ConfigError.
+    Only config.json is read, and that only for heads and bytes.
+
+    Args:
+        model: The checkpoint.
+        kv_ratio: `--kv-ratio`; like the next two a number, text, or several of them.
+        kv_heads: `--kv-heads`.
+        kv_bytes: `--kv-bytes`. One of the three must be given where there is no `default`.
+        dtype: Of the cache, as the option has it.
+        default: Ratios where none is requested; of these the ones that any plan can meet.
+        key: The option by which the user has named the checkpoint.
+
+    Raises:
+        ConfigError: For what a user can mend.
     """
     options = {"kv_ratio": kv_ratio, "kv_heads": kv_heads, "kv_bytes": kv_bytes}
-    given = {name: _as_text(name, value) for name, value in options.items() if value is not None}
-    if len(given) > 1:
-        got = " and ".join(f"{name} {text!r}" for name, text in given.items())
+    texts = {name: _as_text(name, value) for name, value in options.items() if value is not None}
+    if len(texts) > 1:
+        got = " and ".join(f"{name} {text!r}" for name, text in texts.items())
         raise ConfigError(
-            f"{', '.join(options)}: expected one of the three, got {'both' if len(given) == 2 else 'all:'} {got}; give "
-            f"{RATIOS}, {HEADS} or {SIZES}"
+            f"{', '.join(options)}: expected one of the three, got "
+            f"{'both' if len(texts) == 2 else 'all:'} {got}; give {RATIOS}, {HEADS} or {SIZES}"
         )
     if kv_bytes is not None:
-        return _ratios_of_bytes(model, given["kv_bytes"], dtype, key)
+        return _ratios_of_bytes(model, texts["kv_bytes"], dtype, key)
     if kv_heads is None:
         if kv_ratio is None and not default:
             raise ConfigError(f"kv_ratio: expected {RATIOS}, {HEADS} or {SIZES}, got none of them")
         if kv_ratio is None:  # those that any plan can meet
             stored = checkpoints.open_checkpoint(model, key, weights=False).geometry.num_kv_heads
             return [ratio for ratio in default if ratio * stored >= 1] or list(default)
-        return parse_list(
-            given["kv_ratio"], parse_share, "kv_ratio", "a share like 0.5 or 50%, or a list like 0.5,0.25"
-        )
-    counts = parse_list(given["kv_heads"], int, "kv_heads", "a whole number of KV heads a layer or a list like 4,2")
+        example = "a share like 0.5 or 50%, or a list like 0.5,0.25"
+        return parse_list(texts["kv_ratio"], parse_share, "kv_ratio", example)
+    example = "a whole number of KV heads a layer or a list like 4,2"
+    counts = parse_list(texts["kv_heads"], int, "kv_heads", example)
     geometry = checkpoints.open_checkpoint(model, key, weights=False).geometry
     try:
         return [ratio_of_kv_heads(count, geometry) for count in counts]
@@ -115,7 +138,7 @@ def asked_ratios(
 
 
 def _as_text(key: str, value: Any) -> str:
-    """Numbers as the command line takes them. Raises ConfigError for none."""
+    """Return numbers as the command line takes them. Raises ConfigError for none."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return str(value)
     numbers = [str(each) for each in value]
@@ -124,10 +147,13 @@ def _as_text(key: str, value: Any) -> str:
     return ",".join(numbers)
 
 
-def _ratios_of_bytes(model: checkpoints.CheckpointSource, text: str, dtype: str, key: str) -> list[float]:
-    """Shares that `--kv-bytes` requests: `0.5`, `50%`, or a size per token like `24KiB`."""
+def _ratios_of_bytes(
+    model: checkpoints.CheckpointSource, text: str, dtype: str, key: str
+) -> list[float]:
+    """Return the shares that `--kv-bytes` requests: `0.5`, `50%`, or a size like `24KiB`."""
     source = checkpoints.open_checkpoint(model, key, weights=False)
-    geometry, dtype = source.geometry, checkpoints.written_dtype(source, dtype)
+    geometry = source.geometry
+    dtype = checkpoints.written_dtype(source, dtype)
     own = own_bytes(geometry, dtype)
 
     def share(part: str) -> float:
@@ -136,10 +162,12 @@ def _ratios_of_bytes(model: checkpoints.CheckpointSource, text: str, dtype: str,
             return parse_share(part)
         return float(size[1]) * BYTES_OF[size[2]] / own
 
-    ratios = parse_list(text, share, "kv_bytes", "a share like 0.5 or 50%, or bytes per token like 24KiB or 24576")
+    example = "a share like 0.5 or 50%, or bytes per token like 24KiB or 24576"
+    ratios = parse_list(text, share, "kv_bytes", example)
     if (largest := max(ratios)) >= 1:
         raise ConfigError(
-            f"kv_bytes: got {text!r}, {round(largest * own):,} bytes per token; {own_cache(geometry, dtype)}: give less"
+            f"kv_bytes: got {text!r}, {round(largest * own):,} bytes per token; "
+            f"{own_cache(geometry, dtype)}: give less"
         )
     return ratios
 
@@ -167,12 +195,16 @@ def chosen_recipe(
         return named
     best = choice.choose_recipe(checkpoint.config, checkpoint.geometry, engine)
     if not isinstance(named, Recipe):
-        print(f"recipe: {best.recipe} (auto: {best.reason}; `headfold recipes` lists all)", file=sys.stderr, flush=True)
+        print(
+            f"recipe: {best.recipe} (auto: {best.reason}; `headfold recipes` lists all)",
+            file=sys.stderr,
+            flush=True,
+        )
         named = named_recipe(best.recipe, **settings)
     if engine is not None and (reasons := choice.refusals(named, best.forms[engine])):
         raise ConfigError(
-            f"for: {choice.ENGINE_NAMES[engine]} cannot load what recipe {named.name} makes of this checkpoint: "
-            f"{reasons[0]}; take --recipe {best.recipe}, or leave out --for"
+            f"for: {choice.ENGINE_NAMES[engine]} cannot load what recipe {named.name} makes of "
+            f"this checkpoint: {reasons[0]}; take --recipe {best.recipe}, or leave out --for"
         )
     return named
 
@@ -184,7 +216,7 @@ class ConversionRequest:
     Attributes:
         checkpoint: What is converted.
         recipe: How.
-        kv_ratios: Shares of the checkpoint's own KV cache that were requested, each a ceiling (see `budget`).
+        kv_ratios: Requested shares of the checkpoint's own KV cache, each a ceiling (see `budget`).
         tokenizer: That of the checkpoint; None where only the config was checked.
         dtype: Name of the dtype of what is written.
         options: The options of the verb.
@@ -212,7 +244,8 @@ class ConversionRequest:
     ) -> ConversionRequest:
         """Check all that can be checked before texts and weights are read.
 
-        A ratio that changes nothing is refused, and with `options.strict` one that the recipe cannot meet exactly.
+        A ratio that changes nothing is refused, and with `options.strict` one that the recipe
+        cannot meet exactly.
 
         Args:
             checkpoint: What is converted.
@@ -231,11 +264,13 @@ class ConversionRequest:
             if not 0 < ratio <= 1:
                 mistyped = f"; did you mean {ratio:g}%?" if 2 <= ratio < 100 else ""
                 raise ConfigError(
-                    f"{KEYS[unit]}: got {ratio:g}; a KV ratio must lie in (0, 1), e.g. 0.25 or 25% for a quarter of "
-                    f"the checkpoint's own cache{mistyped}"
+                    f"{KEYS[unit]}: got {ratio:g}; a KV ratio must lie in (0, 1), e.g. 0.25 or 25% "
+                    f"for a quarter of the checkpoint's own cache{mistyped}"
                 )
         length = options.sequence_length
-        checkpoints.open_checkpoint(checkpoint, key, sequence_length=length, weights=not config_only)
+        checkpoints.open_checkpoint(
+            checkpoint, key, sequence_length=length, weights=not config_only
+        )
         checkpoints.check_own_cache(checkpoint, "model")
         if recipe.sharing == recipe.composition == "none":
             checkpoints.check_several_heads(checkpoint)
@@ -273,51 +308,57 @@ class ConversionRequest:
         return self.checkpoint.geometry
 
     def budget(self, kv_ratio: float) -> Fraction:
-        """The share of the checkpoint's KV heads that is used where `kv_ratio` was requested."""
+        """Return the share of the checkpoint's KV heads to use where `kv_ratio` is requested."""
         return nearest_budget(self.recipe, kv_ratio, self.geometry)
 
     def distinct(self, *, report: bool = False) -> dict[Fraction, float]:
-        """Budgets in falling order, and the smallest ratio that requested each: what several come to is used once.
+        """Return the budgets in falling order, and the smallest ratio that requested each.
 
-        `report`: say so on stderr.
+        Args:
+            report: Whether to report on stderr which ratios have the same budget.
         """
         requested = {self.budget(ratio): ratio for ratio in sorted(self.kv_ratios, reverse=True)}
         for ratio in self.kv_ratios if report else ():
-            if (kept := requested[self.budget(ratio)]) != ratio:
-                one, other = (self.amount(r) for r in (ratio, kept))
-                print(f"note: {one} and {other} come to the same plan: it is made once", file=sys.stderr, flush=True)
+            smallest = requested[self.budget(ratio)]
+            if smallest != ratio:
+                print(
+                    f"note: {self.amount(ratio)} and {self.amount(smallest)} come to the same "
+                    "plan: it is made once",
+                    file=sys.stderr,
+                    flush=True,
+                )
         return requested
 
     def amount(self, kv_ratio: float) -> str:
-        """A share in the unit of the request."""
-        return amount(float(kv_ratio), self.options.unit, self.geometry, self.dtype) + UNITS[self.options.unit]
+        """Return a share in words, in the unit of the request."""
+        unit = self.options.unit
+        return amount(float(kv_ratio), unit, self.geometry, self.dtype) + UNITS[unit]
 
     def ceiling_note(self, kv_ratio: float, used: float) -> str:
-        """What is used where `kv_ratio` was requested, in words; empty if it is the same."""
+        """Return in words that less than `kv_ratio` is used; empty if it is the same."""
         return ceiling_note(float(kv_ratio), used, self.options.unit, self.geometry, self.dtype)
 
     @property
     def written(self) -> torch.dtype:
-        """What is written in."""
+        """The dtype to write."""
         return DTYPES[self.dtype]
 
     @property
     def working(self) -> torch.dtype:
-        """What is computed in."""
+        """The dtype to compute in."""
         return DTYPES[checkpoints.working_dtype(self.dtype, self.device)]
 
-    @contextmanager
-    def layer_phase(self, name: str, layer: int, doing: str) -> Iterator[None]:
-        """A phase of a conversion layer by layer: its seconds count under `name`, and it is shown as `doing`, the words
-        for what is done with layer `layer` (from 0)."""
-        with self.phases(name), stage(f"layer {layer + 1} of {self.geometry.num_layers}, {doing}"):
-            yield
-
     def texts(self) -> LoadedTexts:
-        """Calibration and held-out token sequences. Raises DataError naming the source."""
+        """Read the calibration and the held-out token sequences.
+
+        Raises:
+            DataError: Naming the source.
+        """
+        options = self.options
         with self.phases("data"):
-            options = self.options
-            texts = Texts(options.calibration_data, options.eval_data, options.text_field, options.seed)
+            texts = Texts(
+                options.calibration_data, options.eval_data, options.text_field, options.seed
+            )
             return texts.load(
                 self.tokenizer,
                 self.geometry.max_positions,
@@ -328,19 +369,21 @@ class ConversionRequest:
 
     @property
     def text_sizes(self) -> tuple[int, int, int]:
-        """Tokens to calibrate on, tokens to measure on, and tokens a sequence: at most, before a text is read."""
+        """Most tokens to calibrate on, to measure on, and per sequence, before texts are read."""
         calibration = self.options.calibration_tokens or CALIBRATION_TOKENS
         measured = self.options.eval_tokens or CALIBRATION_TOKENS
         length = self.options.sequence_length
-        return calibration, measured, length or default_length(self.geometry.max_positions, calibration, measured)
+        if length is None:
+            length = default_length(self.geometry.max_positions, calibration, measured)
+        return calibration, measured, length
 
     def load_model(self) -> PreTrainedModel:
-        """The original model, in what is computed in. Raises WeightsError."""
+        """Load the original model in the dtype to compute in. Raises WeightsError."""
         with self.phases("load"):
             return checkpoints.load_working(self.checkpoint, self.dtype, self.device)
 
     def note(self) -> dict[str, Any]:
-        """What is kept beside the weights of the converted checkpoint."""
+        """Return what is written beside the weights of the converted checkpoint."""
         heads = own_heads(self.geometry)
         return {
             "recipe": self.recipe.to_dict(),
@@ -356,10 +399,15 @@ class ConversionRequest:
         measured: Mapping[str, Any],
         out: str | Path | None,
     ) -> ConversionRecord:
-        """The result of a conversion to `plan`, `kv_ratio` having been requested, calibrated and measured on `texts`.
+        """Return the record of a conversion; cost and seconds are yet to be added.
 
-        `measured`: losses and KL in nats per token with what `trainers.evaluation.comparison` makes of them, and what
-        else only a model tells; `out`: where it was saved.
+        Args:
+            plan: The plan that was carried out.
+            kv_ratio: The ratio that was requested.
+            texts: What it was calibrated and measured on.
+            measured: Losses and KL in nats per token with `trainers.evaluation.comparison` of them,
+                and other measurements.
+            out: The folder of the result, if any.
         """
         used = ratio_of(plan, own_heads(self.geometry))
         record: Any = {
@@ -384,9 +432,12 @@ class ConversionRequest:
         return record
 
 
-def _check_ratio(checkpoint: Checkpoint, recipe: Recipe, ratio: float, dtype: str, options: ConversionOptions) -> None:
+def _check_ratio(
+    checkpoint: Checkpoint, recipe: Recipe, ratio: float, dtype: str, options: ConversionOptions
+) -> None:
     """Raise ConfigError for a ratio that changes nothing, or that the recipe cannot meet."""
-    geometry, unit = checkpoint.geometry, options.unit
+    geometry = checkpoint.geometry
+    unit = options.unit
     if reason := keeps_everything(recipe.sharing, recipe.composition, ratio):
         raise ConfigError(f"{KEYS[unit]}: {reason}; {own_cache(geometry, dtype)}")
     if options.strict:
@@ -394,9 +445,10 @@ def _check_ratio(checkpoint: Checkpoint, recipe: Recipe, ratio: float, dtype: st
     try:
         nearest_budget(recipe, ratio, geometry)
     except BelowLeast as error:
-        least, requested = (amount(float(r), unit, geometry, dtype) for r in (error.least, ratio))
+        least = amount(float(error.least), unit, geometry, dtype) + UNITS[unit]
+        requested = amount(float(ratio), unit, geometry, dtype)
         raise ConfigError(
-            f"{KEYS[unit]}: recipe {recipe.name} keeps at least {least}{UNITS[unit]} on this checkpoint, got "
+            f"{KEYS[unit]}: recipe {recipe.name} keeps at least {least} on this checkpoint, got "
             f"{requested}; {own_cache(geometry, dtype)}"
         ) from None
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""What a checkpoint is worth: losses, tasks of lm-evaluation-harness, generated text, long contexts."""
+"""What a model is worth beside its loss: tasks of a harness, generated text, long contexts."""

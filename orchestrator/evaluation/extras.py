@@ -1,43 +1,118 @@
-"""What `headfold evaluate` measures beside loss and cache, where it is asked for: each is checked, and its data made,
-before any model is loaded."""
+"""What `headfold evaluate` measures beside loss and cache: tasks, generated text, long contexts.
+
+Each is checked, and its data made, before any model is loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from torch import Tensor
 
-from orchestrator.evaluation.generations import encode_prompts, greedy, side_by_side
-from orchestrator.evaluation.long_context import Needles, context_lengths, loss_by_position
-from orchestrator.evaluation.tasks import HarnessTasks
+from orchestrator.evaluation.generations import (
+    Generation,
+    compare_generations,
+    encode_prompts,
+    greedy,
+)
+from orchestrator.evaluation.long_context import (
+    Needles,
+    PositionLoss,
+    Recall,
+    context_lengths,
+    loss_by_position,
+)
+from orchestrator.evaluation.tasks import HarnessTasks, Scores
+
+
+class ModelExtras(TypedDict):
+    """What one model gives."""
+
+    tasks: NotRequired[Scores]
+    continuations: NotRequired[list[list[int]]]
+    """Token ids after each prompt."""
+    loss_by_position: NotRequired[list[PositionLoss]]
+    recall: NotRequired[dict[str, list[Recall]]]
+    """By context length."""
+
+
+class LongContextRecord(TypedDict):
+    """Losses and recalls in long contexts, each by model."""
+
+    loss_by_position: dict[str, list[PositionLoss]]
+    recall: dict[str, dict[str, list[Recall]]]
+
+
+class ExtrasRecord(TypedDict):
+    """Fields of the JSON of `headfold evaluate`, by model: checkpoint, original, baseline."""
+
+    tasks: NotRequired[dict[str, Scores]]
+    """By model."""
+    generations: NotRequired[list[Generation]]
+    long_context: NotRequired[LongContextRecord]
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What is asked for: `tasks` as in `task_files.task_specs`, `prompts` themselves,
-    `context_lengths` as in `long_context.context_lengths`."""
+    """What is requested.
+
+    Attributes:
+        tasks: Of lm-evaluation-harness, as `task_files.task_specs` takes them.
+        prompts: Prompts themselves.
+        context_lengths: As `long_context.context_lengths` takes them.
+    """
 
     tasks: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()
     context_lengths: str | None = None
 
-    def prepare(self, tokenizer: Any, most: int, held_out: Callable[[int], Tensor], seed: int) -> PreparedExtras:
-        """With all data, for models of `most` positions. `held_out(length)`: held-out text `[TEXTS, length]`. Raises
-        ConfigError or DataError for what a user can mend."""
+    def prepare(
+        self,
+        tokenizer: Any,
+        max_positions: int,
+        held_out: Callable[[int], Tensor],
+        seed: int,
+    ) -> PreparedExtras:
+        """Check everything and load all data.
+
+        Args:
+            tokenizer: Of the models.
+            max_positions: Of the models.
+            held_out: Called with a length, gives held-out text `[NUM_TEXTS, length]`.
+            seed: Of the hidden lines.
+
+        Raises:
+            ConfigError: For what a user can mend. Likewise DataError of texts.
+        """
         prompts = list(self.prompts)
-        encoded = encode_prompts(prompts, tokenizer, most)
-        lengths = context_lengths(self.context_lengths, most) if self.context_lengths is not None else []
-        texts = [held_out(length) for length in lengths]
-        needles = {length: Needles.hide(text, tokenizer, seed) for length, text in zip(lengths, texts, strict=True)}
-        tasks = HarnessTasks(self.tasks) if self.tasks else None
-        return PreparedExtras(tokenizer, tasks, prompts, encoded, texts[-1] if texts else None, needles)
+        encoded = encode_prompts(prompts, tokenizer, max_positions)
+        lengths = []
+        if self.context_lengths is not None:
+            lengths = context_lengths(self.context_lengths, max_positions)
+        texts = {length: held_out(length) for length in lengths}
+        return PreparedExtras(
+            tokenizer=tokenizer,
+            prompts=prompts,
+            encoded=encoded,
+            longest=texts[lengths[-1]] if lengths else None,
+            needles={length: Needles.hide(texts[length], tokenizer, seed) for length in texts},
+            tasks=HarnessTasks(self.tasks) if self.tasks else None,
+        )
 
 
 @dataclass(frozen=True)
 class PreparedExtras:
-    """`longest`: held-out text `[N, L]` of the longest context length; `needles`: of each length."""
+    """What is measured of each model, with its data.
+
+    Attributes:
+        tokenizer: Of the models.
+        tasks: Tasks of the harness, if any.
+        prompts: Prompts, and as token ids `encoded`.
+        longest: Held-out text `[N, L]` of the longest context length.
+        needles: Hidden lines by context length.
+    """
 
     tokenizer: Any
     tasks: HarnessTasks | None
@@ -46,34 +121,41 @@ class PreparedExtras:
     longest: Tensor | None
     needles: dict[int, Needles]
 
-    def of(self, model: Any) -> dict[str, Any]:
-        """What one model gives."""
-        made: dict[str, Any] = {}
+    def measure(self, model: Any) -> ModelExtras:
+        """Measure one model."""
+        measured: ModelExtras = {}
         if self.tasks is not None:
-            made["tasks"] = self.tasks.scores(model, self.tokenizer)
+            measured["tasks"] = self.tasks.scores(model, self.tokenizer)
         if self.prompts:
             end = self.tokenizer.eos_token_id
-            made["continuations"] = [greedy(model, prompt, end) for prompt in self.encoded]
+            measured["continuations"] = [greedy(model, prompt, end) for prompt in self.encoded]
         if self.longest is not None:
-            made["loss_by_position"] = loss_by_position(model, self.longest)
-            made["recall"] = {str(length): needles.recall(model) for length, needles in self.needles.items()}
-        return made
+            measured["loss_by_position"] = loss_by_position(model, self.longest)
+            measured["recall"] = {
+                str(length): needles.recall(model) for length, needles in self.needles.items()
+            }
+        return measured
 
-    def record(self, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Fields of the verb's record, from what each model gave: by field, then by model (`checkpoint`, `original`,
-        `baseline`)."""
+    def record(self, models: Mapping[str, Any]) -> ExtrasRecord:
+        """Return what all models gave, by field and then by model.
 
-        def of_all(field: str) -> dict[str, Any]:
-            return {name: made[field] for name, made in models.items()}
-
-        fields: dict[str, Any] = {}
+        Args:
+            models: `ModelExtras` by model.
+        """
+        fields: ExtrasRecord = {}
         if self.tasks is not None:
-            fields["tasks"] = of_all("tasks")
+            fields["tasks"] = {name: extras["tasks"] for name, extras in models.items()}
         if self.prompts:
-            fields["generations"] = side_by_side(self.prompts, of_all("continuations"), self.tokenizer)
+            texts = {name: extras["continuations"] for name, extras in models.items()}
+            fields["generations"] = compare_generations(self.prompts, texts, self.tokenizer)
         if self.longest is not None:
-            fields["long_context"] = {name: of_all(name) for name in ("loss_by_position", "recall")}
+            fields["long_context"] = {
+                "loss_by_position": {
+                    name: extras["loss_by_position"] for name, extras in models.items()
+                },
+                "recall": {name: extras["recall"] for name, extras in models.items()},
+            }
         return fields
 
 
-NOTHING_MORE = Extras()
+NO_EXTRAS = Extras()

@@ -1,11 +1,11 @@
-"""Generated text side by side: what two models make of the same prompts, and where they part."""
+"""Generated text side by side: what models write after the same prompts, and where they differ."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -17,87 +17,134 @@ from trainers.text.tokenising import beginning
 NEW_TOKENS = 48
 
 
-def read_prompts(given: str | None) -> tuple[str, ...]:
-    """The prompts of a file (.jsonl: `{"prompt": "..."}` a line; any other: one prompt a line), or the text itself.
+class Generation(TypedDict):
+    """What models write after one prompt."""
 
-    Raises ConfigError for a file without prompts, or that is not there and whose name says it should be.
+    prompt: str
+    tokens: int
+    """That the checkpoint writes."""
+    parts_at: int | None
+    """Tokens that checkpoint and original have alike before they differ; None where they never
+    do, or without an original."""
+    parts: dict[str, str] | None
+    """The tokens that follow there, by model."""
+    texts: dict[str, str]
+    """By model."""
+
+
+def read_prompts(source: str | None) -> tuple[str, ...]:
+    """Return prompts.
+
+    Args:
+        source: A file (.jsonl: `{"prompt": "..."}` a line; any other: one prompt a line), or a
+            prompt itself.
+
+    Raises:
+        ConfigError: For a file without prompts, or one that is not there and whose name says that
+            it should be.
     """
-    if given is None:
+    if source is None:
         return ()
-    file = Path(given)
-    if len(given) > 255 or "\n" in given or not file.is_file():
-        if file.suffix in (".txt", ".jsonl") and " " not in given:
-            raise ConfigError(f"prompts: no file at {given!r}; give a file with one prompt a line, or a prompt itself")
-        prompts = [given]
+    file = Path(source)
+    if len(source) > 255 or "\n" in source or not file.is_file():
+        if file.suffix in (".txt", ".jsonl") and " " not in source:
+            raise ConfigError(
+                f"prompts: no file at {source!r}; give a file with one prompt a line, or a prompt "
+                "itself"
+            )
+        prompts = [source]
     else:
-        lines = [line for line in _text_of(file).splitlines() if line.strip()]
-        prompts = [_prompt(line, file) for line in lines] if file.suffix == ".jsonl" else lines
+        prompts = [line for line in _read_text(file).splitlines() if line.strip()]
+        if file.suffix == ".jsonl":
+            prompts = [_prompt_of(line, file) for line in prompts]
     if not any(prompt.strip() for prompt in prompts):
-        raise ConfigError(f"prompts: {given!r} has none; give a file with one prompt a line, or a prompt itself")
+        raise ConfigError(
+            f"prompts: {source!r} has none; give a file with one prompt a line, or a prompt itself"
+        )
     return tuple(prompts)
 
 
-def _text_of(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"prompts: {str(file)!r} cannot be read as text: {error}") from None
 
 
-def _prompt(line: str, file: Path) -> str:
+def _prompt_of(line: str, file: Path) -> str:
     try:
         record = json.loads(line)
     except ValueError:
         record = None
     if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str):
-        raise ConfigError(f'prompts: {str(file)!r}: expected {{"prompt": "..."}} in every line, got {line[:60]!r}')
+        raise ConfigError(
+            f'prompts: {str(file)!r}: expected {{"prompt": "..."}} in every line, got {line[:60]!r}'
+        )
     return record["prompt"]
 
 
-def encode_prompts(prompts: Sequence[str], tokenizer: Any, most: int) -> list[list[int]]:
-    """Token ids of each. Raises ConfigError for one after which a model of `most` positions has no room."""
+def encode_prompts(prompts: Sequence[str], tokenizer: Any, max_positions: int) -> list[list[int]]:
+    """Return the token ids of each prompt.
+
+    Raises:
+        ConfigError: For one after which a model of `max_positions` has no room.
+    """
     first = beginning(tokenizer)  # and not what some tokenizers put after a text
     encoded = [[*first, *tokenizer.encode(prompt, add_special_tokens=False)] for prompt in prompts]
     for prompt, ids in zip(prompts, encoded, strict=True):
-        if not 0 < len(ids) <= most - NEW_TOKENS:
+        if not 0 < len(ids) <= max_positions - NEW_TOKENS:
             raise ConfigError(
-                f"prompts: {prompt[:40]!r} has {len(ids)} tokens; with {NEW_TOKENS} new ones it must have 1 to "
-                f"{most - NEW_TOKENS} for this model"
+                f"prompts: {prompt[:40]!r} has {len(ids)} tokens; with {NEW_TOKENS} new ones it "
+                f"must have 1 to {max_positions - NEW_TOKENS} for this model"
             )
     return encoded
 
 
 def greedy(model: Any, prompt: Sequence[int], end: int | None) -> list[int]:
-    """The likeliest next tokens, NEW_TOKENS of them, or up to and with the token `end`."""
+    """Return the likeliest next tokens: NEW_TOKENS of them, or up to and with the token `end`."""
     ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
-    made: list[int] = []
+    tokens: list[int] = []
     with evaluating(model):
         output = model(ids, use_cache=True)
-        while len(made) < NEW_TOKENS:
+        while len(tokens) < NEW_TOKENS:
             token = output.logits[:, -1:].argmax(-1)
-            made.append(int(token))
-            if made[-1] == end:
+            tokens.append(int(token))
+            if tokens[-1] == end:
                 break
             output = next_output(model, token, output)
-    return made
+    return tokens
 
 
-def side_by_side(
-    prompts: Sequence[str], made: Mapping[str, Sequence[Sequence[int]]], tokenizer: Any
-) -> list[dict[str, Any]]:
-    """A record for each prompt: the text that each model writes, and `parts_at`, the number of tokens that checkpoint
-    and original have alike before they part, with the tokens that follow in `parts`; None where they never do, or
-    without an original. `made`: token ids of each model's continuations."""
+def compare_generations(
+    prompts: Sequence[str], continuations: Mapping[str, Sequence[Sequence[int]]], tokenizer: Any
+) -> list[Generation]:
+    """Return a record for each prompt.
+
+    Args:
+        prompts: The prompts.
+        continuations: Token ids by model, then by prompt; `checkpoint` is one of the models.
+        tokenizer: Of all models.
+    """
     records = []
     for index, prompt in enumerate(prompts):
-        ids = {name: list(continuations[index]) for name, continuations in made.items()}
-        record: dict[str, Any] = {"prompt": prompt, "tokens": len(ids["checkpoint"]), "parts_at": None, "parts": None}
-        record["texts"] = {name: tokenizer.decode(tokens) for name, tokens in ids.items()}
-        if "original" in ids and ids["checkpoint"] != ids["original"]:
-            one, other = ids["checkpoint"], ids["original"]
-            alike = zip(one, other, strict=False)
-            at = next((i for i, (a, b) in enumerate(alike) if a != b), min(len(one), len(other)))
-            parts = {"checkpoint": tokenizer.decode(one[at : at + 1]), "original": tokenizer.decode(other[at : at + 1])}
-            record |= {"parts_at": at, "parts": parts}
+        ids = {name: list(rows[index]) for name, rows in continuations.items()}
+        tokens = ids["checkpoint"]
+        record: Generation = {
+            "prompt": prompt,
+            "tokens": len(tokens),
+            "parts_at": None,
+            "parts": None,
+            "texts": {name: tokenizer.decode(row) for name, row in ids.items()},
+        }
+        original = ids.get("original", tokens)
+        if tokens != original:
+            pairs = enumerate(zip(tokens, original, strict=False))
+            shorter = min(len(tokens), len(original))
+            at = next((i for i, (a, b) in pairs if a != b), shorter)
+            record["parts_at"] = at
+            record["parts"] = {
+                "checkpoint": tokenizer.decode(tokens[at : at + 1]),
+                "original": tokenizer.decode(original[at : at + 1]),
+            }
         records.append(record)
     return records

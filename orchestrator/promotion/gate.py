@@ -19,14 +19,14 @@ from attention.families import window_of
 from attention.io import checkpoint
 from attention.io.export import export, largest_difference, probe
 from attention.io.precision import cast_weights, round_weights
-from attention.modeling.model_classes import PREFIX, plan_of
+from attention.modeling.model_classes import TYPE_PREFIX, plan_of
 from attention.plan import AttentionPlan
 from orchestrator import checkpoints
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
-from orchestrator.evaluation.extras import NOTHING_MORE
-from orchestrator.evaluation.task_files import placed
+from orchestrator.evaluation.extras import NO_EXTRAS
+from orchestrator.evaluation.task_files import with_absolute_paths
 from orchestrator.promotion.engine_export import export_for_engine
 from orchestrator.promotion.measuring import extras_of, limit_violations, score_finalist
 from orchestrator.promotion.state import GateRecord, PromotionEntry, TrainedModel
@@ -60,7 +60,9 @@ class GateResult:
 def check_candidate(entry: PromotionEntry, session: SearchSession) -> GateResult:
     """Export a trained candidate and check it, in a task of the cluster."""
     config = session.config
-    section = config.promotion.model_copy(update={"tasks": placed(config.promotion.tasks)})
+    section = config.promotion.model_copy(
+        update={"tasks": with_absolute_paths(config.promotion.tasks)}
+    )
     config = config.model_copy(update={"promotion": section})  # the task may run in another folder
     label = f"gate of {entry.name}"
     options = task_options(config)
@@ -129,7 +131,7 @@ class _Gate:
             if self.config.search.target != "any":
                 with self._check("engine"):
                     self._check_engine(self.model)
-            if extras_of(self.config.promotion) != NOTHING_MORE:
+            if extras_of(self.config.promotion) != NO_EXTRAS:
                 with self._check("worth"):
                     self._check_scores(self.model)
             exported_digest = checkpoint.weights_digest(self.model)
@@ -172,7 +174,9 @@ class _Gate:
                 f"it is the baseline {entry.recipe} itself; nothing was better at this KV ratio"
             )
         elif baseline_loss is None:
-            self.reasons.append(f"there is no baseline {baseline} at this KV ratio to compare with")
+            self.reasons.append(
+                f"there is no baseline {baseline} at this KV ratio to compare_arms with"
+            )
         elif loss is None or not math.isfinite(loss):
             self.reasons.append(f"held-out loss is {loss}")
         elif not loss < baseline_loss - margin:
@@ -220,7 +224,7 @@ class _Gate:
         self.checks["export"] = "gqa" if name == "exported" else "headfold"
         self.checks["exact"] = exact
         self.model = str(out)
-        self.plain = not Checkpoint.open(out).config.model_type.startswith(PREFIX)
+        self.plain = not Checkpoint.open(out).config.model_type.startswith(TYPE_PREFIX)
 
     def _write(self, out: Path, *, plain: bool) -> bool:
         """Return whether the export computes exactly what the trained model does."""

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -19,8 +19,8 @@ from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
 from orchestrator import checkpoints
 from orchestrator.config.schema import PromotionSection, SearchConfig
-from orchestrator.evaluation.extras import Extras
-from orchestrator.evaluation.long_context import TEXTS
+from orchestrator.evaluation.extras import Extras, ModelExtras
+from orchestrator.evaluation.long_context import NUM_TEXTS
 from orchestrator.evaluation.task_files import accuracy_of, task_specs
 from orchestrator.evaluation.tasks import Scores
 from orchestrator.promotion.state import GateRecord
@@ -28,9 +28,6 @@ from orchestrator.search.trials.context import TrialContext
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.promotion_record import FinalistScores
 from trainers.text.data import read_sequences
-
-_ModelScores = dict[str, Any]
-"""Of one model, by measurement (`orchestrator.evaluation.extras.PreparedExtras.of`)."""
 
 
 def extras_of(section: PromotionSection) -> Extras:
@@ -65,8 +62,8 @@ def score_finalist(
     request = repr((extras, task_specs(extras.tasks), seed))
     request_digest = hashlib.sha256(request.encode()).hexdigest()
 
-    def measure(path: str) -> _ModelScores:
-        return prepared.of(checkpoints.load_working(path, context.dtype, context.device))
+    def measure(path: str) -> ModelExtras:
+        return prepared.measure(checkpoints.load_working(path, context.dtype, context.device))
 
     scores = {"checkpoint": measure(model)}
     for name, path in (("original", context.model), ("baseline", baseline)):
@@ -77,16 +74,16 @@ def score_finalist(
 
 
 def _recut(held_out: Tensor, length: int) -> Tensor:
-    """Return the first tokens of held-out text `[N, T]` as `[TEXTS, length]`.
+    """Return the first tokens of held-out text `[N, T]` as `[NUM_TEXTS, length]`.
 
     There are enough: `orchestrator.search.validation` has counted them.
     """
-    return held_out.flatten()[: TEXTS * length].view(TEXTS, length)
+    return held_out.flatten()[: NUM_TEXTS * length].view(NUM_TEXTS, length)
 
 
 def _cached(
-    file: Path, path: str, request_digest: str, measure: Callable[[str], _ModelScores]
-) -> _ModelScores:
+    file: Path, path: str, request_digest: str, measure: Callable[[str], ModelExtras]
+) -> ModelExtras:
     """Return the scores of a model, from a file if they are of the same weights and request."""
     key = [checkpoint.weights_digest(Checkpoint.open(path).folder), request_digest]
     if file.is_file():

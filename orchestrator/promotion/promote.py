@@ -48,9 +48,9 @@ from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.promotion_record import PromotionRecord
 from orchestrator.storage.records import OriginalRecord, TrialRecord, waits_for
 from orchestrator.storage.trust import warn_of_pickles
-from orchestrator.tracking.described import shared_of
+from orchestrator.tracking.run_metadata import shared_metadata
 from orchestrator.tracking.runs import Tracker
-from orchestrator.tracking.sync import MlflowSync, Run, parent_run
+from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
 
 
 def promote_search(
@@ -81,7 +81,7 @@ def promote_search(
         tracking = config.tracking
         connect = partial(Tracker.open, tracking.uri, tracking.experiment, folder.storage)
         base = base_of(original["model"])["base"]
-        shared = shared_of(config, folder, prepared.texts.folders, base)
+        shared = shared_metadata(config, folder, prepared.texts.folders, base)
         mlflow = MlflowSync(connect, _search_run(folder), shared=shared)
         parameters = original.get("parameters", 0)
         with (
@@ -146,7 +146,7 @@ def _request(
     return folder, config, _chosen(records, list(trials), top, config)
 
 
-def _search_run(folder: SearchFolder) -> Run:
+def _search_run(folder: SearchFolder) -> TrackedRun:
     """Return the MLflow run of the search, whose status stays as it is."""
     run_id = read_json(folder.state).get("parent_run")
     return parent_run(folder.root, waits_for(folder.waiting), status=None, run_id=run_id)

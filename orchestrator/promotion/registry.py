@@ -176,13 +176,13 @@ def settle_aliases(state: PromotionState, config: SearchConfig, tracker: Tracker
         ranked = sorted(alike, key=lambda e: (e.loss, e.trial_id))
         for rank, entry in reversed(list(enumerate(ranked, 1))):
             alias = _alias(kv_ratio, rank)
-            holder = tracker.holder(name, alias)
+            holder = tracker.alias_version(name, alias)
             newer = holder is not None and int(holder) > int(entry.version or 0)
             if newer and holder not in versions:
                 entry.model_uri = f"models:/{name}/{entry.version}"
             else:
                 if holder != entry.version:
-                    tracker.point(name, alias, str(entry.version))
+                    tracker.set_alias(name, alias, str(entry.version))
                 entry.model_uri = f"models:/{name}@{alias}"
             entry.status = PROMOTED
 

@@ -47,12 +47,12 @@ from orchestrator.search.trials.context import SearchSession
 from orchestrator.storage import records
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.records import TrialRecord
-from orchestrator.tracking.described import NOTE, datasets_of, params_of
 from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.logged_model import write_mlmodel
 from orchestrator.tracking.metrics import point
+from orchestrator.tracking.run_metadata import NOTE, datasets_of, trial_params
 from orchestrator.tracking.runs import Dataset
-from orchestrator.tracking.sync import Run
+from orchestrator.tracking.sync import TrackedRun
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class PromotionSteps:
     def _track(self, entry: PromotionEntry) -> None:
         entry.run_id = self.session.mlflow.put(self.run_of(entry)) or entry.run_id
 
-    def run_of(self, entry: PromotionEntry) -> Run:
+    def run_of(self, entry: PromotionEntry) -> TrackedRun:
         """Return the MLflow run of an entry."""
         trial = self.trials[entry.trial_id]
         training = Training.of(trial, entry.steps, self.session)
@@ -172,11 +172,11 @@ class PromotionSteps:
         files = [self.session.folder.trial(entry.trial_id) / "plan.json"]
         if entry.model:
             files.append(Path(entry.model) / "README.md")
-        return Run(
+        return TrackedRun(
             f"{entry.name} · {entry.role}",
             self._tags(entry),
             _run_status(entry),
-            {**params_of(trial), **training.params, "promotion_steps": entry.steps},
+            {**trial_params(trial), **training.params, "promotion_steps": entry.steps},
             self._points(entry, training),
             texts,
             files,

@@ -4,82 +4,92 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from attention.checkpoint import Checkpoint
 from attention.io.stock_form import exact_targets, export_command
 from attention.io.targets import targets
-from attention.modeling.model_classes import PREFIX
+from attention.modeling.model_classes import TYPE_PREFIX
 from orchestrator.storage.json_files import read_json
 
-GENERATE = """\
+_GENERATE = """\
 prompt = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=32)[0]))"""
-TRANSFORMERS = (
+_TRANSFORMERS = (
     """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model_path = "{place}"{hint}
+model_path = "{path}"{hint}
 tokenizer = AutoTokenizer.from_pretrained(model_path)
 model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto"{trust})
 """
-    + GENERATE
+    + _GENERATE
 )
-HEADFOLD = (
+_HEADFOLD = (
     """\
 # in an environment with Headfold: `pip install .` in a checkout of it
 from attention.io import checkpoint
 from transformers import AutoTokenizer
 
-model_path = "{place}"{hint}
+model_path = "{path}"{hint}
 tokenizer = AutoTokenizer.from_pretrained(model_path)
 model = checkpoint.load(model_path)
 """
-    + GENERATE
+    + _GENERATE
 )
-HERE = "  # the folder of this card"
-TO_GGUF = """\
+_GGUF = """\
 python convert_hf_to_gguf.py {folder} --outfile model.gguf   # of llama.cpp
 llama-server -m model.gguf"""
 
-Lines = tuple[str, str, str]
-"""Engine, language of the code block, lines."""
+
+class CodeBlock(NamedTuple):
+    """A block of a card."""
+
+    engine: str
+    language: str
+    lines: str
 
 
-def loading_lines(folder: Path, repository: str | None, engines: Sequence[str]) -> list[Lines]:
-    """For each engine that loads the files in `folder`, which will be reached by a name on the hub, or by a path that
-    whoever reads the card puts in."""
+def loading_blocks(folder: Path, repository: str | None, engines: Sequence[str]) -> list[CodeBlock]:
+    """Return the code that loads the files in `folder`, for each engine.
+
+    Args:
+        folder: Of the checkpoint.
+        repository: On the hub, where it will lie; None: the reader of the card puts in a path.
+        engines: Software that loads the files.
+    """
     local = f"path/to/{folder.resolve().name}"
-    named = {"place": repository or local, "hint": "" if repository else HERE}
-    fetched = f"hf download {repository} --local-dir model\n" if repository else ""
-    there = "model" if fetched else local
+    path = repository or local
+    hint = "" if repository else "  # the folder of this card"
+    download = f"hf download {repository} --local-dir model\n" if repository else ""
+    downloaded = "model" if repository else local
     if gguf := next(iter(sorted(folder.glob("*.gguf"))), None):
-        direct = f"llama-server --hf-repo {repository} --hf-file {gguf.name}\n" if repository else ""
-        return [("llama.cpp", "bash", f"{direct}llama-server -m {gguf.name}")]
+        lines = f"llama-server -m {gguf.name}"
+        if repository:
+            lines = f"llama-server --hf-repo {repository} --hf-file {gguf.name}\n{lines}"
+        return [CodeBlock("llama.cpp", "bash", lines)]
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if str(config.get("model_type", "")).startswith(PREFIX):
-        exports = [
-            (
-                f"{' and '.join(targets()[name].engines)}, after an export",
-                "bash",
-                f"{fetched}{export_command(there, name)}",
-            )
-            for name in _exact(folder)
-        ]
-        return [("Headfold", "python", HEADFOLD.format(**named)), *exports]
+    if str(config.get("model_type", "")).startswith(TYPE_PREFIX):
+        blocks = [CodeBlock("Headfold", "python", _HEADFOLD.format(path=path, hint=hint))]
+        opened = Checkpoint.open(folder)
+        # At no more cache than the plan takes
+        exact = exact_targets(opened.config, opened.plan, opened.config.dtype or "float32")
+        for name in exact:
+            title = f"{' and '.join(targets()[name].engines)}, after an export"
+            command = export_command(downloaded, name)
+            blocks.append(CodeBlock(title, "bash", f"{download}{command}"))
+        return blocks
     own_code = "auto_map" in config
-    made: list[Lines] = []
+    blocks = []
     for engine in engines:
         if engine == "transformers":
             trust = ", trust_remote_code=True" if own_code else ""
-            made.append((engine, "python", TRANSFORMERS.format(**named, trust=trust)))
+            lines = _TRANSFORMERS.format(path=path, hint=hint, trust=trust)
+            blocks.append(CodeBlock(engine, "python", lines))
         elif engine == "vLLM":
-            made.append((engine, "bash", f"vllm serve {named['place']}" + " --trust-remote-code" * own_code))
+            lines = f"vllm serve {path}" + " --trust-remote-code" * own_code
+            blocks.append(CodeBlock(engine, "bash", lines))
         elif engine == "llama.cpp" and not own_code:
-            made.append((engine, "bash", fetched + TO_GGUF.format(folder=there)))
-    return made
-
-
-def _exact(folder: Path) -> list[str]:
-    """The targets that hold a model in our own format at no more cache than its plan takes."""
-    opened = Checkpoint.open(folder)
-    return list(exact_targets(opened.config, opened.plan, opened.config.dtype or "float32"))
+            lines = download + _GGUF.format(folder=downloaded)
+            blocks.append(CodeBlock(engine, "bash", lines))
+    return blocks

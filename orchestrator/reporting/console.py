@@ -8,27 +8,37 @@ from typing import Any
 from rich.console import Console
 
 from orchestrator.reporting import comparison
+from orchestrator.reporting.comparison import ComparisonRow
 from orchestrator.reporting.promoted_models import lines_of, promoted_models
-from orchestrator.reporting.tables import PROMOTION, comparison_table, promotion_table, trial_table
+from orchestrator.reporting.tables import (
+    PROMOTION_COLUMNS,
+    comparison_table,
+    promotion_table,
+    trial_table,
+)
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord
+from orchestrator.storage.records import OriginalRecord, TrialRecord
 
-PAGE_ONLY = ("seed", "KL", "last", "time", "trial", "error")  # columns of trials that a terminal has no room for
+_PAGE_COLUMNS = ("seed", "KL", "last", "time", "trial", "error")
+"""Columns of trials that a terminal has no room for."""
 
 
 def console(width: int = 140) -> Console:
-    """Plain text at least `width` columns wide where the output is no terminal (a job's log)."""
+    """Return a console of plain text, `width` columns wide where the output is no terminal."""
     plain = Console(highlight=False)
     return plain if plain.is_terminal else Console(highlight=False, width=width)
 
 
-def print_trials(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> None:
-    out, table = console(), trial_table(trials, original, most=len(trials))
+def print_trials(trials: Sequence[TrialRecord], original: OriginalRecord) -> None:
+    """Print the table of trials, and the errors of those that failed."""
+    out = console()
+    table = trial_table(trials, original, max_rows=len(trials))
     out.print(
         "\nTrials (loss: of the best measured step; * on the front; the original model has "
         f"{original['loss']:.3f} nats per token):"
     )
-    out.print(table.for_terminal([name for name in table.columns if name not in PAGE_ONLY], star=True))
+    columns = [name for name in table.columns if name not in _PAGE_COLUMNS]
+    out.print(table.for_terminal(columns, star=True))
     for note in table.notes:
         out.print(note, markup=False)
     for trial in (t for t in trials if t.status == records.FAILED):
@@ -36,8 +46,8 @@ def print_trials(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> 
         print(f"trial {trial.trial_id} ({trial.name}) failed: {trial.error}{trace}")
 
 
-def print_comparison(rows: Sequence[comparison.Row]) -> None:
-    """Arms with their spread over seeds, if there are several seeds."""
+def print_comparison(rows: Sequence[ComparisonRow]) -> None:
+    """Print arms with their spread over seeds, if there are several seeds."""
     if comparison.several_seeds(rows):
         out = console(140)
         out.print("\nComparison:")
@@ -46,16 +56,18 @@ def print_comparison(rows: Sequence[comparison.Row]) -> None:
 
 
 def print_promotion(promotion: Mapping[str, Any]) -> None:
+    """Print the candidates of `promotion.json`, if there are any."""
     candidates = list(promotion.get("candidates", {}).values())
     if candidates:
-        out, table = console(150), promotion_table(candidates)
+        out = console(150)
+        table = promotion_table(candidates)
         out.print("\nPromotion (held-out loss; the best measured step is shipped):")
-        out.print(table.for_terminal([*PROMOTION, "where, or why not"]))
+        out.print(table.for_terminal([*PROMOTION_COLUMNS, "where, or why not"]))
         for note in table.notes:
             print(note)
 
 
 def print_promoted(promotion: Mapping[str, Any]) -> None:
-    """Where each promoted model lies, and the commands that serve it, whole whatever the width of the terminal."""
+    """Print where each promoted model lies, and whole commands that serve it."""
     for line in lines_of(promoted_models(promotion)):
         print(line)

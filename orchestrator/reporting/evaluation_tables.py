@@ -1,4 +1,4 @@
-"""What `headfold evaluate` prints, from its record."""
+"""What `headfold convert` and `headfold evaluate` print, from their records."""
 
 from __future__ import annotations
 
@@ -10,93 +10,116 @@ from orchestrator.reporting.console import console
 from orchestrator.reporting.tables import Table
 from orchestrator.storage.records import unmet
 
-STDERR = "_stderr"
-TASKS = ("task", "metric", "items")
+_STDERR = "_stderr"
 
 
 def tasks_table(tasks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
-    """A row for each metric of each task, a column for each model: value ± standard error. `tasks`: scores by model."""
-    models, rows = list(tasks), []
+    """Return a row for each metric of each task, a column for each model: value ± standard error.
+
+    Args:
+        tasks: Scores by model, task and metric.
+    """
+    models = list(tasks)
+    rows = []
     for name, scores in tasks[models[0]].items():
-        for metric in (key for key in scores if key != "items" and STDERR not in key):
-            cells = [_score(tasks[model].get(name, {}), metric) for model in models]
-            rows.append([name, metric, f"{scores.get('items', '')}", *cells])
-    return Table((*TASKS, *models), rows)
+        for metric in scores:
+            if metric != "items" and _STDERR not in metric:
+                cells = [_score(tasks[model].get(name, {}), metric) for model in models]
+                rows.append([name, metric, f"{scores.get('items', '')}", *cells])
+    return Table(("task", "metric", "items", *models), rows)
 
 
 def _score(scores: Mapping[str, float], metric: str) -> str:
     if metric not in scores:
         return ""
-    name, dot, kept = metric.partition(".")
-    error = scores.get(f"{name}{STDERR}{dot}{kept}")
-    return f"{scores[metric]:.3f}" + ("" if error is None else f" ± {error:.3f}")
+    name, dot, filter_name = metric.partition(".")
+    return _with_error(f"{scores[metric]:.3f}", scores.get(f"{name}{_STDERR}{dot}{filter_name}"))
+
+
+def _with_error(value: str, error: float | None) -> str:
+    return value if error is None else f"{value} ± {error:.3f}"
 
 
 def position_table(losses: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
-    """Loss in nats of each range of positions, a column for each model."""
+    """Return the loss in nats of each range of positions, a column for each model."""
     models = list(losses)
     rows = [
-        [f"{part['from']} to {part['to'] - 1}", *(f"{losses[model][index]['loss']:.3f}" for model in models)]
+        [
+            f"{part['from']} to {part['to'] - 1}",
+            *(f"{losses[model][index]['loss']:.3f}" for model in models),
+        ]
         for index, part in enumerate(losses[models[0]])
     ]
     return Table(("positions", *models), rows)
 
 
 def recall_table(recall: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]) -> Table:
-    """Recall and margin of each context length and depth, a column for each model."""
-    models, rows = list(recall), []
+    """Return recall and margin of each context length and depth, a column for each model."""
+    models = list(recall)
+    rows = []
     for length, depths in recall[models[0]].items():
         for index, depth in enumerate(depths):
-            seen = [recall[model][length][index] for model in models]
-            cells = [f"{one['recall']:.2f}, {one['margin']:+.2f} ± {one['margin_stderr']:.2f}" for one in seen]
+            entries = [recall[model][length][index] for model in models]
+            cells = [
+                f"{e['recall']:.2f}, {e['margin']:+.2f} ± {e['margin_stderr']:.2f}" for e in entries
+            ]
             rows.append([length, f"{depth['depth']:.0%}", *cells])
     return Table(("context", "depth", *models), rows)
 
 
 def increase_of(record: Mapping[str, Any]) -> str:
-    """The increase of the loss, with its standard error where more than one sequence was measured."""
-    error = record.get("loss_increase_stderr")
-    return f"{record['loss_increase']:+.3f}" + ("" if error is None else f" ± {error:.3f}")
+    """Return the increase of the loss, with its standard error over several sequences."""
+    return _with_error(f"{record['loss_increase']:+.3f}", record.get("loss_increase_stderr"))
 
 
-def text_of(record: Mapping[str, Any]) -> str:
-    """What a loss was measured on."""
+def eval_text_of(record: Mapping[str, Any]) -> str:
+    """Return what a loss was measured on."""
     left_out = record.get("eval_documents_left_out")
-    less = f" ({left_out} documents left out that are calibrated on)" if left_out else ""
-    return f"{record['eval_tokens']:,} tokens of {record['eval_data']}{less}"
+    note = f" ({left_out} documents left out that are calibrated on)" if left_out else ""
+    return f"{record['eval_tokens']:,} tokens of {record['eval_data']}{note}"
 
 
 def print_conversion(record: Mapping[str, Any], out: Any) -> None:
-    """Losses before and after and what loads the result, from a record of `headfold convert`, saved to `out` if
-    anywhere."""
-    points = [{**record, **point} for point in record.get("points", [{}])]
-    for point in points:
+    """Print losses before and after and what loads the result.
+
+    Args:
+        record: Of `headfold convert`, at one or several KV ratios.
+        out: Where the result was saved; None if it was not.
+    """
+    for changes in record.get("points", [{}]):
+        point = {**record, **changes}
         print(
-            f"{point['recipe']['name']} at {percent(point['kv_ratio'])} of the checkpoint's KV cache{unmet(point)}: "
-            f"held-out loss {point['original_loss']:.3f} before, {point['loss']:.3f} after ({increase_of(point)} nats "
-            f"per token), perplexity {point['original_perplexity']:.2f} before, {point['perplexity']:.2f} after, KL "
-            f"{point['kl']:.3f}, on {text_of(point)}; {point['kv_bytes_per_token']} KV bytes per token, "
-            f"{point['kv_bytes_per_token_original']} before"
+            f"{point['recipe']['name']} at {percent(point['kv_ratio'])} of the checkpoint's KV "
+            f"cache{unmet(point)}: held-out loss {point['original_loss']:.3f} before, "
+            f"{point['loss']:.3f} after ({increase_of(point)} nats per token), perplexity "
+            f"{point['original_perplexity']:.2f} before, {point['perplexity']:.2f} after, KL "
+            f"{point['kl']:.3f}, on {eval_text_of(point)}; {point['kv_bytes_per_token']} KV bytes "
+            f"per token, {point['kv_bytes_per_token_original']} before"
         )
-        for note in (*([point["format_note"]] if out is not None else []), *point.get("notes", ())):
+        if out is not None:
+            print(point["format_note"])
+        for note in point.get("notes", ()):
             print(note)
     if out is not None:
-        several = "points" in record
-        print(f"checkpoints, curve.json and curve.png: {out}" if several else f"checkpoint: {record['out']}")
+        if "points" in record:
+            print(f"checkpoints, curve.json and curve.png: {out}")
+        else:
+            print(f"checkpoint: {record['out']}")
 
 
-def print_worth(record: Mapping[str, Any]) -> None:
-    """Loss, cache and speed, from a record of `headfold evaluate`."""
+def print_evaluation(record: Mapping[str, Any]) -> None:
+    """Print loss, cache and speed, from a record of `headfold evaluate`."""
     print(
-        f"held-out loss {record['loss']:.3f} nats per token, perplexity {record['perplexity']:.2f}, on "
-        f"{text_of(record)}"
+        f"held-out loss {record['loss']:.3f} nats per token, perplexity "
+        f"{record['perplexity']:.2f}, on {eval_text_of(record)}"
     )
     for note in record.get("notes", ()):
         print(f"note: {note}")
     if record["original"] is not None:
         print(
-            f"original model {record['original_loss']:.3f}, perplexity {record['original_perplexity']:.2f}; loss "
-            f"increase {increase_of(record)} nats per token, KL {record['kl']:.3f}"
+            f"original model {record['original_loss']:.3f}, perplexity "
+            f"{record['original_perplexity']:.2f}; loss increase {increase_of(record)} nats per "
+            f"token, KL {record['kl']:.3f}"
         )
     if record["baseline"] is not None:
         print(f"baseline {record['baseline_loss']:.3f}")
@@ -113,33 +136,37 @@ def print_worth(record: Mapping[str, Any]) -> None:
 
 
 def print_extras(record: Mapping[str, Any]) -> None:
-    """Tables of what was asked for."""
+    """Print tasks, long contexts and generated text, as far as they were measured."""
     out = console(120)
     if "tasks" in record:
         out.print("\nTasks (± standard error):")
         out.print(tasks_table(record["tasks"]).for_terminal())
     if "long_context" in record:
-        found = record["long_context"]
+        long_context = record["long_context"]
         out.print("\nLoss by position, nats per token:")
-        out.print(position_table(found["loss_by_position"]).for_terminal())
+        out.print(position_table(long_context["loss_by_position"]).for_terminal())
         out.print(
-            "\nRecall of a hidden line by its depth: share right of 4 values, what hiding adds to log-probability:"
+            "\nRecall of a hidden line by its depth: share right of 4 values, what hiding adds to "
+            "log-probability:"
         )
-        out.print(recall_table(found["recall"]).for_terminal())
+        out.print(recall_table(long_context["recall"]).for_terminal())
     for generation in record.get("generations", ()):
         print_generation(generation)
 
 
 def print_generation(generation: Mapping[str, Any]) -> None:
-    """Prompt and continuations, and the token at which checkpoint and original part."""
-    out, at = console(120), generation["parts_at"]
+    """Print prompt and continuations, and where checkpoint and original differ."""
+    out = console(120)
     out.rule(f"{generation['prompt']!r:.100}", align="left", characters="-")
     for model, text in generation["texts"].items():
         out.print(f"[{model}]", markup=False)
         out.print(text, markup=False, soft_wrap=True)
     if "original" in generation["texts"]:
-        parts = generation["parts"]
-        said = f"all {generation['tokens']} tokens are the original's"
-        if at is not None:
-            said = f"{at} tokens alike, then {parts['checkpoint']!r} for the original's {parts['original']!r}"
-        out.print(f"-- {said}", markup=False)
+        note = f"all {generation['tokens']} tokens are the original's"
+        if generation["parts_at"] is not None:
+            parts = generation["parts"]
+            note = (
+                f"{generation['parts_at']} tokens alike, then {parts['checkpoint']!r} for the "
+                f"original's {parts['original']!r}"
+            )
+        out.print(f"-- {note}", markup=False)

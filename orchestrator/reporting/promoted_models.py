@@ -1,27 +1,69 @@
-"""The models that a search has promoted, best first: what the last lines on the terminal, `--json` and the report say
-of them."""
+"""The models that a search has promoted, and the engines and commands that serve them.
+
+The last lines on the terminal, `--json` and the report show these.
+"""
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
 
+from attention.base.messages import cut
+from attention.checkpoint import Checkpoint
+from attention.io.export import LargerCacheError, cache_dtype, check_cache
+from attention.io.stock_form import format_of
+from attention.io.targets import TargetError, target
 from attention.ratios import percent
-from orchestrator.reporting.serve_commands import ways_to_serve
+from orchestrator.storage.json_files import read_json
 
 PROMOTED = "promoted"
-LIBRARY = "transformers"  # told on the terminal where no server holds the model
-Model = dict[str, Any]
+_TRANSFORMERS = "transformers"
+_TARGETS = {"vLLM": "vllm", "llama.cpp": "gguf", _TRANSFORMERS: "transformers"}
+"""Engines, and the target that each reads where the folder itself is none."""
 
 
-def promoted_models(promotion: Mapping[str, Any]) -> list[Model]:
-    """Of each candidate of `promotion.json` that was promoted: trial_id, recipe, label (the recipe as it is shown),
-    kv_ratio, loss, loss_increase (nats a token), perplexity, kv_bytes_per_token, `path` of the checkpoint, `version` in
-    the registry, and `serve` (`serve_commands.ways_to_serve`). The smallest cache first, among equals the lowest
-    loss."""
-    done = [c for c in promotion.get("candidates", {}).values() if c.get("status") == PROMOTED]
-    return [_model(c) for c in sorted(done, key=_rank)]
+class EngineService(TypedDict):
+    """How an engine serves a model, or why it cannot in the model's own bytes."""
+
+    engine: str
+    target: NotRequired[str | None]
+    """Of the export that it needs; None where it loads the folder as it is."""
+    commands: NotRequired[list[str]]
+    """Of transformers: the line of Python that loads it."""
+    kv_bytes_per_token: NotRequired[int]
+    why_not: NotRequired[str]
+
+
+class PromotedModel(TypedDict):
+    """A promoted model. Losses are in nats per token."""
+
+    label: str
+    """The recipe as it is shown."""
+    trial_id: str
+    recipe: str
+    kv_ratio: float
+    kv_bytes_per_token: int | None
+    version: str | None
+    """In the registry."""
+    loss: float | None
+    loss_increase: float | None
+    perplexity: float | None
+    path: str | None
+    """Of the checkpoint."""
+    serve: list[EngineService]
+
+
+def promoted_models(promotion: Mapping[str, Any]) -> list[PromotedModel]:
+    """Return the promoted candidates of `promotion.json`.
+
+    The smallest cache comes first, among equals the lowest loss.
+    """
+    candidates = promotion.get("candidates", {}).values()
+    promoted = [c for c in candidates if c.get("status") == PROMOTED]
+    return [_model(candidate) for candidate in sorted(promoted, key=_rank)]
 
 
 def _rank(candidate: Mapping[str, Any]) -> tuple[float, float]:
@@ -29,29 +71,109 @@ def _rank(candidate: Mapping[str, Any]) -> tuple[float, float]:
     return candidate["kv_ratio"], math.inf if loss is None else loss
 
 
-def _model(candidate: Mapping[str, Any]) -> Model:
-    loss, original = candidate.get("loss"), candidate.get("original_loss")
+def _model(candidate: Mapping[str, Any]) -> PromotedModel:
+    loss = candidate.get("loss")
+    original = candidate.get("original_loss")
     path = candidate.get("model")
     return {
         "label": candidate.get("label") or candidate["recipe"],
-        **{name: candidate.get(name) for name in ("trial_id", "recipe", "kv_ratio", "kv_bytes_per_token", "version")},
+        "trial_id": candidate["trial_id"],
+        "recipe": candidate["recipe"],
+        "kv_ratio": candidate["kv_ratio"],
+        "kv_bytes_per_token": candidate.get("kv_bytes_per_token"),
+        "version": candidate.get("version"),
         "loss": loss,
         "loss_increase": None if loss is None or original is None else loss - original,
         "perplexity": None if loss is None else math.exp(loss),
         "path": path,
-        "serve": ways_to_serve(path, candidate.get("served")) if path else [],
+        "serve": engine_services(path, candidate.get("served")) if path else [],
     }
 
 
-def lines_of(models: Sequence[Model]) -> list[str]:
-    """Where each model lies and what serves it, as plain lines whose commands can be copied."""
+def lines_of(models: Sequence[PromotedModel]) -> list[str]:
+    """Return where each model lies and what serves it, as lines whose commands can be copied."""
     lines = []
     for model in models:
-        increase = "" if model["loss_increase"] is None else f", loss {model['loss_increase']:+.3f}"
+        share = f"{percent(model['kv_ratio'])} of the checkpoint's KV"
+        increase = model["loss_increase"]
+        loss = "" if increase is None else f", loss {increase:+.3f}"
         lines.append(f"promoted {model['path']}")
-        lines.append(f"         {model['label']}, {percent(model['kv_ratio'])} of the checkpoint's KV{increase}")
-        served = [way for way in model["serve"] if "commands" in way]
-        servers = [way for way in served if way["engine"] != LIBRARY]
-        for way in servers or served:
-            lines += [f"{way['engine'] if not i else '':>12}  {line}" for i, line in enumerate(way["commands"])]
+        lines.append(f"         {model['label']}, {share}{loss}")
+        services = [service for service in model["serve"] if "commands" in service]
+        servers = [service for service in services if service["engine"] != _TRANSFORMERS]
+        for service in servers or services:
+            for index, command in enumerate(service["commands"]):
+                engine = "" if index else service["engine"]
+                lines.append(f"{engine:>12}  {command}")
     return lines
+
+
+def engine_services(model: str | Path, served: str | Path | None = None) -> list[EngineService]:
+    """Return how each engine serves a promoted model. Reads no weights.
+
+    Args:
+        model: Folder that the gate of a promotion has written.
+        served: The same model, exported for the engine that the search was for.
+
+    Returns:
+        An entry for each engine; none if the folder is no longer there.
+    """
+    model = Path(model)
+    if not (model / "config.json").is_file():
+        return []
+    opened = Checkpoint.open(model)
+    dtype = cache_dtype(str(opened.stored_dtype).removeprefix("torch."))
+    stock_engines = format_of(model, dtype)["loads_in"]
+    export = _export_of(served)
+    services: list[EngineService] = []
+    for engine, name in _TARGETS.items():
+        folder = model
+        ready = engine in stock_engines and engine != "llama.cpp"  # which reads its own files only
+        if export is not None and export[0] == engine:
+            folder = export[1]
+            ready = True
+        try:
+            chosen = target("gqa" if ready and engine == _TRANSFORMERS else name)
+            held = chosen.held(opened.config, opened.plan)
+            check_cache(opened.plan, held, name, dtype)
+        except (TargetError, LargerCacheError) as error:
+            services.append({"engine": engine, "why_not": cut(str(error))})
+            continue
+        commands = []
+        if not ready:
+            folder = model.parent / name
+            paths = f"{_quoted(model)} --target {name} --out {_quoted(folder)}"
+            commands.append(f"headfold export {paths}")
+        own_code = name == "vllm" and folder != model and len(set(held.key_heads)) > 1  # DeciLM
+        commands.append(_start_command(engine, folder, own_code, stock=folder == model))
+        services.append(
+            {
+                "engine": engine,
+                "target": None if ready else name,
+                "commands": commands,
+                "kv_bytes_per_token": held.bytes_per_token(dtype),
+            }
+        )
+    return services
+
+
+def _export_of(served: str | Path | None) -> tuple[str, Path] | None:
+    """Return the engine that a folder was exported for, and the folder."""
+    if served is None or not (report := Path(served) / "export.json").is_file():
+        return None
+    engines = {name: engine for engine, name in _TARGETS.items()}
+    name = read_json(report).get("target")
+    return (engines[name], Path(served)) if name in engines else None
+
+
+def _start_command(engine: str, folder: Path, own_code: bool, stock: bool) -> str:
+    if engine == "vLLM":
+        return f"vllm serve {_quoted(folder)}" + " --trust-remote-code" * own_code
+    if engine == "llama.cpp":
+        return f"llama-server -m {_quoted(folder / 'model.gguf')}"
+    trusted = "" if stock else ", trust_remote_code=True"
+    return f'AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto"{trusted})'
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

@@ -1,9 +1,8 @@
-"""How to make one trial of a search again: its recipe spelt out as an arm, in a command that runs nothing else."""
+"""The command that runs one trial of a search again: its recipe spelt out as an arm."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -11,27 +10,26 @@ import yaml
 from orchestrator.storage.records import TrialRecord
 from search_spaces.recipes.recipe import AXES
 
-PLAIN = "gqa"  # the recipe that an arm's changes start from
-
-
-def arm_of(trial: TrialRecord) -> dict[str, Any]:
-    """The entry of `search.recipes` that gives a trial's recipe, whatever its name was."""
-    chosen: Mapping[str, Any] = trial.choices
-    fields = (*AXES, "together", "by")
-    changes = {name: chosen[name] for name in fields if chosen.get(name) is not None}
-    settings = dict(sorted(chosen.get("settings", {}).items()))
-    return {"recipe": PLAIN, "label": trial.recipe, "changes": changes, "params": settings}
+_BASE_RECIPE = "gqa"  # that the changes of an arm start from
 
 
 def command_of(trial: TrialRecord, snapshot: str) -> str | None:
-    """A command line that runs the trial again and nothing else; None for a plan that the searcher has made, and for
-    a trial of which too little was recorded."""
+    """Return a command line that runs the trial again and nothing else.
+
+    Args:
+        trial: The trial.
+        snapshot: Path of the stored settings of its search.
+
+    Returns:
+        None for a plan that the searcher has made, and for a trial of which too little was
+        recorded.
+    """
     if trial.probe or trial.calibration_loss is not None or not trial.choices:
         return None
-    changes: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "name": f"again-{trial.trial_id}",
         "search.searcher": "grid",
-        "search.recipes": [arm_of(trial)],
+        "search.recipes": [_arm_of(trial)],
         "search.baseline": trial.recipe,
         "search.kv_ratios": [trial.kv_ratio],
         "search.kv_heads": [],
@@ -43,11 +41,24 @@ def command_of(trial: TrialRecord, snapshot: str) -> str | None:
         "promotion.enabled": False,
     }
     if trial.seed is not None:
-        changes["search.seeds"] = [trial.seed]
-    words = ["headfold", "search", snapshot, *(f"{key}={_yaml(value)}" for key, value in changes.items())]
-    return shlex.join(words)
+        overrides["search.seeds"] = [trial.seed]
+    words = [f"{key}={_yaml(value)}" for key, value in overrides.items()]
+    return shlex.join(["headfold", "search", snapshot, *words])
+
+
+def _arm_of(trial: TrialRecord) -> dict[str, Any]:
+    """Return the entry of `search.recipes` that gives a trial's recipe, whatever its name was."""
+    choices = trial.choices
+    fields = (*AXES, "together", "by")
+    return {
+        "recipe": _BASE_RECIPE,
+        "label": trial.recipe,
+        "changes": {name: choices[name] for name in fields if choices.get(name) is not None},
+        "params": dict(sorted(choices.get("settings", {}).items())),
+    }
 
 
 def _yaml(value: Any) -> str:
-    """A value on one line. Not JSON: YAML takes its 1e-05 for a text."""
-    return yaml.safe_dump([value], default_flow_style=True, width=1_000_000, sort_keys=False).strip()[1:-1]
+    """Return a value on one line. Not as JSON: YAML takes its 1e-05 for a text."""
+    text = yaml.safe_dump([value], default_flow_style=True, width=1_000_000, sort_keys=False)
+    return text.strip()[1:-1]

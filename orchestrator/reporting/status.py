@@ -1,7 +1,8 @@
-"""`headfold watch`: where a search stands, from the files in its folder; it need not run on this machine.
+"""`headfold watch`: the state of a search, from the files in its folder, on any machine.
 
-Hours are those of trials as they have reported them: a trial's own process while it plans, converts and measures, and
-its workers while they train. What processes take to start, and what has not been reported yet, is not in them.
+Hours are those of trials as they have reported them: a trial's own process while it plans, converts
+and measures, and its workers while they train. The start of processes is not in them, nor what has
+not been reported yet.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -24,7 +26,7 @@ from attention.base.text import compact, number
 from attention.base.timing import clock
 from attention.ratios import percent
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
-from orchestrator.reporting.comparison import OF_THE_CHECKPOINT
+from orchestrator.reporting.comparison import KV_COLUMN
 from orchestrator.reporting.tables import Table, facts_table
 from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
@@ -32,70 +34,93 @@ from orchestrator.storage.json_files import read_json
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord, front
 
-STATES = (records.WAITING, records.RUNNING, *records.ENDED)
-POINTS = 12  # of the front, as many as a terminal has room for
+_STATES = (records.WAITING, records.RUNNING, *records.ENDED)
+_POINTS = 12  # of the front, as many as a terminal has room for
+
+
+class FrontPoint(TypedDict):
+    """A trial on the front, at its best step."""
+
+    trial_id: str
+    recipe: str
+    label: str
+    """The recipe as it is shown."""
+    kv_ratio: float
+    kv_bytes_per_token: int | None
+    step: int
+    loss: float
+    loss_increase: float | None
+    relaxation_unfinished: bool
 
 
 @dataclass(frozen=True)
-class View:
-    """A search at one moment.
-
-    `state`: "running", "ended", or "interrupted" (it can be resumed). `trials`: how many are in each state; `expected`:
-    how many there will be, None if the search has not told. `tokens`: trained on so far; `tokens_per_second`: of the
-    trials under way, as last reported. `hours_spent`, `hours_left` of `unit` ("GPU" or "CPU"), `money_spent`,
-    `money_left` where there is a price; left is what the estimate at the start says, less what is spent. `front`: by
-    rising KV bytes. `unfinished`: what to say of relaxations that did not come to their end. `seconds_left`: by the
-    share of rungs that is behind. `waits_for`: nodes that are slow to come.
-    """
+class SearchStatus:
+    """A search at one moment: the JSON of `headfold watch`."""
 
     name: str
     state: str
+    """running, ended, or interrupted (it can be resumed)."""
     started: str | None
     seconds: float | None
     seconds_left: float | None
+    """By the share of rungs that are done."""
     trials: dict[str, int]
+    """How many are in each state."""
     probes: int
     expected: int | None
+    """How many trials there will be; None if that is not known."""
     tokens: int
+    """Trained on so far."""
     tokens_per_second: float
+    """Of the trials under way, as last reported."""
     unit: str
+    """GPU or CPU, of the hours."""
     hours_spent: float
     hours_left: float | None
+    """What the estimate at the start says, less what is spent."""
     money_spent: float | None
+    """None without a price."""
     money_left: float | None
     original_loss: float | None
-    front: list[dict[str, Any]]
+    front: list[FrontPoint]
+    """By rising KV bytes."""
     unfinished: str
+    """A note on relaxations that did not come to their end."""
     failures: list[str]
     promotion: dict[str, int]
+    """How many candidates are in each state."""
     waits_for: str | None
+    """Nodes that are slow to come."""
 
 
-def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
-    """Where the search of a folder stands. Reads a few small files, writes none."""
+def read_status(folder: SearchFolder, now: datetime | None = None) -> SearchStatus:
+    """Return the state of a search. Reads a few small files, writes none."""
     trials = load_trials(folder.root)
-    under_way = (records.RUNNING, records.WAITING, records.KILLED)  # these count with what was measured so far
-    so_far = [replace(t, status=records.STOPPED) if t.status in under_way else t for t in trials]
-    state = read_json(folder.state) if folder.state.exists() else {}
-    original = read_json(folder.original) if folder.original.exists() else {}
-    estimate = read_json(folder.estimate) if folder.estimate.exists() else {}
-    promotion = read_json(folder.promotion) if folder.promotion.exists() else {}
+    state = _read(folder.state)
+    original_loss = _read(folder.original).get("loss")
+    estimate = _read(folder.estimate)
+    candidates = _read(folder.promotion).get("candidates", {})
     config = _config(folder)
     seconds = _seconds(state, now or datetime.now(UTC))
-    stands = _state(state, trials)
+    search_state = _state(state, trials)
+    running = search_state == "running"
     unit, spent = hours_spent(trials, config)
     estimated = estimate.get(f"{unit.lower()}_hours")
-    running = stands == "running"
     left = max(0.0, estimated - spent) if running and estimated is not None else None
     price = config.resources.price_per_hour if config else None
     rungs = len(config.rungs.steps) if config else 1
-    return View(
+    # Trials under way count with what was measured so far
+    under_way = (records.RUNNING, records.WAITING, records.KILLED)
+    so_far = [replace(t, status=records.STOPPED) if t.status in under_way else t for t in trials]
+    return SearchStatus(
         name=folder.root.name,
-        state=stands,
+        state=search_state,
         started=state.get("started"),
         seconds=seconds,
-        seconds_left=seconds_left(trials, estimate.get("trials"), rungs, seconds) if running else None,
-        trials={name: sum(t.status == name for t in trials) for name in STATES},
+        seconds_left=(
+            seconds_left(trials, estimate.get("trials"), rungs, seconds) if running else None
+        ),
+        trials={name: sum(t.status == name for t in trials) for name in _STATES},
         probes=sum(t.probe for t in trials),
         expected=estimate.get("trials"),
         tokens=sum(int(t.last.get("tokens") or 0) for t in trials if t.copy_of is None),
@@ -105,44 +130,61 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> View:
         hours_left=left,
         money_spent=None if price is None else price * spent,
         money_left=None if price is None or left is None else price * left,
-        original_loss=original.get("loss"),
-        front=[_point(t, original.get("loss")) for t in front(so_far)],
+        original_loss=original_loss,
+        front=[_front_point(t, original_loss) for t in front(so_far)],
         unfinished=records.unfinished_note(records.without_probes(trials)),
         failures=[f"{t.name}: {t.error}" for t in trials if t.status == records.FAILED],
-        promotion=dict(Counter(entry["status"] for entry in promotion.get("candidates", {}).values())),
+        promotion=dict(Counter(candidate["status"] for candidate in candidates.values())),
         waits_for=(records.waits_for(folder.waiting) or None) if running else None,
     )
 
 
+def _read(file: Path) -> Mapping[str, Any]:
+    return read_json(file) if file.exists() else {}
+
+
 def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> tuple[str, float]:
-    """The unit, and the hours of it that trials have reported."""
+    """Return the unit, and the hours of it that trials have reported."""
     if config is None:
-        return "CPU", sum(sum(t.seconds.values()) + _trained(t) for t in trials) / 3600
-    gpus, train = config.train.gpus_per_worker, config.train
+        return "CPU", sum(sum(t.seconds.values()) + _train_seconds(t) for t in trials) / 3600
+    train = config.train
+    resources = config.resources
+    gpus = train.gpus_per_worker
     workers = train.num_workers * (gpus or train.cpus_per_worker)
-    driving = config.resources.trial_gpus if gpus else max(1.0, config.resources.trial_cpus)
-    seconds = sum(driving * sum(t.seconds.values()) + workers * _trained(t) for t in trials)
+    process = resources.trial_gpus if gpus else max(1.0, resources.trial_cpus)
+    seconds = sum(process * sum(t.seconds.values()) + workers * _train_seconds(t) for t in trials)
     return "GPU" if gpus else "CPU", seconds / 3600
 
 
-def _trained(trial: TrialRecord) -> float:
-    """Seconds that the workers of a trial have worked."""
+def _train_seconds(trial: TrialRecord) -> float:
+    """Return the seconds that the workers of a trial have worked."""
     return float(trial.last.get("seconds") or 0.0) if trial.step and trial.copy_of is None else 0.0
 
 
 def tokens_per_second(trials: Iterable[TrialRecord]) -> float:
-    """Of the trials that train now, together, each as it last reported."""
-    return sum(float(t.last.get("tokens_per_second") or 0) for t in trials if t.status == records.RUNNING)
+    """Return those of all trials that train now, each as it last reported."""
+    running = [t for t in trials if t.status == records.RUNNING]
+    return sum(float(t.last.get("tokens_per_second") or 0) for t in running)
 
 
 def seconds_left(
     trials: Sequence[TrialRecord], expected: int | None, rungs: int, elapsed: float | None
 ) -> float | None:
-    """By the share of trials and rungs that is behind; None before the first report, and where it cannot be told."""
+    """Return the seconds left, by the share of trials and rungs that are done.
+
+    Args:
+        trials: All that were started.
+        expected: How many there will be; None if that is not known.
+        rungs: Of a trial.
+        elapsed: Seconds since the start.
+
+    Returns:
+        None before the first report, and where it cannot be estimated.
+    """
     if not expected or elapsed is None:
         return None
-    behind = sum(1.0 if t.status in records.ENDED else len(t.rungs) / rungs for t in trials)
-    return elapsed * (expected - behind) / behind if 0 < behind < expected else None
+    done = sum(1.0 if t.status in records.ENDED else len(t.rungs) / rungs for t in trials)
+    return elapsed * (expected - done) / done if 0 < done < expected else None
 
 
 def _config(folder: SearchFolder) -> SearchConfig | None:
@@ -157,16 +199,20 @@ def _state(state: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str:
         return "ended"
     if "seconds" not in state or any(t.status == records.RUNNING for t in trials):
         return "running"
-    return "interrupted" if any(t.status == records.KILLED for t in trials) or not trials else "ended"
+    if not trials or any(t.status == records.KILLED for t in trials):
+        return "interrupted"
+    return "ended"
 
 
 def _seconds(state: Mapping[str, Any], now: datetime) -> float | None:
     if "seconds" in state:
         return float(state["seconds"])
-    return (now - datetime.fromisoformat(state["started"])).total_seconds() if state.get("started") else None
+    if not state.get("started"):
+        return None
+    return (now - datetime.fromisoformat(state["started"])).total_seconds()
 
 
-def _point(trial: TrialRecord, original_loss: float | None) -> dict[str, Any]:
+def _front_point(trial: TrialRecord, original_loss: float | None) -> FrontPoint:
     return {
         "trial_id": trial.trial_id,
         "recipe": trial.recipe,
@@ -180,85 +226,112 @@ def _point(trial: TrialRecord, original_loss: float | None) -> dict[str, Any]:
     }
 
 
-# ---- on a terminal, and elsewhere -------------------------------------------------------------------------------
+# ---- on a terminal, and elsewhere ----------------------------------------------------------------
 
 
-def facts(view: View) -> dict[str, str]:
-    """The view's numbers in words, by what they are about; what is not known is left out."""
-    ended = sum(view.trials[name] for name in records.ENDED)
-    states = ", ".join(f"{count} {name}" for name, count in view.trials.items() if count) or "none yet"
-    words = {"state": view.state}
-    if view.waits_for is not None:
-        words["waits for"] = view.waits_for
-    if view.seconds is not None:
-        left = "" if view.seconds_left is None else f", about {clock(view.seconds_left)} left"
-        words["time"] = clock(view.seconds) + left
-    words["trials"] = f"{ended}/{view.expected or '?'} ended: {states}" + (
-        f" ({view.probes} probes)" if view.probes else ""
-    )
-    rate = f", {compact(view.tokens_per_second)}/s now" if view.tokens_per_second else ""
-    words["tokens"] = f"{compact(view.tokens)}{rate}"
-    words["spent"] = f"{view.hours_spent:.2f} {view.unit}-hours{_left(view.hours_left)}"
-    if view.money_spent is not None:
-        words["money"] = f"{view.money_spent:.2f}{_left(view.money_left)}"
-    if view.promotion:
-        words["promotion"] = ", ".join(f"{count} {name}" for name, count in view.promotion.items())
-    return words
+def status_facts(status: SearchStatus) -> dict[str, str]:
+    """Return the numbers in words, by what they are about; what is not known is left out."""
+    facts = {"state": status.state}
+    if status.waits_for is not None:
+        facts["waits for"] = status.waits_for
+    if status.seconds is not None:
+        left = status.seconds_left
+        facts["time"] = clock(status.seconds) + (
+            "" if left is None else f", about {clock(left)} left"
+        )
+    ended = sum(status.trials[name] for name in records.ENDED)
+    counts = [f"{count} {name}" for name, count in status.trials.items() if count]
+    probes = f" ({status.probes} probes)" if status.probes else ""
+    states = ", ".join(counts) or "none yet"
+    facts["trials"] = f"{ended}/{status.expected or '?'} ended: {states}{probes}"
+    rate = status.tokens_per_second
+    facts["tokens"] = compact(status.tokens) + (f", {compact(rate)}/s now" if rate else "")
+    hours = f"{status.hours_spent:.2f} {status.unit}-hours"
+    facts["spent"] = hours + _left(status.hours_left)
+    if status.money_spent is not None:
+        facts["money"] = f"{status.money_spent:.2f}{_left(status.money_left)}"
+    if status.promotion:
+        facts["promotion"] = ", ".join(
+            f"{count} {name}" for name, count in status.promotion.items()
+        )
+    return facts
 
 
 def _left(amount: float | None) -> str:
     return "" if amount is None else f", about {amount:.2f} left"
 
 
-def picture(view: View) -> Group:
-    """The view for a terminal: facts, front, failures."""
-    parts: list[Any] = [Text(view.name, style="bold"), facts_table(facts(view)).for_terminal(show_header=False)]
-    if view.front:
+def status_view(status: SearchStatus) -> Group:
+    """Return facts, front and failures for a terminal."""
+    facts = facts_table(status_facts(status)).for_terminal(show_header=False)
+    parts: list[RenderableType] = [Text(status.name, style="bold"), facts]
+    if status.front:
+        columns = ("recipe", KV_COLUMN, "KV bytes/token", "at step", "loss", "loss increase")
         rows = [
-            (p["label"], percent(p["kv_ratio"]), str(p["kv_bytes_per_token"]), str(p["step"]), number(p["loss"]),
-             number(p["loss_increase"], "+.3f"))
-            for p in view.front[:POINTS]
-        ]  # fmt: skip
-        columns = ("recipe", OF_THE_CHECKPOINT, "KV bytes/token", "at step", "loss", "loss increase")
-        parts.append(Table(columns, rows).for_terminal(title="front so far", title_justify="left"))
-    if view.unfinished:
-        parts.append(Text(view.unfinished, style="yellow"))
-    parts += [Text(f"failed: {text}", style="red") for text in view.failures[-3:]]
+            (
+                point["label"],
+                percent(point["kv_ratio"]),
+                str(point["kv_bytes_per_token"]),
+                str(point["step"]),
+                number(point["loss"]),
+                number(point["loss_increase"], "+.3f"),
+            )
+            for point in status.front[:_POINTS]
+        ]
+        table = Table(columns, rows)
+        parts.append(table.for_terminal(title="front so far", title_justify="left"))
+    if status.unfinished:
+        parts.append(Text(status.unfinished, style="yellow"))
+    parts += [Text(f"failed: {failure}", style="red") for failure in status.failures[-3:]]
     return Group(*parts)
 
 
-def line(view: View) -> str:
-    """The view in one line, for a log."""
-    best = ", ".join(
-        f"{percent(p['kv_ratio'])} {number(p['loss'])} ({p['label']})" for p in reversed(view.front[-POINTS:])
-    )
-    parts = [f"{name} {value}" for name, value in facts(view).items() if name != "state"]
-    parts += [f"front {best or 'none yet'}", *([view.unfinished] if view.unfinished else [])]
-    return f"{view.name} {view.state} | " + " | ".join(parts)
+def status_line(status: SearchStatus) -> str:
+    """Return the status in one line, for a log."""
+    points = [
+        f"{percent(point['kv_ratio'])} {number(point['loss'])} ({point['label']})"
+        for point in reversed(status.front[-_POINTS:])
+    ]
+    parts = [f"{name} {text}" for name, text in status_facts(status).items() if name != "state"]
+    parts.append(f"front {', '.join(points) or 'none yet'}")
+    if status.unfinished:
+        parts.append(status.unfinished)
+    return f"{status.name} {status.state} | " + " | ".join(parts)
 
 
-def watch(
+def watch_search(
     folder: SearchFolder,
     *,
     every: float = 2.0,
     once: bool = False,
     console: Console | None = None,
     sleep: Callable[[float], None] = time.sleep,
-) -> View:
-    """Show a search until it ends: in place on a terminal, else a line whenever something has changed."""
+) -> SearchStatus:
+    """Show a search until it ends: in place on a terminal, else a line for each change.
+
+    Args:
+        folder: Of the search.
+        every: Seconds between two looks.
+        once: Whether to look once and return.
+        console: Where it is shown.
+        sleep: Waits for some seconds.
+    """
     out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    shown = ""
-    with Live(console=out, auto_refresh=False) if out.is_terminal and not once else nullcontext() as live:
+    printed = ""
+    live_view = Live(console=out, auto_refresh=False)
+    with live_view if out.is_terminal and not once else nullcontext() as live:
         while True:
-            view = read_status(folder)
-            fixed = json.dumps({k: v for k, v in asdict(view).items() if not k.startswith("seconds")})
+            status = read_status(folder)
             if live is not None:
-                live.update(picture(view), refresh=True)
+                live.update(status_view(status), refresh=True)
             elif out.is_terminal:
-                out.print(picture(view))
-            elif fixed != shown:
-                out.print(line(view), markup=False)
-                shown = fixed
-            if once or view.state != "running":
-                return view
+                out.print(status_view(status))
+            else:
+                fields = asdict(status).items()
+                content = json.dumps({k: v for k, v in fields if not k.startswith("seconds")})
+                if content != printed:
+                    out.print(status_line(status), markup=False)
+                    printed = content
+            if once or status.state != "running":
+                return status
             sleep(every)

@@ -1,4 +1,4 @@
-"""Tables as rows of text: what the terminal (rich) and the pages (jinja2, `orchestrator.reporting.pages`) both show."""
+"""Tables as rows of text, for the terminal (rich) and for pages (jinja2)."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from attention.base.text import number
 from attention.base.timing import clock
 from attention.ratios import percent
 from orchestrator.reporting import comparison
-from orchestrator.reporting.comparison import OF_THE_CHECKPOINT, UNTOLD
+from orchestrator.reporting.comparison import KV_COLUMN, NO_VALUE, ComparisonRow
 from orchestrator.storage import records
-from orchestrator.storage.records import TrialRecord, front
+from orchestrator.storage.records import OriginalRecord, TrialRecord, front
 
 PROSE = ("trials", "error", "where, or why not", "layers from the first", "value", "how")
-LEFT = (
-    "",
-    "recipe",
-    "state",
-    "version",
-    "what",
-    "holds it",
-    "metric",
-    *PROSE,
-)  # other columns hold numbers: right-aligned, never wrapped
-MOST_ROWS = 500
+LEFT = ("", "recipe", "state", "version", "what", "holds it", "metric", *PROSE)
+"""Columns of text; others hold numbers: right-aligned, never wrapped."""
+MAX_ROWS = 500
 """Trials that the table of a page holds; of more, the best of each KV ratio."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text. `marked`: the indices of rows that stand out, bold on a page; `notes`: sentences below it."""
+    """Rows of text.
+
+    Attributes:
+        columns: Names of the columns.
+        rows: A cell for each column.
+        marked: Indices of rows that stand out, bold on a page.
+        intro: A sentence above it.
+        notes: Sentences below it.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -43,155 +43,219 @@ class Table:
     intro: str = ""
     notes: Sequence[str] = ()
 
-    def for_terminal(self, columns: Sequence[str] = (), *, star: bool = False, **options: Any) -> rich.table.Table:
-        """Some of the columns, or all; with `star` a first column has a star in marked rows."""
+    def for_terminal(
+        self, columns: Sequence[str] = (), *, star: bool = False, **options: Any
+    ) -> rich.table.Table:
+        """Return some of the columns, or all, for the terminal.
+
+        Args:
+            columns: Names of those that are shown (default: all).
+            star: Whether a first column has a star in marked rows.
+            **options: Of `rich.table.Table`.
+        """
         names = columns or self.columns
-        places = [self.columns.index(name) for name in names]
-        made = rich.table.Table(box=None, pad_edge=False, **options)
+        indices = [self.columns.index(name) for name in names]
+        table = rich.table.Table(box=None, pad_edge=False, **options)
         for name in ("", *names) if star else names:
             left = name in LEFT
-            made.add_column(name, justify="left" if left else "right", no_wrap=not left, overflow="fold")
-        for index, row in enumerate(self.rows):
-            cells = [Text(row[place]) for place in places]
-            made.add_row(*([Text("*" if index in self.marked else ""), *cells] if star else cells))
-        return made
+            justify = "left" if left else "right"
+            table.add_column(name, justify=justify, no_wrap=not left, overflow="fold")
+        for row_index, row in enumerate(self.rows):
+            cells = [Text(row[index]) for index in indices]
+            if star:
+                cells.insert(0, Text("*" if row_index in self.marked else ""))
+            table.add_row(*cells)
+        return table
 
 
 def with_intro(table: Table, intro: str) -> Table:
-    """The same table under a sentence."""
+    """Return the same table under a sentence."""
     return replace(table, intro=intro)
 
 
 def facts_table(facts: Mapping[str, Any]) -> Table:
-    """Names and values; those that are empty are left out."""
-    return Table(("what", "value"), [(name, str(value)) for name, value in facts.items() if value not in (None, "")])
+    """Return names and values; those that are empty are left out."""
+    rows = [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
+    return Table(("what", "value"), rows)
 
 
-TRIALS = (
-    *("recipe", OF_THE_CHECKPOINT, "KV bytes/token", "rate", "seed", "steps", "untrained", "loss", "loss increase"),
-    *("at step", "KL", "last", "state", "time", "trial", "error"),
+TRIAL_COLUMNS = (
+    "recipe",
+    KV_COLUMN,
+    "KV bytes/token",
+    "rate",
+    "seed",
+    "steps",
+    "untrained",
+    "loss",
+    "loss increase",
+    "at step",
+    "KL",
+    "last",
+    "state",
+    "time",
+    "trial",
+    "error",
 )
-DECODE_TIME = "decode ms/token"
-TRIALS_INTRO = (
-    "On the front: bold. loss: held out, of the best step that was measured, which may be before training (at step 0); "
-    "last: after all steps."
+_DECODE_TIME = "decode ms/token"
+_TRIALS_INTRO = (
+    "On the front: bold. loss: held out, of the best step that was measured, which may be before "
+    "training (at step 0); last: after all steps."
 )
 
 
-def trial_table(trials: Sequence[TrialRecord], original: Mapping[str, Any], most: int = MOST_ROWS) -> Table:
-    """Every trial by KV ratio and loss, those on the front marked; probes of the searcher are only counted."""
+def trial_table(
+    trials: Sequence[TrialRecord], original: OriginalRecord, max_rows: int = MAX_ROWS
+) -> Table:
+    """Return every trial by KV ratio and loss, those on the front marked; probes are counted."""
     candidates = records.without_probes(trials)
-    drawn = _best(candidates, most)
-    on_front = {t.trial_id for t in front(candidates)}
-    rows = [
-        (
-            t.label,
-            percent(t.kv_ratio),
-            str(t.kv_bytes_per_token or UNTOLD),
-            f"{t.learning_rate:.1e}",
-            UNTOLD if t.seed is None else str(t.seed),
-            str(t.step),
-            UNTOLD if t.untrained is None else number(t.untrained["loss"]) + (" pooled" if t.relaxes else ""),
-            number(t.loss),
-            number(t.loss - original["loss"], "+.3f"),
-            str(t.best.get("step", UNTOLD)),
-            number(t.best.get("kl")),
-            number(t.last_loss),
-            _state(t),
-            clock(sum(t.seconds.values())),
-            t.trial_id,
-            t.error or "",
-        )
-        for t in drawn
-    ]
-    columns: tuple[str, ...] = TRIALS
-    if any(t.decode_seconds_per_token for t in drawn):  # behind the bytes
-        place = TRIALS.index("rate")
-        columns = *TRIALS[:place], DECODE_TIME, *TRIALS[place:]
-        told = [
-            UNTOLD if t.decode_seconds_per_token is None else f"{1000 * t.decode_seconds_per_token:.3g}" for t in drawn
-        ]
-        rows = [(*row[:place], time, *row[place:]) for row, time in zip(rows, told, strict=True)]
+    shown = _best(candidates, max_rows)
+    front_ids = {t.trial_id for t in front(candidates)}
+    columns: list[str] = list(TRIAL_COLUMNS)
+    rows = [_trial_row(t, original) for t in shown]
+    if any(t.decode_seconds_per_token for t in shown):  # behind the bytes
+        index = columns.index("rate")
+        columns.insert(index, _DECODE_TIME)
+        for row, trial in zip(rows, shown, strict=True):
+            seconds = trial.decode_seconds_per_token
+            row.insert(index, NO_VALUE if seconds is None else f"{1000 * seconds:.3g}")
     notes = []
-    if left_out := len(candidates) - len(drawn):
+    if left_out := len(candidates) - len(shown):
         notes.append(f"The best at each KV ratio; {left_out} more are in journal.jsonl.")
-    if any(t.relaxes for t in drawn):
+    if any(t.relaxes for t in shown):
         notes.append(f"{records.POOLED_NOTE}.")
-    if any(t.relaxation_unfinished for t in drawn):
-        notes.append(records.unfinished_note(drawn))
+    if any(t.relaxation_unfinished for t in shown):
+        notes.append(records.unfinished_note(shown))
     if copies := sum(t.copy_of is not None for t in candidates):
         notes.append(f"Led to the same model as another trial, and not trained again: {copies}.")
     if probes := [t for t in trials if t.probe]:
-        notes.append(f"And {len(probes)} probes of the searcher, measured untrained ({probes[0].label}).")
-    marked = frozenset(i for i, t in enumerate(drawn) if t.trial_id in on_front)
-    return Table(columns, rows, marked, TRIALS_INTRO, notes)
+        notes.append(
+            f"And {len(probes)} probes of the searcher, measured untrained ({probes[0].label})."
+        )
+    marked = frozenset(i for i, t in enumerate(shown) if t.trial_id in front_ids)
+    return Table(columns, rows, marked, _TRIALS_INTRO, notes)
+
+
+def _trial_row(trial: TrialRecord, original: OriginalRecord) -> list[str]:
+    untrained = NO_VALUE
+    if trial.untrained is not None:
+        untrained = number(trial.untrained["loss"]) + (" pooled" if trial.relaxes else "")
+    return [
+        trial.label,
+        percent(trial.kv_ratio),
+        str(trial.kv_bytes_per_token or NO_VALUE),
+        f"{trial.learning_rate:.1e}",
+        NO_VALUE if trial.seed is None else str(trial.seed),
+        str(trial.step),
+        untrained,
+        number(trial.loss),
+        number(trial.loss - original["loss"], "+.3f"),
+        str(trial.best.get("step", NO_VALUE)),
+        number(trial.best.get("kl")),
+        number(trial.last_loss),
+        _state(trial),
+        clock(sum(trial.seconds.values())),
+        trial.trial_id,
+        trial.error or "",
+    ]
 
 
 def _state(trial: TrialRecord) -> str:
     if trial.status == records.COPY:
         return f"same as {trial.copy_of}"
-    return f"{trial.status}, {records.UNFINISHED_MARK}" if trial.relaxation_unfinished else trial.status
+    if trial.relaxation_unfinished:
+        return f"{trial.status}, {records.UNFINISHED_MARK}"
+    return trial.status
 
 
-def _best(trials: Sequence[TrialRecord], most: int) -> list[TrialRecord]:
-    """By KV ratio and loss: all trials, or the best of each KV ratio, each its share of `most`."""
+def _best(trials: Sequence[TrialRecord], max_rows: int) -> list[TrialRecord]:
+    """Return all trials by KV ratio and loss, or the best of each ratio, each its share."""
     ordered = sorted(trials, key=lambda t: (-t.kv_ratio, t.loss))
-    if len(ordered) <= most:
+    if len(ordered) <= max_rows:
         return ordered
-    ratios = sorted({t.kv_ratio for t in trials}, reverse=True)
-    return [t for ratio in ratios for t in [t for t in ordered if t.kv_ratio == ratio][: most // len(ratios)]]
+    groups: dict[float, list[TrialRecord]] = {}
+    for trial in ordered:
+        groups.setdefault(trial.kv_ratio, []).append(trial)
+    return [trial for group in groups.values() for trial in group[: max_rows // len(groups)]]
 
 
-def comparison_table(rows: Sequence[comparison.Row]) -> Table:
-    """The rows of `comparison.compare`; the lowest mean of each KV ratio at the last rung is marked."""
+def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
+    """Return a table of arms; the lowest mean of each KV ratio at the last rung is marked."""
     best: dict[float, float] = {}
-    for row in (row for row in rows if row["last"]):
-        best[row["kv_ratio"]] = min(row["loss"]["mean"], best.get(row["kv_ratio"], math.inf))
-    marked = frozenset(i for i, r in enumerate(rows) if r["last"] and r["loss"]["mean"] == best[r["kv_ratio"]])
+    for row in rows:
+        if row["last"]:
+            ratio = row["kv_ratio"]
+            best[ratio] = min(row["loss"]["mean"], best.get(ratio, math.inf))
+    marked = frozenset(
+        index
+        for index, row in enumerate(rows)
+        if row["last"] and row["loss"]["mean"] == best[row["kv_ratio"]]
+    )
     intro = f"{comparison.footnote(rows)} The lowest mean at each KV ratio: bold."
-    return Table(comparison.COLUMNS, [comparison.cells(row) for row in rows], marked, intro)
+    cells = [comparison.cells(row) for row in rows]
+    return Table(comparison.COMPARISON_COLUMNS, cells, marked, intro)
 
 
-PROMOTION = (
-    *("recipe", OF_THE_CHECKPOINT, "steps", "untrained", "best", "at step", "last", "baseline", "original", "state"),
+PROMOTION_COLUMNS = (
+    "recipe",
+    KV_COLUMN,
+    "steps",
+    "untrained",
+    "best",
+    "at step",
+    "last",
+    "baseline",
+    "original",
+    "state",
     "version",
 )
 
 
 def promotion_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
-    """What was promoted, and why not what was not: the candidates of `promotion.json`."""
-    rows = []
-    for c in candidates:
-        where = "; ".join(c.get("reasons", ())) or str(c.get("model_uri") or c.get("folder") or "")
-        losses = [number(c.get(f"{name}loss")) for name in ("untrained_", "", "last_", "baseline_", "original_")]
-        best_step = UNTOLD if c.get("best_step") is None else str(c["best_step"])
-        rows.append(
-            (c.get("label") or c["recipe"], percent(c["kv_ratio"]), str(c.get("steps", UNTOLD)), *losses[:2], best_step,
-             *losses[2:], c.get("status", UNTOLD), str(c.get("version") or UNTOLD), c["trial_id"], where)
-        )  # fmt: skip
+    """Return the candidates of `promotion.json`: losses, and where they lie or why not."""
     return Table(
-        (*PROMOTION, "trial", "where, or why not"),
-        rows,
+        (*PROMOTION_COLUMNS, "trial", "where, or why not"),
+        [_promotion_row(candidate) for candidate in candidates],
         frozenset(i for i, c in enumerate(candidates) if c.get("status") == "promoted"),
-        "Held-out loss: of the untrained conversion, of the best measured step (which is shipped), after the last "
-        "step, of the baseline at its own best step, and of the original model.",
+        "Held-out loss: of the untrained conversion, of the best measured step (which is shipped), "
+        "after the last step, of the baseline at its own best step, and of the original model.",
         [_shipped(c) for c in candidates if c.get("model_uri") and c.get("shipped")],
     )
 
 
-def _shipped(candidate: Mapping[str, Any]) -> str:
-    """Where a promoted model lies, and what loads it."""
-    form = (
-        f"exported for stock transformers to {candidate.get('model')}"
-        if candidate.get("plain")
-        else f"in Headfold's own format, which stock transformers does not load, in {candidate.get('model')}"
+def _promotion_row(candidate: Mapping[str, Any]) -> tuple[str, ...]:
+    best_step = candidate.get("best_step")
+    reasons = "; ".join(candidate.get("reasons", ()))
+    return (
+        candidate.get("label") or candidate["recipe"],
+        percent(candidate["kv_ratio"]),
+        str(candidate.get("steps", NO_VALUE)),
+        number(candidate.get("untrained_loss")),
+        number(candidate.get("loss")),
+        NO_VALUE if best_step is None else str(best_step),
+        number(candidate.get("last_loss")),
+        number(candidate.get("baseline_loss")),
+        number(candidate.get("original_loss")),
+        candidate.get("status", NO_VALUE),
+        str(candidate.get("version") or NO_VALUE),
+        candidate["trial_id"],
+        reasons or str(candidate.get("model_uri") or candidate.get("folder") or ""),
     )
+
+
+def _shipped(candidate: Mapping[str, Any]) -> str:
+    """Return where a promoted model lies, and what loads it."""
     name = candidate.get("name") or f"{candidate['recipe']} {percent(candidate['kv_ratio'])}"
-    told = f"{name}: the {candidate['shipped']}, {form}"
+    path = candidate.get("model")
+    if candidate.get("plain"):
+        form = f"exported for stock transformers to {path}"
+    else:
+        form = f"in Headfold's own format, which stock transformers does not load, in {path}"
+    note = f"{name}: the {candidate['shipped']}, {form}"
     if not candidate.get("served"):
-        return told
+        return note
     checks = candidate.get("checks", {})
-    shown = checks.get("engine", "")
+    check = checks.get("engine", "")
     if "engine_kv_bytes_per_token" in checks:
-        shown += f" loads it with {checks['engine_kv_bytes_per_token']:g} KV bytes per token"
-    return f"{told}; for {checks.get('target')} in {candidate['served']} ({shown})"
+        check += f" loads it with {checks['engine_kv_bytes_per_token']:g} KV bytes per token"
+    return f"{note}; for {checks.get('target')} in {candidate['served']} ({check})"

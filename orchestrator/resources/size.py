@@ -20,7 +20,7 @@ from attention.calibration.collecting import SLICE_BYTES
 from attention.calibration.sizes import Mixed, layer_bytes, matrices
 from attention.conversion.refinement.local import FIT_TOKENS
 from attention.conversion.refinement.original import bytes_to_keep
-from attention.conversion.sensitivity import BATCH as SENSITIVITY_BATCH
+from attention.conversion.sensitivity import SENSITIVITY_BATCH
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layers.windows import empty, layer_prefix, window_config

@@ -20,7 +20,7 @@ from attention.calibration.collecting import BLOCK
 from attention.conversion.fusion.estimates import LEADING
 from attention.conversion.refinement.local import (
     FIT_TOKENS,
-    NEAR,
+    SHORT_FIT_WINDOWS,
     STEP_TOKENS,
     sequences_a_step,
     steps_in_all,
@@ -30,7 +30,7 @@ from attention.io.precision import DTYPES
 from orchestrator.resources.size import Conversion, Size
 from search_spaces.allocation.knapsack import considered
 from search_spaces.grouping.merge_anneal import PRICES
-from search_spaces.grouping.subsets import LIMIT
+from search_spaces.grouping.subsets import EXACT_HEADS
 from search_spaces.planning.budgets import problem_of
 from trainers.losses import objective
 from trainers.settings import TrainSettings
@@ -111,14 +111,14 @@ def grouping_operations(conversion: Conversion) -> float:
     width = g.hidden_size
     rows = units * dim
     keys = 2.0 * (g.num_heads * dim + rows) * width**2
-    if rows > WIDE and units > LIMIT:  # by estimates of the cost
+    if rows > WIDE and units > EXACT_HEADS:  # by estimates of the cost
         pooled = 2.0 * rows * width * (width / 2 + rows)
         leading = (
             2.0 * g.num_heads * LEADING * width * (width / 2 + LEADING) + 12.0 * rows**2 * LEADING
         )
         return keys + pooled + leading + SEARCHED * units**2 * dim**3
     prepared = 2.0 * g.num_heads * rows * width * (width / 2 + rows)
-    if units > LIMIT:
+    if units > EXACT_HEADS:
         return keys + prepared + PRICES * PRICE * (4 * dim) ** 3
     equal = conversion.recipe.together
     sizes = [max(1, round(1 / conversion.kv_ratio))] if equal else range(2, units)
@@ -172,7 +172,7 @@ def planning_operations(conversion: Conversion, size: Size, forward: float) -> f
     judged = 2.0 * checked * (2 * size.attention + c.geometry.hidden_size**2)
     sides = 1 if c.recipe.together else 2
     return (
-        len(counts) * sides * (steps * step_operations(c, size, first=NEAR) + judged)
+        len(counts) * sides * (steps * step_operations(c, size, first=SHORT_FIT_WINDOWS) + judged)
         + fused
         + c.used_tokens * forward
     )

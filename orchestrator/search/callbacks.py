@@ -19,7 +19,7 @@ from orchestrator.storage.journal import INTERRUPT, RUN, Journal
 from orchestrator.storage.records import TrialRecord
 from orchestrator.storage.trial_names import name_trials
 from orchestrator.tracking import gauges
-from orchestrator.tracking.described import trial_run
+from orchestrator.tracking.run_metadata import trial_run
 from orchestrator.tracking.sync import MlflowSync
 
 _MOST_SHOWN = 3  # trials whose planning the progress shows
@@ -122,8 +122,8 @@ class SearchLog(Callback):
         increases = {
             ratio: best.loss - self.original_loss for ratio, best in best_so_far(records).items()
         }
-        gauges.tell_trials(search, (record.status for record in records), increases)
-        gauges.tell(gauges.BEHIND, self.mlflow.waiting if self.mlflow else 0, search=search)
+        gauges.set_trial_gauges(search, (record.status for record in records), increases)
+        gauges.set_gauge(gauges.BEHIND, self.mlflow.waiting if self.mlflow else 0, search=search)
         self.stage.to(self.rungs[0], progress_note(records, self.expected, self.original_loss))
 
 

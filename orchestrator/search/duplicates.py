@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from attention.io.checkpoint import DIGESTS
-from orchestrator.search.candidates import CandidateConfig
 from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.storage.json_files import read_json
 from trainers.jobs.train_job import TrainJob
@@ -64,7 +63,7 @@ class CopyingSearcher(ResumableSearcher):
     def suggest(self, trial_id: str) -> Any:
         return self.searcher.suggest(trial_id)
 
-    def add_trial(self, trial_id: str, config: CandidateConfig) -> None:
+    def add_trial(self, trial_id: str, config: Mapping[str, Any]) -> None:
         self.searcher.add_trial(trial_id, config)
 
     def on_trial_result(self, trial_id: str, result: dict) -> None:

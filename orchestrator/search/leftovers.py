@@ -83,7 +83,7 @@ def _remove(folder: SearchFolder, record: TrialRecord, finalist: bool, address: 
     root, saved = folder.trial(record.trial_id), record.last.get("checkpoint_path")
     store = CheckpointStore(str(folder.train), record.trial_id, address=address)
     store.keep_only(Path(saved).name if finalist and saved else None)
-    remove_other_bests(str(root / "trained"), [record.last])
+    remove_other_bests(str(root / "trained"), [dict(record.last)])
     gone = [root / "start"]
     if record.status == COPY:
         gone.append(root / "converted")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
-from orchestrator.reporting.comparison import compare
+from orchestrator.reporting.comparison import compare_arms
 from orchestrator.reporting.console import console, print_promoted, print_promotion
 from orchestrator.reporting.promoted_models import promoted_models
 from orchestrator.storage import records
@@ -95,7 +95,7 @@ class SearchOutcome:
             "best_per_budget": {
                 f"{b:g}": t.trial_id for b, t in best_per_budget(self.trials).items()
             },
-            "comparison": compare(self.trials, self.original) if self.original else [],
+            "comparison": compare_arms(self.trials, self.original) if self.original else [],
             "promotion": self.promotion,
             "promoted": promoted_models(self.promotion),
             "interrupted": self.interrupted,

@@ -30,8 +30,8 @@ from orchestrator.cluster.placement import Demand, task_options, worker_options
 from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import dha_distances
-from orchestrator.conversion.calibrating import Workers, checkpoint_calibration
-from orchestrator.conversion.steps import planning_context
+from orchestrator.conversion.calibration import Workers, checkpoint_calibration
+from orchestrator.conversion.execution import planning_context
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.trials.untrained import shared_parts

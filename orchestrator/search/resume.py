@@ -230,7 +230,8 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
             )
             scheduler.on_trial_add(None, trials[trial_id])
         elif kind == events.REPORT:
-            result, trial = event["result"], trials[trial_id]
+            result = dict(event["result"])
+            trial = trials[trial_id]
             trial.last_result = result
             decision = scheduler.on_trial_result(None, trial, result)
             if decision != event["decision"]:

@@ -86,11 +86,13 @@ class SearchSetup:
         Raises:
             ConfigError: For a candidate that cannot be.
         """
-        config, section = self.config, self.config.search
+        config = self.config
+        section = config.search
         engine = engine_form(config, self.model)
+        named = named_candidates(config, self.geometry, engine)  # first: it says best what is wrong
         return SearchProblem(
             space=candidate_space(config, self.geometry, engine),
-            named=named_candidates(config, self.geometry, engine),
+            named=named,
             samples=section.num_samples,
             seed=section.seed,
             settings=searcher_settings(config),

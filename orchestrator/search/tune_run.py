@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.cluster.session import last_error
 from orchestrator.config.schema import SearchConfig
 from orchestrator.search.callbacks import SearchLog
-from orchestrator.search.candidates import Candidate, CandidateConfig
+from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import CopyingSearcher
 from orchestrator.search.leftovers import Cleaning, remove_leftovers
 from orchestrator.search.prepare import head_similarities
@@ -135,7 +135,7 @@ def _tuner(
 
 
 def _own(
-    demand: Demand, rungs: Sequence[int], config: CandidateConfig
+    demand: Demand, rungs: Sequence[int], config: Mapping[str, Any]
 ) -> tune.PlacementGroupFactory:
     """Return the resources of a trial's own process for as long as it lasts.
 

@@ -15,7 +15,7 @@ from orchestrator.cluster.capacity import search_concurrency
 from orchestrator.cluster.session import local_nodes, starts_ray
 from orchestrator.config.schema import ConfigError, SearchConfig, check_training
 from orchestrator.evaluation.generations import encode_prompts
-from orchestrator.evaluation.long_context import TEXTS, context_lengths
+from orchestrator.evaluation.long_context import NUM_TEXTS, context_lengths
 from orchestrator.evaluation.task_files import ACCURACIES, accuracy_of
 from orchestrator.evaluation.tasks import HarnessTasks
 from orchestrator.resources.accelerators import memory_of
@@ -100,7 +100,7 @@ def check_search(config: SearchConfig) -> Prepared:
     if config.model.teacher:
         teacher = checkpoints.open_checkpoint(config.model.teacher, "model.teacher")
         _check_length(length, config.model.teacher, teacher.geometry)
-        checkpoints.check_same_words(teacher, model, "model.teacher")
+        checkpoints.check_same_vocabulary(teacher, model, "model.teacher")
     check_searcher(config, setup.problem)
     check_scheduler(config)
     check_training(config.train)
@@ -218,7 +218,7 @@ def check_extras(config: SearchConfig, model: Checkpoint) -> None:
             longest = context_lengths(
                 ",".join(map(str, section.context_lengths)), model.geometry.max_positions
             )[-1]
-            needed, there = TEXTS * longest, config.data.eval.tokens
+            needed, there = NUM_TEXTS * longest, config.data.eval.tokens
             if needed > there:
                 raise ConfigError(
                     f"context_lengths: {longest} take {needed} held-out tokens, data.eval.tokens "

@@ -13,12 +13,12 @@ from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import waits_for
 from orchestrator.tracking import gauges
-from orchestrator.tracking.sync import MlflowSync, Run
+from orchestrator.tracking.sync import MlflowSync, TrackedRun
 
 
 @contextlib.contextmanager
 def report_waiting(
-    config: SearchConfig, folder: SearchFolder, mlflow: MlflowSync, run: Callable[[], Run]
+    config: SearchConfig, folder: SearchFolder, mlflow: MlflowSync, run: Callable[[], TrackedRun]
 ) -> Iterator:
     """Report what the body waits for as it runs, once and when that changes.
 
@@ -31,10 +31,10 @@ def report_waiting(
         since = datetime.now(UTC).isoformat(timespec="seconds")
         with contextlib.suppress(OSError):  # a full disk is reported where it ends the search
             write_json(folder.waiting, {"waits_for": text, "since": since})
-        gauges.tell(gauges.WAITS, text is not None, search=folder.root.name)
+        gauges.set_gauge(gauges.WAITS, text is not None, search=folder.root.name)
         mlflow.put(run())
 
-    gauges.tell(gauges.WAITS, 0, search=folder.root.name)
+    gauges.set_gauge(gauges.WAITS, 0, search=folder.root.name)
     if waits_for(folder.waiting):  # of a driver that was killed
         report(None)
     with watch_pending(Demand.of(config), report):

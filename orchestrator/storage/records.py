@@ -9,11 +9,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, TypeGuard
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard
 
 from attention.conversion.relaxation_knobs import UNFINISHED
 from attention.ratios import is_met, percent
 from orchestrator.storage.json_files import read_json
+
+if TYPE_CHECKING:
+    from attention.calibration.sizes import Mixed
 
 WAITING, RUNNING = "waiting", "running"
 DONE, STOPPED, FAILED, KILLED = "done", "stopped", "failed", "killed"
@@ -40,7 +43,7 @@ class OriginalRecord(TypedDict):
     parameters: int
     digests: dict[str, str]
     """Of its `weights` and of its `calibration`."""
-    mixed_moments: str | None
+    mixed_moments: Mixed | None
     """How the mixed moments of its statistics are kept."""
     seconds: float
     notes: NotRequired[list[str]]
@@ -157,7 +160,7 @@ class TrialRecord:
         copy_of: The first trial that leads to the same model; this one was not trained, its scores
             are those of that one.
         notes: What its training went on from (out of memory, a damaged checkpoint).
-        conversion_cost: Of the conversion before any training (`orchestrator.conversion.steps`).
+        conversion_cost: Of the conversion before training (`orchestrator.conversion.execution`).
         label: Of its recipe where people read; `name`: of the trial
             (`orchestrator.storage.trial_names`).
         started: In seconds since 1970, like `ended`, where the journal has it.

@@ -1,8 +1,8 @@
 """`headfold convert`: one checkpoint, without a cluster and without training.
 
-The way of a checkpoint: `request` opens and checks it, `estimate` decides how it is converted,
-`run` converts it in memory (`orchestrator.conversion.in_memory`) or layer by layer
-(`orchestrator.conversion.layer_by_layer`).
+The way of a checkpoint is four calls: `request` opens and checks it, `estimate` decides whether it
+is converted in memory or layer by layer, a store of its layers is opened accordingly, and
+`LayerStore.run` plans, converts, measures and writes.
 """
 
 from __future__ import annotations
@@ -11,25 +11,29 @@ import sys
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from attention.io.replacing import check_folder
 from orchestrator import checkpoints
 from orchestrator.config.options import ConvertOptions
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.estimate import RunEstimate, estimate_conversions
-from orchestrator.conversion.in_memory import Source
-from orchestrator.conversion.layer_by_layer import LayerwiseJob, check_folder_of_layers, log_line
-from orchestrator.conversion.one_layer import check_layerwise
-from orchestrator.conversion.record import ConversionRecord, CurveRecord
-from orchestrator.conversion.request import ConversionRequest, asked_ratios, chosen_recipe
-from orchestrator.conversion.several_ratios import (
+from orchestrator.conversion.curve import (
+    add_to_curve,
     check_curve,
-    convert_curve,
+    curve_record,
+    draw_curve,
     is_curve,
-    join_curve,
     ratio_folder,
 )
+from orchestrator.conversion.disk_store import DiskStore, check_output_folder, log_line
+from orchestrator.conversion.estimate import RunEstimate, estimate_conversions
+from orchestrator.conversion.layer_source import check_layerwise
+from orchestrator.conversion.layer_store import LayerStore
+from orchestrator.conversion.memory_store import MemoryStore
+from orchestrator.conversion.record import ConversionRecord, CurveRecord
+from orchestrator.conversion.request import ConversionRequest, chosen_recipe, requested_ratios
 from orchestrator.reporting.evaluation_tables import print_conversion
+from orchestrator.storage.outputs import Interrupted
 from orchestrator.tasks.task import Task, advise_text, require
 
 
@@ -42,7 +46,11 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     """
 
     def __init__(
-        self, options: ConvertOptions, *, rehearsal: bool = False, config_only: bool = False
+        self,
+        options: ConvertOptions,
+        *,
+        rehearsal: bool = False,
+        config_only: bool = False,
     ) -> None:
         super().__init__(options, rehearsal=rehearsal)
         self.config_only = config_only
@@ -66,10 +74,17 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         options = self.options
         weights = not (self.rehearsal or self.config_only)
         checkpoint = checkpoints.open_model(
-            options.model, "model", dequantize=options.dequantize, weights=weights
+            options.model,
+            "model",
+            dequantize=options.dequantize,
+            weights=weights,
         )
-        ratios = asked_ratios(
-            checkpoint, options.kv_ratio, options.kv_heads, options.kv_bytes, dtype=options.dtype
+        ratios = requested_ratios(
+            checkpoint,
+            options.kv_ratio,
+            options.kv_heads,
+            options.kv_bytes,
+            dtype=options.dtype,
         )
         recipe = chosen_recipe(checkpoint, options.recipe, options.engine, options.recipe_settings)
         if options.layerwise and len(ratios) > 1:
@@ -80,11 +95,15 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             if options.out is not None:
                 check_curve(options.out, checkpoint.path, recipe, ratios, options.overwrite)
         elif options.layerwise:
-            check_folder_of_layers(options.out, overwrite=options.overwrite, source=checkpoint.path)
+            check_output_folder(options.out, overwrite=options.overwrite, source=checkpoint.path)
         elif options.out is not None:
             check_folder(options.out, overwrite=options.overwrite, reads=[checkpoint.path])
         request = ConversionRequest.check(
-            checkpoint, recipe, ratios, options, config_only=self.config_only
+            checkpoint,
+            recipe,
+            ratios,
+            options,
+            config_only=self.config_only,
         )
         if options.layerwise:
             check_layerwise(recipe, checkpoint.config)
@@ -101,11 +120,10 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
 
     @cached_property
     def estimate(self) -> RunEstimate:
-        """What it takes, and with that how it is done, decided once."""
+        """What it takes, and with that whether it is done in memory, decided once."""
         points = estimate_conversions(self.request)
-        return RunEstimate.of(
-            points, self.out, several=self._several, layerwise=self.options.layerwise
-        )
+        layerwise = self.options.layerwise
+        return RunEstimate.of(points, self.out, several=self._several, layerwise=layerwise)
 
     def announce(self) -> None:
         if self.out is None:
@@ -126,41 +144,45 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         """Convert, measure before and after, and save.
 
         Returns:
-            One record: losses and KL in nats per token, KV bytes planned and held, seconds by
-            phase; of several ratios what they have in common, and `points`.
+            One record: losses and KL in nats per token, KV bytes planned and measured, seconds by
+            phase; of several ratios what they have in common, and `points` by falling KV ratio.
+            Ratios that come to the same plan are converted once.
 
         Raises:
             ConfigError: For what a user can mend. Likewise DataError of texts, PlanError of plans,
                 OutputError of folders.
         """
-        request, overwrite = self.request, self.options.overwrite
-        if self._several:
-            return convert_curve(request, self.out, overwrite=overwrite)
-        (kv_ratio,) = request.kv_ratios
-        out = self.out
-        if out is not None and self._joins_curve:
-            out = ratio_folder(out, kv_ratio)
-        if self._layerwise():
-            layers = check_folder_of_layers(out, overwrite=overwrite, source=request.model)
-            job = LayerwiseJob(request, kv_ratio, layers, self.log, overwrite)
-            record = job.run(request.texts())
-        else:
-            record = Source.load(request).at(kv_ratio, out, overwrite=overwrite)
-        if self.out is not None and self._joins_curve:
-            join_curve(self.out, record)
-        return record
+        curve = self.out if self._several or self._joins_curve else None
+        store = self._open_store()
+        records: list[ConversionRecord] = []
+        try:
+            for kv_ratio in self.request.distinct().values():
+                out = self.out if curve is None else ratio_folder(curve, kv_ratio)
+                records.append(store.run(kv_ratio, out, overwrite=self.options.overwrite))
+                if curve is not None:
+                    add_to_curve(curve, records[-1])
+        except KeyboardInterrupt:
+            if not self._several:
+                raise
+            finished = [f"kv-{record['kv_ratio_asked']:g}" for record in records]
+            rest = "nothing was written"
+            if finished and curve is not None:
+                rest = f"{', '.join(finished)} in {curve} are finished, the others not begun"
+            raise Interrupted(rest) from None
+        if curve is not None:
+            draw_curve(curve)
+        return curve_record(records) if self._several else records[0]
 
-    def _layerwise(self) -> bool:
-        """Whether it is done layer by layer.
+    def _open_store(self) -> LayerStore[Any]:
+        """Open the layers of the checkpoint, in memory or on disk.
 
-        An estimate is made only where the options leave it open.
+        An estimate is made only where the options leave that open.
         """
-        if self.options.layerwise is not None:
-            return self.options.layerwise
-        if self.out is None:
-            return False
-        self.estimate.explain()
-        return self.estimate.layerwise
+        layerwise = self.options.layerwise
+        if layerwise is None and self.out is not None and not self._several:
+            self.estimate.report_choice()
+            layerwise = self.estimate.layerwise
+        return DiskStore(self.request, self.log) if layerwise else MemoryStore(self.request)
 
     def show(self, record: ConversionRecord | CurveRecord) -> None:
         print_conversion(record, self.out)

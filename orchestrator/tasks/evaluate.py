@@ -20,8 +20,8 @@ from orchestrator.config.options import EvaluateOptions
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation.extras import Extras, PreparedExtras
 from orchestrator.evaluation.generations import read_prompts
-from orchestrator.evaluation.long_context import TEXTS
-from orchestrator.reporting.evaluation_tables import print_extras, print_worth
+from orchestrator.evaluation.long_context import NUM_TEXTS
+from orchestrator.reporting.evaluation_tables import print_evaluation, print_extras
 from orchestrator.resources.size import Size
 from orchestrator.resources.time import matmul_rate
 from orchestrator.serving.speed import SpeedRecord, engine_speed
@@ -131,7 +131,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
         length, first = self.options.sequence_length, self.models[CHECKPOINT]
         for key, model in self.models.items():
             checkpoints.open_checkpoint(model, key, sequence_length=length)
-            checkpoints.check_same_words(model, first, key)
+            checkpoints.check_same_vocabulary(model, first, key)
         return min(model.geometry.max_positions for model in self.models.values())
 
     @cached_property
@@ -176,7 +176,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
         """What is measured beside, with its data."""
 
         def held_out(length: int) -> Tensor:
-            return self._cut(TEXTS * length, length).held_out
+            return self._cut(NUM_TEXTS * length, length).held_out
 
         return self.extras.prepare(self.tokenizer, self.positions, held_out, self.options.seed)
 
@@ -254,9 +254,9 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
             if original_scored is not None:
                 comparison = scored.compared(original_scored)
         with phases("extras"):
-            measured = {CHECKPOINT: prepared.of(model)}
+            measured = {CHECKPOINT: prepared.measure(model)}
             if teacher is not None:
-                measured[ORIGINAL] = prepared.of(teacher)
+                measured[ORIGINAL] = prepared.measure(teacher)
         baseline_loss = None
         if BASELINE in models:
             with phases("baseline"):
@@ -269,7 +269,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
                         f"baseline_{name}": increase[name]
                         for name in ("loss_increase", "loss_increase_stderr")
                     }
-                measured[BASELINE] = prepared.of(other)
+                measured[BASELINE] = prepared.measure(other)
                 del other
         heads, kind = _reference_cache(models[CHECKPOINT], model, teacher)
         cast_weights(model, checkpoints.dtype_of(self.dtype))
@@ -311,7 +311,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
         if "models" in record:
             print_speed(record)
             return
-        print_worth(record)
+        print_evaluation(record)
         print_extras(record)
 
 

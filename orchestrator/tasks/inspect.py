@@ -5,12 +5,12 @@ It also shows which heads are alike.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from attention.base.cache import cache_folder
 from orchestrator import checkpoints
 from orchestrator.config.options import InspectOptions
 from orchestrator.conversion.inspection import (
@@ -18,9 +18,9 @@ from orchestrator.conversion.inspection import (
     InspectionRecord,
     measure_heads,
     sensitivity_recipe,
-    untrained,
+    untrained_recipe,
 )
-from orchestrator.conversion.request import ConversionRequest, asked_ratios
+from orchestrator.conversion.request import ConversionRequest, requested_ratios
 from orchestrator.reporting.inspection_tables import print_inspection
 from orchestrator.reporting.pages.inspection_page import build_page
 from orchestrator.storage.outputs import write_page
@@ -51,7 +51,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
         opened = checkpoints.open_model(
             options.checkpoint, "checkpoint", dequantize=options.dequantize
         )
-        ratios = asked_ratios(
+        ratios = requested_ratios(
             opened,
             options.kv_ratio,
             options.kv_heads,
@@ -62,8 +62,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
         )
         recipe = sensitivity_recipe(options.recipe, options.counts, options.recipe_settings)
         require(self.compared)
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        cache = Path(options.cache_dir or caches / "headfold")
+        cache = Path(options.cache_dir or cache_folder())
         check_writable(cache, "cache")
         return ConversionRequest.check(
             opened, recipe, ratios, replace(options, cache_dir=cache), key="checkpoint"
@@ -77,7 +76,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
             names = COMPARED
         elif isinstance(names, str):
             names = [name.strip() for name in names.split(",") if name.strip() != "none"]
-        return {name: untrained(name) for name in names}
+        return {name: untrained_recipe(name) for name in names}
 
     def announce(self) -> None:
         advise_text(self.options.calibration_data, self.options.eval_data)

@@ -50,14 +50,14 @@ def watch_progress(options: WatchOptions) -> None:
         print(json.dumps(asdict(status.read_status(folder)), indent=1))
         return
     check_results(file)
-    view = status.watch(folder, every=options.every, once=options.once or file is not None)
+    view = status.watch_search(folder, every=options.every, once=options.once or file is not None)
     if file is not None:
         write_result(file, asdict(view))
 
 
 def serve_tracking(options: UIOptions) -> None:
     """Serve MLflow's page of a search until it is interrupted."""
-    from orchestrator.tracking.page import serve_page
+    from orchestrator.tracking.ui import serve_page
 
     check_packages("ui", "mlflow")
     serve_page(SearchFolder.existing(options.search), options.port)

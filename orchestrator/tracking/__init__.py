@@ -1,1 +1,1 @@
-"""MLflow: runs, what they are to hold, and the server on the head node; gauges in Ray's metrics."""
+"""MLflow: runs of searches, its server on the head node, its page; gauges in Ray's metrics."""

@@ -1,10 +1,10 @@
-"""A store that cannot be used, and what may be said of its address."""
+"""Errors of a tracking store, and addresses without their secrets."""
 
 from __future__ import annotations
 
 import re
 
-REFUSED = (
+_REFUSALS = (
     "INVALID_PARAMETER_VALUE",
     "RESOURCE_DOES_NOT_EXIST",
     "RESOURCE_ALREADY_EXISTS",
@@ -12,24 +12,28 @@ REFUSED = (
     "INVALID_STATE",
 )
 """Answers of a store that another try would get again."""
-SECRETS = "token|key|secret|passw|sig|credential|auth"
+_SECRETS = "token|key|secret|passw|sig|credential|auth"
 
 
 class TrackingError(ValueError):
-    """A tracking store that cannot be used. The message names its address (without credentials) and the remedy."""
+    """A tracking store that cannot be used.
+
+    The message names its address (without credentials) and the remedy.
+    """
 
 
 def redact(text: str) -> str:
-    """Hide the user information of every URI in a text, and the values of parameters that are named like a secret."""
-    hidden = re.sub(r"(?<=://)[^/\s]+@", "***@", text)
-    return re.sub(rf"([?&;][\w.-]*(?:{SECRETS})[\w.-]*=)[^&;\s'\"]+", r"\1***", hidden, flags=re.IGNORECASE)
+    """Hide user information of URIs, and values of parameters that are named like a secret."""
+    text = re.sub(r"(?<=://)[^/\s]+@", "***@", text)
+    parameter = rf"([?&;][\w.-]*(?:{_SECRETS})[\w.-]*=)[^&;\s'\"]+"
+    return re.sub(parameter, r"\1***", text, flags=re.IGNORECASE)
 
 
 def is_away(error: Exception) -> bool:
-    """Whether a store could not be reached or could not work, as against having refused."""
+    """Return whether a store could not be reached or could not work; False if it has refused."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):
-        return error.error_code not in REFUSED
-    of = type(error).__module__.partition(".")[0]
-    return isinstance(error, OSError) or of in ("requests", "urllib3", "sqlalchemy")
+        return error.error_code not in _REFUSALS
+    package = type(error).__module__.partition(".")[0]
+    return isinstance(error, OSError) or package in ("requests", "urllib3", "sqlalchemy")

@@ -1,4 +1,4 @@
-"""What MLflow calls the numbers of a run: the one table of metric names, and no other file spells one."""
+"""Names of the metrics of a run in MLflow. No other file spells one."""
 
 from __future__ import annotations
 
@@ -35,35 +35,56 @@ METRICS = {
     "original_loss": "original_eval_loss",
     "original_kv_bytes_per_token": "original_kv_bytes_per_token",
 }
-"""By the name of the value in reports and records. Losses are held out, in nats per token, but for `train_loss` (mean
-since the last evaluation) and `train_loss_step` (of one batch); `eval_loss_delta` is over the original model."""
-OPEN = ("task_", "recall_at_", "similarity_", "relaxation_", "engine_", "loss_last_positions")
-"""What the names begin with of values of which there are as many as somebody asks for."""
-PERPLEXITY = "perplexity"
-"""Of every point with a held-out loss: e to the power of it."""
+"""By the name of the value in reports and records.
+
+Losses are held out, in nats per token, but for `train_loss` (mean since the last evaluation) and
+`train_loss_step` (of one batch); `eval_loss_delta` is over the original model.
+"""
+_PREFIXES = (
+    "task_",
+    "recall_at_",
+    "similarity_",
+    "relaxation_",
+    "engine_",
+    "loss_last_positions",
+)
+"""Of values whose number depends on what is measured; they keep their names."""
+
+MetricPoint = dict[str, float]
+"""Values of metrics by name, with their `step` and `time` (seconds since 1970)."""
 
 
-def point(values: Mapping[str, Any], step: int, time: float) -> dict[str, Any]:
-    """A point of MLflow's series at a training step, `time` in seconds since 1970: the numbers among some values that
-    the table knows, under their names there."""
-    known = {
+def point(values: Mapping[str, Any], step: int, time: float) -> MetricPoint:
+    """Return a point of MLflow's series.
+
+    Args:
+        values: Values by their names in reports; those that are no numbers, or have no name in
+            MLflow, are left out. A held-out loss gives a perplexity too.
+        step: Training steps so far.
+        time: Seconds since 1970.
+    """
+    metrics = {
         METRICS.get(key, key): value
         for key, value in values.items()
-        if (key in METRICS or key.startswith(OPEN)) and _is_number(value)
+        if (key in METRICS or key.startswith(_PREFIXES)) and is_number(value)
     }
-    if (loss := values.get("loss")) is not None and math.isfinite(loss) and loss < math.log(1e300):
-        known[PERPLEXITY] = math.exp(loss)
-    return known | {"step": step, "time": time}
+    loss = values.get("loss")
+    if loss is not None and math.isfinite(loss) and loss < math.log(1e300):
+        metrics["perplexity"] = math.exp(loss)
+    return metrics | {"step": step, "time": time}
 
 
-def best_point(losses: Mapping[float, float], original: float, step: int, time: float) -> dict[str, Any]:
-    """The lowest held-out loss at each KV ratio so far: `best_eval_loss_kv25`, `best_eval_loss_delta_kv25`."""
-    named = {}
+def best_point(
+    losses: Mapping[float, float], original: float, step: int, time: float
+) -> MetricPoint:
+    """Return a point of the lowest loss by KV ratio: `best_eval_loss_kv25` and the like."""
+    metrics: MetricPoint = {}
     for ratio, loss in losses.items():
-        named[f"best_{METRICS['loss']}_kv{100 * ratio:.4g}"] = loss
-        named[f"best_{METRICS['loss_increase']}_kv{100 * ratio:.4g}"] = loss - original
-    return named | {"step": step, "time": time}
+        metrics[f"best_{METRICS['loss']}_kv{100 * ratio:.4g}"] = loss
+        metrics[f"best_{METRICS['loss_increase']}_kv{100 * ratio:.4g}"] = loss - original
+    return metrics | {"step": step, "time": time}
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value is an int or a float; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

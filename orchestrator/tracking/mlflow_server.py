@@ -1,10 +1,11 @@
-"""MLflow on the head of a cluster: a server on the loopback address that is kept up, and a database that is kept safe.
+"""MLflow on the head of a cluster: a server on the loopback address, and backups of its database.
 
     python -m orchestrator.tracking.mlflow_server
 
-Settings are environment variables, as `cluster.yaml` sets them: HEADFOLD_MLFLOW_STORE (database), _ARTIFACTS (folder or
-object store), _BACKUP (a file on the shared file system; only for sqlite), _PORT (5000) and _BACKUP_SECONDS (300).
-A database that is not there is taken from the backup: a new head goes on with the records of a lost one.
+Settings are environment variables, as `cluster.yaml` sets them: HEADFOLD_MLFLOW_STORE (database),
+_ARTIFACTS (folder or object store), _BACKUP (a file on the shared file system; only for sqlite),
+_PORT (5000) and _BACKUP_SECONDS (300). A database that is not there is restored from the backup: a
+new head goes on with the records of a lost one.
 """
 
 from __future__ import annotations
@@ -28,26 +29,40 @@ RESTART_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Settings:
-    """`backup` None: the database is not a file of ours, and safe elsewhere."""
+class ServerSettings:
+    """Settings of the server."""
 
     store: str
     artifacts: str
     backup: Path | None
+    """None for a database that is not a file here, whose server keeps it safe."""
     port: int
     backup_seconds: float
 
     @classmethod
-    def of_environment(cls) -> Settings:
-        """Raises ValueError naming the variable that is missing."""
+    def of_environment(cls) -> ServerSettings:
+        """Read the environment.
+
+        Raises:
+            ValueError: Naming the variable that is missing.
+        """
         prefix = "HEADFOLD_MLFLOW_"
-        given = {key.removeprefix(prefix): value for key, value in os.environ.items() if key.startswith(prefix)}
-        if missing := next((name for name in ("STORE", "ARTIFACTS") if not given.get(name)), None):
-            raise ValueError(f"{prefix}{missing} must be set, see cluster.yaml")
-        store, backup = given["STORE"], given.get("BACKUP")
-        kept = Path(backup) if backup and store.startswith(SQLITE) else None
-        seconds = float(given.get("BACKUP_SECONDS", 300))
-        return cls(store, given["ARTIFACTS"], kept, int(given.get("PORT", 5000)), seconds)
+        values = {
+            key.removeprefix(prefix): value
+            for key, value in os.environ.items()
+            if key.startswith(prefix)
+        }
+        for name in ("STORE", "ARTIFACTS"):
+            if not values.get(name):
+                raise ValueError(f"{prefix}{name} must be set, see cluster.yaml")
+        backup = values.get("BACKUP")
+        return cls(
+            store=values["STORE"],
+            artifacts=values["ARTIFACTS"],
+            backup=Path(backup) if backup and values["STORE"].startswith(SQLITE) else None,
+            port=int(values.get("PORT", 5000)),
+            backup_seconds=float(values.get("BACKUP_SECONDS", 300)),
+        )
 
     @property
     def database(self) -> Path:
@@ -55,12 +70,13 @@ class Settings:
 
     @property
     def command(self) -> list[str]:
-        server = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(self.port)]
-        return [*server, "--backend-store-uri", self.store, "--artifacts-destination", self.artifacts]
+        server = [sys.executable, "-m", "mlflow", "server", "--host", HOST]
+        stores = ["--backend-store-uri", self.store, "--artifacts-destination", self.artifacts]
+        return [*server, "--port", str(self.port), *stores]
 
 
-def taken(port: int) -> bool:
-    """Whether somebody listens there already."""
+def is_taken(port: int) -> bool:
+    """Return whether a process listens at a port of the loopback address."""
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex((HOST, port)) == 0
@@ -69,28 +85,37 @@ def taken(port: int) -> bool:
 class Server:
     """The server's process, started again when it ends."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.process: Child | None = None
 
     def keep_up(self) -> None:
+        """Start the process unless it runs."""
         if self.process is None or self.process.poll() is not None:
             if self.process is not None:
-                print(f"MLflow ended with exit code {self.process.returncode}, starting it again", flush=True)
+                print(
+                    f"MLflow ended with exit code {self.process.returncode}, starting it again",
+                    flush=True,
+                )
             environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
             self.process = Child(self.settings.command, environment)
 
     def end(self, patience: float = 20) -> None:
-        """End the server with all its workers. One that was just starting a worker may wait for it for ever: after
-        `patience` seconds it is killed, since the last backup is still to be made."""
+        """End the server with all its workers.
+
+        One that was just starting a worker may wait for it for ever: after `patience` seconds it
+        is killed, since the last backup is still to be made.
+        """
         if self.process is not None and self.process.end(patience):
-            print(f"MLflow did not end within {patience:.0f} s of SIGTERM, and was killed", flush=True)
+            print(
+                f"MLflow did not end within {patience:.0f} s of SIGTERM, and was killed", flush=True
+            )
 
 
 def main() -> int:
     """Serve until SIGTERM or Ctrl-C."""
-    settings = Settings.of_environment()
-    if taken(settings.port):
+    settings = ServerSettings.of_environment()
+    if is_taken(settings.port):
         print(f"port {settings.port} is taken: MLflow is already running", flush=True)
         return 0
     if settings.backup is not None and restore(settings.database, settings.backup):
@@ -118,7 +143,7 @@ def main() -> int:
 
 
 def try_to_back_up(database: Path, backup: Path) -> None:
-    """A file system that is away for a while must not take the server with it."""
+    """Back the database up; a file system that is away for a while must not end the server."""
     try:
         if database.exists():
             back_up(database, backup)

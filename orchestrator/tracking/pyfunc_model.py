@@ -1,6 +1,7 @@
-"""What `mlflow.pyfunc.load_model` makes of a checkpoint in Headfold's own format: MLflow imports this file by name.
+"""The model that `mlflow.pyfunc.load_model` makes of a checkpoint in Headfold's own format.
 
-So the environment that loads it needs Headfold; stock formats are loaded by MLflow's own transformers flavour.
+MLflow imports this file by name, so the environment that loads such a checkpoint needs Headfold;
+stock formats are loaded by MLflow's own transformers flavour.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from attention.io import checkpoint
 
 
 class TextGeneration:
-    """Continues texts, as a pipeline of transformers does: what is returned begins with the text that was given."""
+    """Continues texts as a pipeline of transformers does: results begin with the prompt."""
 
     def __init__(self, folder: str) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self._pipeline: Any = pipeline("text-generation", model=checkpoint.load(folder), tokenizer=tokenizer)
+        model = checkpoint.load(folder)
+        self._pipeline: Any = pipeline("text-generation", model=model, tokenizer=tokenizer)
 
     def predict(self, texts: Any, params: dict[str, Any] | None = None) -> list[str]:
-        """`texts`: a column, as MLflow makes it of what it is given."""
+        """Continue each text of a data frame's first column, which is what MLflow passes."""
         prompts = [str(text) for text in texts.iloc[:, 0]]
-        return [made[0]["generated_text"] for made in self._pipeline(prompts, **(params or {}))]
+        return [result[0]["generated_text"] for result in self._pipeline(prompts, **(params or {}))]
 
 
 def _load_pyfunc(folder: str) -> TextGeneration:
-    """The name that MLflow calls."""
+    """Load the checkpoint of a folder; the name is MLflow's."""
     return TextGeneration(folder)

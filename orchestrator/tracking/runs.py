@@ -1,8 +1,9 @@
-"""MLflow; only this file, `registry.py`, `logged_model.py` and `errors.py` know of it. The driver is the single writer.
+"""The runs of an experiment in MLflow. The driver is the single writer.
 
-One parent run a search, one child a trial (by the tag `mlflow.parentRunId`), one level; `orchestrator.tracking.sync`
-keeps them up to date. Metrics are series over training steps; plans, pictures and reports are artifacts; checkpoints
-are recorded by place and SHA-256.
+One parent run a search, one child a trial (by the tag `mlflow.parentRunId`), one level;
+`orchestrator.tracking.sync` keeps them up to date. Metrics are series over training steps; plans,
+pictures and reports are artifacts; checkpoints are recorded by folder and SHA-256. Only this file,
+`registry.py`, `logged_model.py` and `errors.py` import mlflow.
 """
 
 from __future__ import annotations
@@ -17,42 +18,65 @@ from pathlib import Path
 from typing import Any
 
 from attention.base.messages import reason
-from orchestrator.storage.records import COPY, DONE, ENDED, FAILED, KILLED, RUNNING, STOPPED, WAITING
-from orchestrator.tracking import view
+from orchestrator.storage.records import (
+    COPY,
+    DONE,
+    ENDED,
+    FAILED,
+    KILLED,
+    RUNNING,
+    STOPPED,
+    WAITING,
+)
 from orchestrator.tracking.errors import TrackingError, is_away, redact
+from orchestrator.tracking.metrics import is_number
 from orchestrator.tracking.registry import Registry
 
-ERROR_LENGTH = 4000
-PARAM_LENGTH = 500
-STATUS = {DONE: "FINISHED", STOPPED: "FINISHED", COPY: "FINISHED", FAILED: "FAILED", KILLED: "KILLED"}
-STATUS |= {RUNNING: "RUNNING", WAITING: "RUNNING"}
+_TAG_LENGTH = 4000
+_PARAM_LENGTH = 500
+STATUS = {
+    DONE: "FINISHED",
+    STOPPED: "FINISHED",
+    COPY: "FINISHED",
+    FAILED: "FAILED",
+    KILLED: "KILLED",
+    RUNNING: "RUNNING",
+    WAITING: "RUNNING",
+}
+"""MLflow's status by the state of a trial."""
 KIND = "mlflow.experimentKind"
-"""Tag of an experiment by which MLflow's page opens it on its runs; without it, it asks, or opens it on traces."""
+"""Tag of an experiment by which MLflow's page opens it on its runs, and not on traces."""
 TRAINING = "custom_model_development"
-ABOUT = "Searches of Headfold: a run a search, with a child for each trial and each promotion. Trainings: a run each."
+_DESCRIPTION = (
+    "Searches of Headfold: a run a search, with a child for each trial and each promotion. "
+    "Trainings: a run each."
+)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A text that a run has used: what for (`context`: train, eval or calibration), its `source`, the `digest` of its
-    tokens, how many `tokens` and how many in a `sequence_length`."""
+    """A text that a run has used."""
 
     context: str
+    """What for: train, eval or calibration."""
     source: str
     digest: str
+    """Of its tokens."""
     tokens: int
     sequence_length: int
 
 
 def default_uri(storage: str | Path) -> str:
+    """Return the address of the store of a storage folder."""
     return f"sqlite:///{Path(storage).absolute() / 'mlflow.db'}"
 
 
 def open_client(uri: str) -> Any:
-    """MLflow's client of a store; nothing is asked of the store yet."""
+    """Return MLflow's client of a store; no request is sent yet."""
     os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # which may hold a secret
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # an address that nobody serves must fail in seconds
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # it may hold a secret
+    # An address that nobody serves must fail in seconds
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     from mlflow import MlflowClient
@@ -61,47 +85,52 @@ def open_client(uri: str) -> Any:
 
 
 class Tracker(Registry):
-    """Writes the runs of one experiment. `open` is for the driver alone: several processes at first use corrupt a new
-    sqlite store for good."""
+    """Writes the runs of one experiment.
+
+    `open` is for the driver alone: several processes at first use corrupt a new sqlite store for
+    good.
+    """
 
     def __init__(self, uri: str, experiment_id: str, client: Any = None) -> None:
-        self.uri, self.experiment_id = uri, experiment_id
+        self.uri = uri
+        self.experiment_id = experiment_id
         self.client: Any = client or open_client(uri)
 
     @classmethod
     def open(cls, uri: str | None, experiment: str, storage: str | Path) -> Tracker:
-        """Connect, and create the experiment if it is new. Raises TrackingError if the store cannot be reached."""
+        """Connect, and create the experiment if it is new.
+
+        Args:
+            uri: Address of the store; None for a sqlite store in `storage`.
+            experiment: Its name.
+            storage: Folder of the storage.
+
+        Raises:
+            TrackingError: If the store cannot be reached.
+        """
         address = uri or default_uri(storage)
         try:
             client = open_client(address)
-            known = client.get_experiment_by_name(experiment)
-            if known is None:
-                location = None if uri else (Path(storage).absolute() / "mlartifacts").as_uri()
-                about = {KIND: TRAINING, "mlflow.note.content": ABOUT}
-                identity = client.create_experiment(experiment, artifact_location=location, tags=about)
+            existing = client.get_experiment_by_name(experiment)
+            if existing is None:
+                artifacts = (Path(storage).absolute() / "mlartifacts").as_uri()
+                experiment_id = client.create_experiment(
+                    experiment,
+                    artifact_location=None if uri else artifacts,
+                    tags={KIND: TRAINING, "mlflow.note.content": _DESCRIPTION},
+                )
             else:
-                identity = known.experiment_id
-                if known.lifecycle_stage == "deleted":
-                    client.restore_experiment(identity)
-                if KIND not in known.tags:  # of an earlier version; what somebody has chosen stays
-                    client.set_experiment_tag(identity, KIND, TRAINING)
+                experiment_id = existing.experiment_id
+                if existing.lifecycle_stage == "deleted":
+                    client.restore_experiment(experiment_id)
+                if KIND not in existing.tags:  # what a user has chosen stays
+                    client.set_experiment_tag(experiment_id, KIND, TRAINING)
         except Exception as error:
             raise TrackingError(
-                f"tracking.uri: cannot use the MLflow store at {redact(address)}: {reason(error, redact)}; leave it "
-                "out for a sqlite store in the storage folder"
+                f"tracking.uri: cannot use the MLflow store at {redact(address)}: "
+                f"{reason(error, redact)}; leave it out for a sqlite store in the storage folder"
             ) from None
-        return cls(address, identity, client)
-
-    def share_view(self, parent: str) -> str:
-        """Keep a view of the search whose run is `parent`, and return what the address of MLflow's page ends with to
-        show it. Raises TrackingError if the store cannot be written."""
-        try:
-            self.client.set_experiment_tag(self.experiment_id, view.tag_of(parent), view.view_of(parent))
-        except Exception as error:
-            raise TrackingError(
-                f"cannot write to the MLflow store at {redact(self.uri)}: {reason(error, redact)}"
-            ) from None
-        return f"/#/experiments/{self.experiment_id}/runs?{view.link_of(parent)}"
+        return cls(address, experiment_id, client)
 
     def start(
         self,
@@ -111,72 +140,107 @@ class Tracker(Registry):
         tags: Mapping[str, Any] | None = None,
         at: float | None = None,
     ) -> str:
-        """Start a run and return its id. `parent` makes it a child of that run; `at`: when, in s since 1970 (now)."""
+        """Start a run and return its id.
+
+        Args:
+            name: What it is shown as.
+            parent: The run that it is a child of.
+            tags: Its tags.
+            at: When it started, in seconds since 1970 (default: now).
+        """
         labels = {key: str(value) for key, value in (tags or {}).items()}
         if parent:
             labels["mlflow.parentRunId"] = parent
-        when = None if at is None else int(1000 * at)
-        return self.client.create_run(self.experiment_id, start_time=when, run_name=name, tags=labels).info.run_id
+        run = self.client.create_run(
+            self.experiment_id, start_time=_milliseconds(at), run_name=name, tags=labels
+        )
+        return run.info.run_id
 
-    def params(self, run_id: str, params: Mapping[str, Any]) -> None:
+    def log_params(self, run_id: str, params: Mapping[str, Any]) -> None:
         """Log parameters; sections are flattened to dotted keys. None is left out."""
         from mlflow.entities import Param
 
-        flat = [Param(k, redact(str(v))[:PARAM_LENGTH]) for k, v in flatten(params).items() if v is not None]
+        flat = [
+            Param(key, redact(str(value))[:_PARAM_LENGTH])
+            for key, value in _flatten(params).items()
+            if value is not None
+        ]
         for start in range(0, len(flat), 100):
             self.client.log_batch(run_id, params=flat[start : start + 100])
 
-    def log(self, run_id: str, point: Mapping[str, Any]) -> None:
-        """Log the numbers among the values of a point at its `step` and `time` (in s since 1970; without: now). A
-        store takes equal points once."""
+    def log_point(self, run_id: str, point: Mapping[str, Any]) -> None:
+        """Log the numbers of a point at its `step` and `time`; a store takes equal points once.
+
+        The time is in seconds since 1970, now where the point has none.
+        """
         from mlflow.entities import Metric
 
-        when = int(1000 * (point.get("time") or time.time()))
+        timestamp = int(1000 * (point.get("time") or time.time()))
         metrics = [
-            Metric(key, float(value), when, int(point["step"]))
+            Metric(key, float(value), timestamp, int(point["step"]))
             for key, value in point.items()
-            if key not in ("step", "time") and isinstance(value, (int, float)) and not isinstance(value, bool)
+            if key not in ("step", "time") and is_number(value)
         ]
         if metrics:
             self.client.log_batch(run_id, metrics=metrics)
 
-    def datasets(self, run_id: str, datasets: Sequence[Dataset]) -> None:
+    def log_datasets(self, run_id: str, datasets: Sequence[Dataset]) -> None:
         """Log the texts that a run has used; a store takes equal ones once."""
-        from mlflow.entities import Dataset as Entity
+        from mlflow.entities import Dataset as DatasetEntity
         from mlflow.entities import DatasetInput, InputTag
 
         inputs = []
         for text in datasets:
-            profile = json.dumps({"num_tokens": text.tokens, "sequence_length": text.sequence_length})
-            source = json.dumps({"uri": redact(text.source)})
-            entity = Entity(f"{text.context}: {_last_part(text.source)}", text.digest, "text", source, profile=profile)
-            inputs.append(DatasetInput(entity, [InputTag("mlflow.data.context", text.context)]))
+            source = redact(text.source)
+            profile = {"num_tokens": text.tokens, "sequence_length": text.sequence_length}
+            entity = DatasetEntity(
+                f"{text.context}: {source.rstrip('/').rpartition('/')[2]}",
+                text.digest,
+                "text",
+                json.dumps({"uri": source}),
+                profile=json.dumps(profile),
+            )
+            tag = InputTag("mlflow.data.context", text.context)
+            inputs.append(DatasetInput(entity, [tag]))
         self.client.log_inputs(run_id, datasets=inputs)
 
-    def tags(self, run_id: str, tags: Mapping[str, Any]) -> None:
+    def set_tags(self, run_id: str, tags: Mapping[str, Any]) -> None:
+        """Set tags of a run, without secrets."""
         for key, value in tags.items():
-            self.client.set_tag(run_id, key, redact(str(value))[:ERROR_LENGTH])
+            self.client.set_tag(run_id, key, redact(str(value))[:_TAG_LENGTH])
 
-    def text(self, run_id: str, text: str, file: str) -> None:
+    def log_text(self, run_id: str, text: str, file: str) -> None:
+        """Log a text, without secrets, as an artifact."""
         self.client.log_text(run_id, redact(text), file)
 
-    def file(self, run_id: str, path: str | Path) -> None:
+    def log_file(self, run_id: str, path: str | Path) -> None:
+        """Log a file as an artifact."""
         self.client.log_artifact(run_id, str(path))
 
     def set_status(self, run_id: str, status: str, at: float | None = None) -> None:
-        """Of a run, by one of the states of `orchestrator.storage.records`; one that goes on is no longer ended. `at`:
-        when it ended, in s since 1970 (now)."""
+        """Set the status of a run; one that goes on is no longer ended.
+
+        Args:
+            run_id: The run.
+            status: A state of `orchestrator.storage.records`.
+            at: When it ended, in seconds since 1970 (default: now).
+        """
         if status in ENDED:
-            self.client.set_terminated(run_id, STATUS[status], None if at is None else int(1000 * at))
+            self.client.set_terminated(run_id, STATUS[status], _milliseconds(at))
         else:
             self.client.update_run(run_id, STATUS[status])
 
     def children(self, run_id: str) -> list[Any]:
-        """The child runs of a run."""
-        return self._all(f"tags.`mlflow.parentRunId` = '{run_id}'")
+        """Return the child runs of a run."""
+        return self._search(f"tags.`mlflow.parentRunId` = '{run_id}'")
 
     def search_run(self, run_id: str | None, tags: Mapping[str, str]) -> Any:
-        """The run of a search, or of a training: that with an id, or else with these tags; None if there is none."""
+        """Return the run of a search or of a training; None if there is none.
+
+        Args:
+            run_id: Its id, if that is known.
+            tags: Tags that it is found by otherwise.
+        """
         from mlflow.exceptions import MlflowException
 
         try:
@@ -185,30 +249,32 @@ class Tracker(Registry):
         except MlflowException as error:
             if is_away(error):
                 raise
-        # Compared here: the store's own filter has no way to write a folder with a quote in its name
-        runs = self._all(f"tags.`headfold.kind` = '{tags['headfold.kind']}'")
+        # Compared here: the store's filter has no way to write a folder with a quote in its name
+        runs = self._search(f"tags.`headfold.kind` = '{tags['headfold.kind']}'")
         return next((run for run in runs if tags.items() <= run.data.tags.items()), None)
 
-    def _all(self, which: str) -> list[Any]:
-        runs, token = [], None
+    def _search(self, filter_string: str) -> list[Any]:
+        runs = []
+        token = None
         while True:
-            page = self.client.search_runs([self.experiment_id], which, max_results=1000, page_token=token)
+            page = self.client.search_runs(
+                [self.experiment_id], filter_string, max_results=1000, page_token=token
+            )
             runs += page
             if not (token := page.token):
                 return runs
 
 
-def _last_part(source: str) -> str:
-    """What a text is called: `stdlib`, or the last part of a path."""
-    return redact(source).rstrip("/").rpartition("/")[2]
+def _milliseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else int(1000 * seconds)
 
 
-def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings to one with dotted keys."""
+def _flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in record.items():
         if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
+            flat |= _flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

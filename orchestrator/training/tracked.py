@@ -19,10 +19,10 @@ from pathlib import Path
 from attention.base.progress import ProgressStage, stage
 from attention.base.timing import clock
 from orchestrator.storage import records
-from orchestrator.tracking.described import NOTE, dataset_of, source_tags
 from orchestrator.tracking.metrics import point
+from orchestrator.tracking.run_metadata import NOTE, dataset_of, source_tags
 from orchestrator.tracking.runs import Tracker
-from orchestrator.tracking.sync import MlflowSync, Run
+from orchestrator.tracking.sync import MlflowSync, TrackedRun
 from orchestrator.training.request import TrainingRequest
 from orchestrator.training.run import TrainingReport, TrainingRun
 
@@ -116,7 +116,7 @@ class TrackedTraining:
         if status != records.RUNNING and not self._sync.flush():
             print("MLflow is away: its run of this training is not up to date", file=sys.stderr)
 
-    def _run(self, reports: Sequence[TrainingReport], status: str) -> Run:
+    def _run(self, reports: Sequence[TrainingReport], status: str) -> TrackedRun:
         request = self._request
         name = f"{request.out.name} \u00b7 {request.title}"
         note = (
@@ -143,6 +143,6 @@ class TrackedTraining:
             "kv_bytes_per_token": request.kv_bytes_per_token,
         }
         points = [point(values, values["step"], values["time"]) for values in (first, *reports)]
-        return Run(
+        return TrackedRun(
             name, tags, status, params, points, datasets=self._datasets, started=self._started
         )

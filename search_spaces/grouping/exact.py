@@ -13,7 +13,7 @@ from search_spaces.axes import GROUPING
 from search_spaces.grouping.estimated import by_estimates
 from search_spaces.grouping.merge_anneal import merge_anneal
 from search_spaces.grouping.problem import EQUAL_SIZES, Grouping, GroupingProblem
-from search_spaces.grouping.subsets import LIMIT, shared_exact_partition
+from search_spaces.grouping.subsets import EXACT_HEADS, shared_exact_partition
 from search_spaces.partitions import largest_group
 
 AFFORDABLE = 1e13
@@ -40,7 +40,7 @@ def exact(
     groups = problem.groups
     largest = largest_group(heads, groups, equal_sizes)
     sizes = [largest] if equal_sizes and heads % groups == 0 else range(2, largest + 1)
-    if heads > LIMIT or cost.effort(heads, sizes) > AFFORDABLE:
+    if heads > EXACT_HEADS or cost.effort(heads, sizes) > AFFORDABLE:
         if cost.estimates:
             return by_estimates(problem, generator, equal_sizes=equal_sizes)
         return merge_anneal(problem, generator, equal_sizes=equal_sizes)

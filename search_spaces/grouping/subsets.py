@@ -14,7 +14,7 @@ from search_spaces.costs import GroupCost, Members, as_cost
 from search_spaces.grouping.problem import Grouping
 from search_spaces.partitions import canonical, check_groups, largest_group
 
-LIMIT = 16
+EXACT_HEADS = 16
 
 
 def exact_partition(
@@ -39,9 +39,10 @@ def exact_partition(
     Raises:
         ValueError: Above 16 heads, or for a G that cannot be.
     """
-    if not 1 <= num_heads <= LIMIT:
+    if not 1 <= num_heads <= EXACT_HEADS:
         raise ValueError(
-            f"exact grouping takes 1 to {LIMIT} heads, got {num_heads}; use merge_anneal above"
+            f"exact grouping takes 1 to {EXACT_HEADS} heads, got {num_heads}; "
+            "use merge_anneal above"
         )
     usual = [g for g in range(1, num_heads + 1) if not equal_sizes or num_heads % g == 0]
     requested_sizes = usual if groups is None else list(groups)
@@ -78,7 +79,7 @@ def shared_exact_partition(
     size = largest if equal_sizes else None
     programme = cost.programmes.get((num_heads, size))
     if programme is None or programme.largest < largest:
-        if equal_sizes or not 1 <= num_heads <= LIMIT or not 1 <= groups <= num_heads:
+        if equal_sizes or not 1 <= num_heads <= EXACT_HEADS or not 1 <= groups <= num_heads:
             return exact_partition(cost, num_heads, equal_sizes=equal_sizes, groups=[groups])[
                 groups
             ]

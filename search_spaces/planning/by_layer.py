@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
@@ -19,10 +18,17 @@ from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.partitions import Partition
 from search_spaces.planning.budgets import check_budget, problem_of
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.curves import CurvePoint, expected_increases, point_key
-from search_spaces.planning.planner import Planner, site_generators
+from search_spaces.planning.curves import (
+    CurvePoint,
+    Curves,
+    CurveSite,
+    expected_increases,
+    side_curves,
+)
+from search_spaces.planning.planner import recipe_curves, site_generators
+from search_spaces.planning.site_grouper import SiteGrouper, layer_sites
 from search_spaces.recipes.recipe import Recipe
-from search_spaces.site import SIDES, plan_of_sites
+from search_spaces.site import plan_of_sites
 
 _Counts = Sequence[int]
 
@@ -38,9 +44,10 @@ def plan_layer(
     With its two `generators` of `site_generators` for the whole checkpoint the plan is the layer's
     in `make_plan`.
     """
-    planner = Planner(recipe, 1, context, generators, [])
-    planner.group_layer(0, counts)
-    return planner.plan_of(planner.partitions).layers[0]
+    grouper = SiteGrouper(recipe, context)
+    for (sides, groups), generator in zip(layer_sites(recipe, counts), generators, strict=False):
+        grouper.assign(0, sides, grouper.group(0, sides, groups, generator))
+    return grouper.plan().layers[0]
 
 
 def requested_counts(
@@ -84,9 +91,12 @@ def measure_curves(
     """
     geometry = context.geometry
     requested = requested_counts(recipe, kv_ratio, geometry)
-    planner = Planner(recipe, kv_ratio, context, *site_generators(generator, geometry.num_layers))
     sites = sorted(site for site in requested if site[0] in layers)
-    return sum(map(len, planner.curves_of(sites, requested[sites[0]]))) if sites else 0
+    if not sites:
+        return 0
+    _, generators = site_generators(generator, geometry.num_layers)
+    curves = recipe_curves(SiteGrouper(recipe, context), generators)
+    return sum(map(len, side_curves(curves, recipe, sites, requested[sites[0]])))
 
 
 def curves_of_layer(
@@ -103,11 +113,11 @@ def curves_of_layer(
     Args:
         counts: As `requested_counts` returns them.
     """
-    planner = Planner(recipe, 1, context, [], generators)
+    curves = recipe_curves(SiteGrouper(recipe, context), generators)
     for side, requested in counts.items():
         # The caller knows which layer of the checkpoint it is.
-        planner.curves_of([(0, side)], requested, shown=False)
-    return planner.curves.points
+        side_curves(curves, recipe, [(0, side)], requested, shown=False)
+    return curves.points
 
 
 def plan_from_curves(
@@ -127,33 +137,17 @@ def plan_from_curves(
         ValueError: If the budget cannot be met exactly.
     """
     units = geometry.num_kv_heads
-
-    def curve(layer: int, side: str, counts: _Counts) -> dict[int, float]:
-        if side == "both" and not recipe.together:
-            return {
-                count: sum(curve(layer, each, [count])[count] for each in SIDES) for count in counts
-            }
-        sides = SIDES if side == "both" else (side,)
-        return {
-            c: 0.0 if c == units else points[point_key(layer, sides, c)].increase for c in counts
-        }
+    measured = Curves.of_points(points, units=units)
 
     def curves(sites: Sequence[tuple[int, str]], counts: _Counts) -> list[dict[int, float]]:
-        return [curve(layer, side, counts) for layer, side in sites]
+        return side_curves(measured, recipe, sites, counts)
 
     check_budget(recipe, kv_ratio, geometry)
     counts = recipe.apply("allocation", problem_of(recipe, kv_ratio, geometry, curves=curves))
     partitions: dict[tuple[int, str], Partition] = {}
-    for layer, (keys, values) in enumerate(counts):
-        sites: Any = (
-            [(SIDES, keys)] if recipe.together else [(("key",), keys), (("value",), values)]
-        )
-        for sides, count in sites:
-            free = count not in (1, units)
-            partition = (
-                points[point_key(layer, sides, count)].partition
-                if free
-                else neighbour_partition(units, count)
-            )
+    for layer, layer_counts in enumerate(counts):
+        for sides, groups in layer_sites(recipe, layer_counts):
+            partition = measured.partition(CurveSite(layer, sides), groups)
+            partition = partition or neighbour_partition(units, groups)
             partitions |= {(layer, side): partition for side in sides}
     return plan_of_sites(partitions, geometry), expected_increases(recipe, counts, units, points)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from attention.base.progress import stage
 from attention.calibration.calibrate import calibration_digest, weights_of
-from attention.conversion.refinement.local import FIT_RATE, NEAR, STEP_TOKENS
+from attention.conversion.refinement.local import FIT_RATE, SHORT_FIT_WINDOWS, STEP_TOKENS
 from attention.conversion.refinement.windows import windows
 from attention.io.files import write_whole
 from search_spaces.partitions import Partition
@@ -81,6 +81,15 @@ class Curves:
         self._at_once = at_once
         self.points = points
         points.update(_read(file))
+
+    @classmethod
+    def of_points(cls, points: Mapping[str, CurvePoint], *, units: int) -> Curves:
+        """Return curves of which all points are given."""
+
+        def group(site: CurveSite, count: int) -> Partition:
+            raise KeyError(point_key(*site, count))
+
+        return cls(group, lambda partitions, report: [], dict(points), units=units)
 
     def of(
         self, sites: Sequence[CurveSite], counts: Sequence[int], *, shown: bool = True
@@ -159,6 +168,33 @@ class Curves:
             write_whole(self.file, json.dumps(self.points, sort_keys=True).encode())
 
 
+def side_curves(
+    curves: Curves,
+    recipe: Recipe,
+    sites: Sequence[tuple[int, str]],
+    counts: Sequence[int],
+    *,
+    shown: bool = True,
+) -> list[dict[int, float]]:
+    """Return the loss increases if only one site is grouped, for each site and count.
+
+    Args:
+        curves: Those of the recipe.
+        recipe: Groups both sides together or apart.
+        sites: (layer, side); `side` may be "both".
+        counts: Head counts.
+        shown: As in `Curves.of`.
+    """
+    both = (SIDES,) if recipe.together else tuple((side,) for side in SIDES)
+    curve_sites = [
+        [CurveSite(layer, sides) for sides in (both if side == "both" else ((side,),))]
+        for layer, side in sites
+    ]
+    results = iter(curves.of([site for each in curve_sites for site in each], counts, shown=shown))
+    summed = [[next(results) for _ in each] for each in curve_sites]
+    return [{count: sum(curve[count] for curve in each) for count in counts} for each in summed]
+
+
 def curve_name(
     recipe: Recipe, context: PlanningContext, knobs: dict[str, int], seed_of: str
 ) -> str:
@@ -192,7 +228,7 @@ def _windowed(context: PlanningContext) -> dict[str, int]:
     parts = (
         1 if context.sequences is None else len(windows(context.sequences.shape[1], STEP_TOKENS))
     )
-    return {"parts": parts, "near": NEAR} if parts > 1 else {}
+    return {"parts": parts, "near": SHORT_FIT_WINDOWS} if parts > 1 else {}
 
 
 def point_key(layer: int, sides: tuple[str, ...], count: int) -> str:

@@ -195,7 +195,7 @@ class LayerIncreases:
             shared_by = self.geometry.num_kv_heads / plan.key_heads
             self.work.append(
                 fit_module(
-                    module, task.near, self.fit_steps, FIT_RATE, generator, shared_by=shared_by
+                    module, task.shortened, self.fit_steps, FIT_RATE, generator, shared_by=shared_by
                 )[-1]
             )
         return module

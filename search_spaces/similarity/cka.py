@@ -16,36 +16,14 @@ from search_spaces.axes import SIMILARITY
 from search_spaces.similarity.projections import projection
 
 
-def cka(a: Tensor, b: Tensor, *, center: bool = False) -> float:
-    """Linear CKA of a `[n, p]` and b `[n, q]`, one row an example: in [0, 1] (DHA, App. B.1).
-
-    Unchanged by orthogonal maps and scaling of the columns' space. The paper prints the formula
-    without centring and uses it on weights; `center=True` subtracts the mean of each column first,
-    as Kornblith 2019 does for activations. A zero matrix has CKA 0.
-
-    Raises:
-        ValueError: On unequal row counts.
-    """
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[0]:
-        raise ValueError(
-            f"CKA needs matrices with equal row counts, got {tuple(a.shape)} and {tuple(b.shape)}"
-        )
-    a = a.double()
-    b = b.double()
-    if center:
-        a = a - a.mean(0)
-        b = b - b.mean(0)
-    scale = (a.T @ a).norm() * (b.T @ b).norm()
-    return float((a.T @ b).norm() ** 2 / scale) if scale > 0 else 0.0
-
-
 @SIMILARITY.part("cka", source="Chen 2024 (DHA), App. B.1")
 def cka_similarity(
     heads: LayerHeads, statistics: LayerStatistics | None, geometry: HeadGeometry, side: str
 ) -> Tensor:
     """Return the linear CKA of the heads' weights, `[H, H]` float64.
 
-    Rows are the model's dims, so that a rotation inside a head changes nothing.
+    Not centred, as the paper prints it. Rows are the model's dims, so that a rotation inside a head
+    changes nothing.
     """
     weight_HdD = projection(heads, side)[0].double()
     count, width, _ = weight_HdD.shape

@@ -11,7 +11,7 @@ import numpy as np
 # Sharing first, as it leaves little else to choose; then relaxation, which leaves no fusion. Fusion
 # before alignment and grouping before what it uses, so that the later choice is the one that gets
 # narrowed.
-ORDER = (
+FIELD_ORDER = (
     "kv_ratio", "sharing", "relaxation", "fusion", "alignment", "grouping", "objective",
     "similarity", "allocation", "together", "by", "refinement", "composition", "recovery",
 )  # fmt: skip

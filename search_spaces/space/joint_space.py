@@ -23,7 +23,7 @@ from search_spaces.planning.budgets import nearest_budget, require_budget
 from search_spaces.recipes.catalogue import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.rules import broken_rules, makes_equal_groups
-from search_spaces.space.domains import ORDER, Domain, SpacePoint, by_field
+from search_spaces.space.domains import FIELD_ORDER, Domain, SpacePoint, by_field
 
 OPTIONAL = ("objective", "similarity")
 PROVIDED = ("statistics", "model")
@@ -151,7 +151,7 @@ class JointSpace:
                 f"the point {dict(point)} does not decide {pending}: {self._allowed(full, pending)}"
             )
         knobs = {name: value for name, value in full.items() if "." in name}
-        fields = {name: full[name] for name in ORDER if name != "kv_ratio"}
+        fields = {name: full[name] for name in FIELD_ORDER if name != "kv_ratio"}
         recipe = Recipe(
             "joint", **fields, settings=tuple(sorted({**self._fixed(full), **knobs}.items()))
         )
@@ -163,7 +163,7 @@ class JointSpace:
     def _forced(self, values: Mapping[str, Any]) -> tuple[SpacePoint, str | None]:
         """Return all decided fields, with those of one option, and the first open field, if any."""
         full: SpacePoint = {}
-        for name in ORDER:
+        for name in FIELD_ORDER:
             allowed = self._allowed(full, name)
             if name in values:
                 if values[name] not in allowed:
@@ -188,12 +188,12 @@ class JointSpace:
 
     def _can_finish(self, full: SpacePoint) -> bool:
         """Whether some choice of the remaining fields makes a valid recipe."""
-        key = tuple(full.get(name, ...) for name in ORDER)
+        key = tuple(full.get(name, ...) for name in FIELD_ORDER)
         if key not in self._feasible:
             if self._broken(full):
                 self._feasible[key] = False
             else:
-                name = next((name for name in ORDER if name not in full), None)
+                name = next((name for name in FIELD_ORDER if name not in full), None)
                 self._feasible[key] = name is None or any(
                     self._can_finish({**full, name: option}) for option in self._options[name]
                 )
@@ -239,7 +239,7 @@ class JointSpace:
     def _why_not(self) -> str:
         """Return the reason why the first budget fails with the plainest choices."""
         full: SpacePoint = {}
-        for name in ORDER:
+        for name in FIELD_ORDER:
             options = [o for o in self._options[name] if not self._broken({**full, name: o})]
             if not options:
                 return (

@@ -14,6 +14,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 import headfold
+from attention.conversion.convert import convert
+from attention.io import checkpoint
+from attention.plan import AttentionPlan, LayerPlan
 from headfold import functions
 from orchestrator.config.options import ConvertOptions, EvaluateOptions, InspectOptions
 from orchestrator.config.schema import ConfigError
@@ -89,11 +92,10 @@ def test_arguments_are_options_of_the_verb(arguments: Any, options: Any) -> None
     assert arguments.__annotations__.keys() <= {field.name for field in fields(options)}
 
 
-def test_the_import_registers_the_format(demo_dir: Path, little_text: str, tmp_path: Path) -> None:
+def test_the_import_registers_the_format(tiny_model: Any, tmp_path: Path) -> None:
     """A plan of Headfold's own, opened by transformers in a process that imports nothing else of the product."""
-    folder = tmp_path / "layers"
-    short = {"grouping.iterations": 2}
-    headfold.convert(demo_dir, 0.5, little_text, folder, recipe="asymgqa", overrides=short, **SMALL)
+    apart = LayerPlan((0, 0, 1, 1), (0, 1, 0, 1))
+    folder = checkpoint.save(convert(tiny_model("llama"), AttentionPlan((apart, apart), head_dim=8)), tmp_path / "own")
     code = (
         "import headfold; from transformers import AutoModelForCausalLM; "
         f"print(AutoModelForCausalLM.from_pretrained({str(folder)!r}).config.model_type)"

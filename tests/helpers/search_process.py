@@ -24,16 +24,22 @@ LITTLE = [
 """Settings of a search whose trials take seconds."""
 
 
-def start_search(storage: Path, settings: Iterable[str], *arguments: str) -> subprocess.Popen[str]:
-    """`headfold search configs/demo.yaml` with `settings` in a session of its own, so that it can be killed whole."""
+def start_search(
+    storage: Path, settings: Iterable[str], *arguments: str, repository: Path = REPOSITORY
+) -> subprocess.Popen[str]:
+    """`headfold search configs/demo.yaml` with `settings` in a session of its own, so that it can be killed whole.
+
+    `repository`: the checkout whose code runs, in Ray's processes too.
+    """
     not_the_users = ("RAY_ADDRESS", "RAY_AUTH_MODE", "MLFLOW_TRACKING_URI")
     environment = {k: v for k, v in os.environ.items() if k not in not_the_users}
     return subprocess.Popen(
-        [sys.executable, str(REPOSITORY / "orchestrator" / "main.py"), "search", "configs/demo.yaml", *settings,
+        [sys.executable, str(repository / "orchestrator" / "main.py"), "search", "configs/demo.yaml", *settings,
          f"storage={storage}", *arguments],
-        cwd=REPOSITORY,
+        cwd=repository,
         env=environment
-        | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0", MARK: str(storage)},
+        | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0", MARK: str(storage)}
+        | {"PYTHONPATH": str(repository)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -15,7 +15,7 @@ from orchestrator.config.options import (
     TrainOptions,
 )
 from orchestrator.conversion.estimate import estimate_conversions
-from orchestrator.conversion.in_memory import Source
+from orchestrator.conversion.memory_store import MemoryStore
 from orchestrator.resources.estimate import ConversionEstimate
 from orchestrator.serving import export
 from orchestrator.tasks.convert import Convert
@@ -64,8 +64,8 @@ def convert_curve(model: Any, recipe: Any, kv_ratios: Sequence[float], out: Any 
     return conversion(model, recipe, kv_ratios, out, **settings).run()
 
 
-def load_source(model: Any, recipe: Any, kv_ratios: Sequence[float], **settings: Any) -> Source:
-    return Source.load(conversion(model, recipe, kv_ratios, **settings).request)
+def open_store(model: Any, recipe: Any, kv_ratios: Sequence[float], **settings: Any) -> MemoryStore:
+    return MemoryStore(conversion(model, recipe, kv_ratios, **settings).request)
 
 
 def estimate_conversion(model: Any, recipe: Any, kv_ratio: float, **settings: Any) -> ConversionEstimate:

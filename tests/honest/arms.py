@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.engine import TrainEngine
 from trainers.evaluation import evaluate
-from trainers.loop import train
+from trainers.loop import train_model
 from trainers.losses import objective
 from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
 from trainers.settings import TrainSettings
@@ -50,7 +50,7 @@ def recovered(model: PreTrainedModel, corpus: Corpus, steps: int, rate: float, s
         stream = BatchStream(corpus.train, BATCH)
         for _ in range(skipped):
             stream.next()
-        train(engine, stream, steps=steps, loss_fn=objective())
+        train_model(engine, stream, steps=steps, loss_fn=objective())
         return corpus.loss(engine.model)
 
 
@@ -69,7 +69,7 @@ def fused_and_recovered(
     """
     relaxation = RelaxationSpec("lagrangian", (plan.to_json(),), steps, knobs).install(model, 0, 0)
     with closing(TrainEngine(relaxation.model, settings(rate), steps, relaxation.parameter_groups())) as engine:
-        done = train(
+        done = train_model(
             engine,
             BatchStream(corpus.train, BATCH),
             steps=steps,

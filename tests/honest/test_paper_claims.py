@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
 from attention.plan import AttentionPlan
-from orchestrator.conversion.steps import planning_context, relaxation_start
+from orchestrator.conversion.execution import planning_context, relaxation_start
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import recipe

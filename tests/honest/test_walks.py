@@ -13,7 +13,7 @@ from arms import Corpus
 from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
-from orchestrator.conversion.steps import planning_context
+from orchestrator.conversion.execution import planning_context
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import recipe

@@ -119,9 +119,9 @@ print(json.dumps(found))
 
 
 def _folder_with(name: str, folder: Path) -> Path:
-    """A copy of the project with an example in its place."""
+    """A copy of the project with an example in its place, and what Python has compiled: it is valid there too."""
     for package in PACKAGES:
-        shutil.copytree(REPOSITORY / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(REPOSITORY / package, folder / package)
     code = (EXTENDING / name).read_text()
     place = re.search(r"Its place: ([\w/]+\.py)\.", code)
     assert place, f"{name} does not say where it belongs"

@@ -19,7 +19,7 @@ from orchestrator.cluster.capacity import Nodes, concurrency
 from orchestrator.cluster.placement import Demand
 from orchestrator.config.schema import read_search_config
 from orchestrator.main import app
-from orchestrator.tracking.mlflow_server import Settings
+from orchestrator.tracking.mlflow_server import ServerSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXT = (REPOSITORY / "deploy" / "raycluster.yaml").read_text()
@@ -114,7 +114,7 @@ def test_mlflow_on_the_head_is_that_of_cluster_yaml(monkeypatch: pytest.MonkeyPa
     assert {name: here[name] for name in there if name != own} == {k: v for k, v in there.items() if k != own}
     for entry in mlflow["env"]:
         monkeypatch.setenv(entry["name"], entry["value"])
-    settings, mounted = Settings.of_environment(), [mount["mountPath"] for mount in mlflow["volumeMounts"]]
+    settings, mounted = ServerSettings.of_environment(), [mount["mountPath"] for mount in mlflow["volumeMounts"]]
     assert str(settings.database.parent) in mounted and settings.artifacts.startswith("/mnt/headfold/")
 
 

@@ -14,10 +14,7 @@ PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator"
 ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 """A module that defines one of these is a family, an export target or an engine; their functions are named alike."""
 SHARED_NAMES = {
-    "ABOUT", "Agreement", "BATCH", "BYTES", "ENGINES", "Engine", "LARGE", "LEAST", "LIBRARY", "LIMIT",
-    "MOST_TOLD", "NEAR", "NEW_TOKENS", "NUMBERS", "ORDER", "Part", "RECIPES", "SHORT", "SIDES",
-    "SIMILARITY", "Section", "Seed", "TEXTS", "TOKENS", "Task", "convert", "evaluate", "export", "load",
-    "tell",
+    "Engine", "Seed", "convert", "evaluate", "export", "load",
 }  # fmt: skip
 """Public names that more than one module still defines. The list only shrinks: a new thing gets a name of its own."""
 

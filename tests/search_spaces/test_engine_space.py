@@ -44,6 +44,7 @@ def llama(heads: int, stored: int, layers: int) -> tuple[Any, HeadGeometry]:
     return config, geometry_of(config)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("name", sorted(set(targets()) - {"phi"}))
 def test_every_plan_is_held_at_its_own_bytes(name: str, counts: tuple[int, int, int]) -> None:

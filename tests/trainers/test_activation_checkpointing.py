@@ -15,7 +15,7 @@ from attention.conversion.convert import convert
 from attention.families import families, family_of
 from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan
 from trainers.engine import TrainEngine
-from trainers.loop import train
+from trainers.loop import train_model
 from trainers.losses import objective
 from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
 from trainers.settings import TrainSettings
@@ -49,7 +49,9 @@ def trained(model: Any, ids: Tensor, spec: RelaxationSpec | None = None, **given
         loss_fn = objective()
         if relaxation is not None:
             loss_fn = relaxed_objective(relaxation, loss_fn, lambda: engine.steps_done)
-        train(engine, BatchStream(ids, 8), steps=STEPS, loss_fn=loss_fn, on_step=lambda _, loss: losses.append(loss))
+        train_model(
+            engine, BatchStream(ids, 8), steps=STEPS, loss_fn=loss_fn, on_step=lambda _, loss: losses.append(loss)
+        )
         return losses, engine.weights(), runs[0]
 
 

@@ -22,7 +22,7 @@ from trainers.adapters import Adapters, adaptable, add_adapters
 from trainers.engine import TrainEngine
 from trainers.evaluation import evaluate
 from trainers.jobs.worker import TrainJob
-from trainers.loop import train
+from trainers.loop import train_model
 from trainers.losses import objective
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import TrainSettings
@@ -56,7 +56,9 @@ def engine() -> Iterator[Callable[..., TrainEngine]]:
 
 def run(engine: TrainEngine, stream: BatchStream, start: int = 0, stop: int = STEPS) -> list[float]:
     losses: list[float] = []
-    train(engine, stream, steps=stop, start_step=start, loss_fn=objective(), on_step=lambda _, x: losses.append(x))
+    train_model(
+        engine, stream, steps=stop, start_step=start, loss_fn=objective(), on_step=lambda _, x: losses.append(x)
+    )
     return losses
 
 

@@ -20,7 +20,7 @@ from attention.io import checkpoint
 from attention.modeling import predictions
 from trainers.engine import TrainEngine
 from trainers.evaluation import evaluate
-from trainers.loop import train
+from trainers.loop import train_model
 from trainers.losses import bild, kl, language_modelling, objective
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
@@ -53,7 +53,7 @@ def test_one_worker_trains_as_with_all_logits(
         monkeypatch.setattr(predictions, "CHUNK_BYTES", 4 * 64 * positions)
         engine, losses = TrainEngine(copy.deepcopy(start).to(kind), settings, 5), []
         loss_fn = objective("kl_bild", 0.3, copy.deepcopy(teacher).to(kind))
-        train(engine, BatchStream(ids, 8), steps=5, loss_fn=loss_fn, on_step=lambda _, x, to=losses: to.append(x))
+        train_model(engine, BatchStream(ids, 8), steps=5, loss_fn=loss_fn, on_step=lambda _, x, to=losses: to.append(x))
         runs.append((losses, engine.weights(), evaluate(engine.model, ids[:5], batch_size=2).loss))
         engine.close()
     (losses, weights, held_out), (again, others, after) = runs

@@ -13,7 +13,7 @@ from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, Composition, LayerPlan
 from trainers.engine import TrainEngine
-from trainers.loop import train
+from trainers.loop import train_model
 from trainers.losses import objective
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
@@ -43,7 +43,7 @@ def test_trains_as_plain_torch_does(tiny_model: Any, tmp_path: Any, stage: int) 
     engine, losses = TrainEngine(copy.deepcopy(start), settings, STEPS), []
     try:
         kept = {"loss_fn": loss_fn, "on_step": lambda _, loss: losses.append(loss)}
-        train(engine, BatchStream(ids, 8), steps=STEPS, start_step=0, **kept)
+        train_model(engine, BatchStream(ids, 8), steps=STEPS, start_step=0, **kept)
         weights = engine.weights()
     finally:
         engine.close()

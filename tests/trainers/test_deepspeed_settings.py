@@ -16,7 +16,7 @@ from orchestrator.config.schema import ConfigError, check_training
 from trainers.deepspeed_config import config_of
 from trainers.deepspeed_keys import DECIDED
 from trainers.engine import TrainEngine
-from trainers.loop import train
+from trainers.loop import train_model
 from trainers.losses import objective
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
@@ -44,7 +44,9 @@ def ids() -> Tensor:
 
 def losses(engine: TrainEngine, ids: Tensor) -> list[float]:
     found: list[float] = []
-    train(engine, BatchStream(ids, 8), steps=STEPS, loss_fn=objective(), on_step=lambda _, loss: found.append(loss))
+    train_model(
+        engine, BatchStream(ids, 8), steps=STEPS, loss_fn=objective(), on_step=lambda _, loss: found.append(loss)
+    )
     return found
 
 

@@ -16,7 +16,7 @@ from attention.conversion.convert import convert
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.engine import TrainEngine
 from trainers.evaluation import evaluate
-from trainers.loop import TrainingDiverged, train
+from trainers.loop import TrainingDiverged, train_model
 from trainers.losses import objective
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream, load_sequences
@@ -60,7 +60,9 @@ def run(
 ) -> list[float]:
     losses: list[float] = []
     stream = BatchStream(ids, 8) if stream is None else stream
-    train(engine, stream, steps=stop, start_step=start, loss_fn=objective(), on_step=lambda _, x: losses.append(x))
+    train_model(
+        engine, stream, steps=stop, start_step=start, loss_fn=objective(), on_step=lambda _, x: losses.append(x)
+    )
     return losses
 
 
@@ -174,7 +176,7 @@ def test_divergence_is_an_error_and_leaves_the_weights(engine: Any, ids: Tensor)
     built = engine()
     before = {k: v.clone() for k, v in built.weights().items()}
     with pytest.raises(TrainingDiverged, match=r"step 1 of 6 is nan; lower learning_rate"):
-        train(built, BatchStream(ids, 8), steps=STEPS, loss_fn=lambda m, b: objective()(m, b) * float("nan"))
+        train_model(built, BatchStream(ids, 8), steps=STEPS, loss_fn=lambda m, b: objective()(m, b) * float("nan"))
     assert all(torch.equal(v, before[k]) for k, v in built.weights().items())
     assert built.steps_done == 0
 
@@ -195,7 +197,7 @@ def test_fine_tuning_recovers_the_demo_model_after_fusing(engine: Any, demo_mode
     built = engine(convert(demo_model, plan), learning_rate=1e-3)
     before = evaluate(built.model, held).loss
     milestones: list[tuple[int, float]] = []
-    train(
+    train_model(
         built,
         BatchStream(text, 8),
         steps=STEPS,

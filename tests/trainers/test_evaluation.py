@@ -170,6 +170,7 @@ def limited(model: Any, rows: list[int]) -> list[int]:
     return tried
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("who", ["model", "teacher"])
 def test_out_of_memory_is_met_with_half_the_sequences_down_to_one(tiny_model: Any, ids: Tensor, who: str) -> None:
     model, teacher = tiny_model("llama"), tiny_model("llama", seed=1)

@@ -15,7 +15,7 @@ from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.deepspeed_config import layout_of
 from trainers.engine import TrainEngine
 from trainers.freezing import freeze_all_but_keys_and_values, key_value_parameters
-from trainers.loop import train
+from trainers.loop import train_model
 from trainers.losses import objective
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
@@ -64,7 +64,9 @@ def test_trains_and_nothing_else_moves_or_has_optimiser_state(tiny_model: Any) -
     before, losses = {name: p.detach().clone() for name, p in model.named_parameters()}, list[float]()
     engine = TrainEngine(model, settings, 6)
     try:
-        train(engine, BatchStream(ids, 4), steps=6, loss_fn=objective(), on_step=lambda _, loss: losses.append(loss))
+        train_model(
+            engine, BatchStream(ids, 4), steps=6, loss_fn=objective(), on_step=lambda _, loss: losses.append(loss)
+        )
         after = engine.weights()
         held = sum(p.numel() for group in engine._engine.optimizer.param_groups for p in group["params"])
     finally:

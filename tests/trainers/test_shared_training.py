@@ -15,7 +15,7 @@ from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.engine import TrainEngine
-from trainers.loop import train
+from trainers.loop import train_model
 from trainers.losses import objective
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
@@ -52,7 +52,7 @@ def test_trains_as_plain_torch_does(tiny_model: Any, tmp_path: Any, monkeypatch:
     try:
         assert stage < 3 or all(p.numel() == 0 for p in trained.parameters())
         kept = {"loss_fn": loss_fn, "on_step": lambda _, loss: losses.append(loss)}
-        train(engine, BatchStream(ids, 8), steps=STEPS, start_step=0, **kept)
+        train_model(engine, BatchStream(ids, 8), steps=STEPS, start_step=0, **kept)
         weights = engine.weights()
     finally:
         engine.close()

@@ -21,7 +21,7 @@ from trainers.jobs.curve import Curve
 from trainers.jobs.link import Link
 from trainers.jobs.share import WorkerShare
 from trainers.jobs.train_job import TrainJob
-from trainers.loop import TrainingDiverged, train
+from trainers.loop import TrainingDiverged, train_model
 from trainers.losses import objective
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class WorkerTraining(WorkerShare):
             losses = [point["train_loss"] for point in self.relaxed.history]
             self.report(0, sum(losses) / max(1, len(losses)))
         try:
-            step = train(
+            step = train_model(
                 self.engine,
                 self.stream,
                 steps=last,

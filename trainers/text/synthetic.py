@@ -29,7 +29,7 @@ SHOTS = (2, 3, 4, 5, 6, 7)  # the paper's mixture
 
 
 @dataclass(frozen=True, order=True)
-class Task:
+class SyntheticTask:
     """`pattern`: a key of PATTERNS.
 
     Attributes:
@@ -54,7 +54,7 @@ class Example:
         shots: Solved examples in it.
     """
 
-    task: Task
+    task: SyntheticTask
     prompt: str
     answer: str
     shots: int = 0
@@ -163,7 +163,7 @@ PATTERNS: dict[str, Callable[[WordDomain, dict[str, str], np.random.Generator], 
 # ---- tasks and examples -----------------------------------------------------------------------
 
 
-def all_tasks() -> tuple[Task, ...]:
+def all_tasks() -> tuple[SyntheticTask, ...]:
     """Every pattern with every transformation that fits it, sorted.
 
     Of a person (`same item`) there is only the name.
@@ -174,13 +174,15 @@ def all_tasks() -> tuple[Task, ...]:
             if pattern == "other class" and not domain.other_class:
                 continue
             names = ["copy"] if pattern == "same item" else list(domain.answers)
-            tasks += [Task(pattern, domain.name, transformation) for transformation in names]
+            tasks += [
+                SyntheticTask(pattern, domain.name, transformation) for transformation in names
+            ]
     return tuple(sorted(tasks))
 
 
 def split_tasks(
-    tasks: Sequence[Task], held_out: int, generator: np.random.Generator
-) -> tuple[list[Task], list[Task]]:
+    tasks: Sequence[SyntheticTask], held_out: int, generator: np.random.Generator
+) -> tuple[list[SyntheticTask], list[SyntheticTask]]:
     """(tasks to train on, `held_out` tasks to test on).
 
     Every pattern and every transformation of the second is also in the first, but no pair of them.
@@ -189,7 +191,7 @@ def split_tasks(
         ValueError: If so many cannot be held out.
     """
     training = set(tasks)
-    out = list[Task]()
+    out = list[SyntheticTask]()
     for task in (sorted(tasks)[i] for i in generator.permutation(len(tasks))):
         rest = training - {task}
         pattern_stays = any(t.pattern == task.pattern for t in rest)
@@ -206,7 +208,7 @@ def split_tasks(
     return sorted(training), sorted(out)
 
 
-def draw(task: Task, generator: np.random.Generator) -> Example:
+def draw(task: SyntheticTask, generator: np.random.Generator) -> Example:
     """One example without shots."""
     domain = DOMAINS[task.domain]
     table = dict(domain.answers[task.transformation])
@@ -218,7 +220,7 @@ def draw(task: Task, generator: np.random.Generator) -> Example:
     )
 
 
-def episode(task: Task, shots: int, generator: np.random.Generator) -> Example:
+def episode(task: SyntheticTask, shots: int, generator: np.random.Generator) -> Example:
     """Return an example after `shots` solved ones of the same task, one a line."""
     solved = "".join(
         f"{e.prompt} {e.answer}.\n" for e in (draw(task, generator) for _ in range(shots))
@@ -228,7 +230,7 @@ def episode(task: Task, shots: int, generator: np.random.Generator) -> Example:
 
 
 def examples(
-    tasks: Sequence[Task],
+    tasks: Sequence[SyntheticTask],
     per_task: int,
     generator: np.random.Generator,
     shots: Sequence[int] = SHOTS,

@@ -20,7 +20,7 @@ import numpy as np
 from trainers.text.synthetic import (
     PATTERNS,
     Score,
-    Task,
+    SyntheticTask,
     all_tasks,
     episode,
     evaluate_tasks,
@@ -51,7 +51,7 @@ def fingerprint() -> str:
 
 
 @cache
-def tasks_of(name: str, train: bool) -> Sequence[Task]:
+def tasks_of(name: str, train: bool) -> Sequence[SyntheticTask]:
     """Return the tasks of one side of a source. Raises ValueError for an unknown name."""
     if name not in names():
         raise ValueError(

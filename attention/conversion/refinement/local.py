@@ -62,7 +62,7 @@ _LEAST_SHARE = 1 / 4
 """Mean number of steps of many layers, as a share of those of few, at least. On a public model of
 30 layers a quarter of the steps ends 1.15 times as far from the original's output
 (benchmarks/LOG.md)."""
-NEAR = 2
+SHORT_FIT_WINDOWS = 2
 """Windows of each sequence that a short fit for planning looks at. Distances among layers are as
 with all windows, at half of the time (benchmarks/LOG.md)."""
 BETAS = (0.8, 0.9)
@@ -104,9 +104,9 @@ class LayerTask:
         return sum(end - first for first, end in self.parts) / len(self.parts)
 
     @property
-    def near(self) -> LayerTask:
-        """The same with the first `NEAR` windows of each sequence alone, which cost least."""
-        return replace(self, parts=self.parts[:NEAR])
+    def shortened(self) -> LayerTask:
+        """The same with the first windows of each sequence alone, which cost least."""
+        return replace(self, parts=self.parts[:SHORT_FIT_WINDOWS])
 
     @classmethod
     def of(cls, texts: FitTexts, layer: int) -> LayerTask:

@@ -156,9 +156,3 @@ def _cut(value: Any, length: int, first: int, end: int) -> Any:
         if type(value) in (tuple, list)
         else value
     )
-
-
-def cost_of_windows(length: int, positions: int) -> float:
-    """Tokens of which keys and values are made for each position of a window, on average."""
-    parts = windows(length, positions)
-    return sum(end for _, end in parts) / length

@@ -20,7 +20,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from attention.conversion.sensitivity import BATCH, SummedGradients, check_predicts, drawn_cost
+from attention.conversion.sensitivity import (
+    SENSITIVITY_BATCH,
+    SummedGradients,
+    check_predicts,
+    drawn_cost,
+)
 from attention.families import family_of, geometry_of
 from attention.io.layers.windows import (
     LazyWeights,
@@ -70,10 +75,12 @@ def write_metrics(
     layers = geometry_of(config).num_layers
     if all(metric_file(folder, layer).is_file() for layer in range(layers)):
         return
-    stream = embed(weights, config, sequences, dtype, device, BATCH)
+    stream = embed(weights, config, sequences, dtype, device, SENSITIVITY_BATCH)
     for layer in range(layers):
         write_shard(_below(folder, layer), {"stream": stream})
-        advance(open_window(weights, config, layer, stream, dtype, device), stream, BATCH)
+        advance(
+            open_window(weights, config, layer, stream, dtype, device), stream, SENSITIVITY_BATCH
+        )
         progress(layer + 1, 2 * layers)
     gradients = _above(OutputHead(weights, config, dtype, device), stream)
     for layer in reversed(range(layers)):
@@ -91,7 +98,7 @@ def _above(head: OutputHead, streams: Tensor) -> Tensor:
     """
     generator = torch.Generator(head.device).manual_seed(0)
     gradients = torch.empty(streams.shape)
-    for rows in torch.arange(len(streams)).split(BATCH):
+    for rows in torch.arange(len(streams)).split(SENSITIVITY_BATCH):
         entered = streams[rows].to(head.device).requires_grad_(True)
         with torch.enable_grad():
             cost = drawn_cost(head.final(entered), generator)
@@ -121,7 +128,7 @@ def _back(window: PreTrainedModel, gradients: Tensor) -> Tensor:
     sums = SummedGradients([attention])
     try:
         with sums.collected(), torch.enable_grad():
-            for ids in rows_of(gradients).split(BATCH):
+            for ids in rows_of(gradients).split(SENSITIVITY_BATCH):
                 window.get_decoder()(input_ids=ids.to(window.device), use_cache=False)
                 above = gradients[ids[:, 0]].to(caught["out"])
                 gradients[ids[:, 0]] = torch.autograd.grad(caught["out"], caught["in"], above)[

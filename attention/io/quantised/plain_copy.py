@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from attention.base.cache import cache_folder
 from attention.base.messages import reason
 from attention.io import checkpoint
 from attention.io.piecewise import SHARD, write_shards
@@ -34,13 +34,6 @@ _FORMAT = 1  # of a copy: another one is made anew
 _GIGA = 2.0**30
 HEADERS = ["*.json", "*.jinja", "*.model*", "*.txt", "*.tiktoken"]
 WEIGHTS = "*.safetensors"
-
-
-def cache_folder() -> Path:
-    """`HEADFOLD_CACHE`, or `headfold` in the user's cache."""
-    if named := os.environ.get("HEADFOLD_CACHE"):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headfold"
 
 
 def plain_checkpoint(

@@ -24,13 +24,13 @@ from attention.modeling.scores import softmax_beside
 
 # Silent in the paper. At its initialisation the mean square is smaller than this, which damps the
 # first steps.
-EPSILON = 1e-6
+NORM_EPSILON = 1e-6
 
 
 def head_norm(x: Tensor) -> Tensor:
     """RMS norm over the last axis without a scale (Xiao 2024, Eq. 5), in at least float32."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * (wide.square().mean(-1, keepdim=True) + EPSILON).rsqrt()).to(x.dtype)
+    return (wide * (wide.square().mean(-1, keepdim=True) + NORM_EPSILON).rsqrt()).to(x.dtype)
 
 
 def low_rank(scores_BnhXY: Tensor, down_BXnRh: Tensor, up_BXnRh: Tensor) -> Tensor:

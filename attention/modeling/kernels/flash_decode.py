@@ -13,7 +13,8 @@ each row only what that row's own value head gives.
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false
-# Triton is there on some machines only, and a kernel is written and called in a language of its own.
+# Triton is there on some machines only, and a kernel is written and called in a language of its
+# own.
 
 from __future__ import annotations
 

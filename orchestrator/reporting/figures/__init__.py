@@ -1,1 +1,1 @@
-"""Pictures of a search and of a checkpoint, for MLflow and for the report: matplotlib figures from plain records."""
+"""Matplotlib figures of a search and of a checkpoint, from plain records."""

@@ -1,4 +1,4 @@
-"""Arms against each other, from the rows of `orchestrator.reporting.comparison.compare`: mean and spread over seeds."""
+"""Arms against each other, from the rows of `comparison.compare_arms`: means and sd over seeds."""
 
 from __future__ import annotations
 
@@ -11,142 +11,190 @@ from matplotlib.ticker import FuncFormatter
 
 from attention.base.text import compact
 from attention.ratios import percent
-from orchestrator.reporting.comparison import Row
+from orchestrator.reporting.comparison import ArmPoint, ComparisonRow
 from orchestrator.reporting.figures.drawing import (
     INK,
-    KV_BYTES,
-    LOSS,
+    KV_BYTES_LABEL,
+    LOSS_LABEL,
     MUTED,
     PAPER,
     legend_below,
-    looks_of,
-    one_axes,
+    single_axes,
     styled,
+    styles_of,
 )
-from orchestrator.storage.records import family
+from orchestrator.storage.records import OriginalRecord, family
 
-APART, WIDEST = 0.025, 0.18  # how far arms of one KV ratio stand apart sideways, and all of them: shares of its bytes
-NEAR = 0.05  # nats: increases below it stand on a linear scale, the others on a logarithmic one
-TICKS = (0, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_SHIFT = 0.025  # between neighbouring arms of one KV ratio, as a share of its bytes
+_WIDEST = 0.18  # from the first to the last arm, likewise
+_LINEAR = 0.05  # nats: smaller increases stand on a linear scale, the others on a logarithmic one
+_TICKS = (0, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 @styled
-def bytes_figure(rows: Sequence[Row], original: Mapping[str, Any]) -> Figure:
-    """Increase of the held-out loss against KV bytes per token: one line an arm at its best rates, bars of one sd, arms
-    of one KV ratio a little apart sideways. Hollow: the row compares at an earlier rung than the others."""
-    figure, axes = one_axes(5.2, KV_BYTES)
+def bytes_figure(rows: Sequence[ComparisonRow], original: OriginalRecord) -> Figure:
+    """Draw the increase of the held-out loss against KV bytes per token, with bars of one sd.
+
+    One line an arm at its best rates; arms of one KV ratio are a little apart sideways. Hollow:
+    the row compares at an earlier rung than the others.
+    """
+    figure, axes = single_axes(5.2, KV_BYTES_LABEL)
     arms = _arms(rows)
-    styles, handles = looks_of(arms), {}
-    apart = min(APART, WIDEST / len(arms)) if arms else 0.0
-    for place, (name, mine) in enumerate(arms.items()):
-        handles[name] = _bars(axes, mine, 1 + apart * (place - (len(arms) - 1) / 2), styles[name])
+    styles = styles_of(arms)
+    handles = {}
+    shift = min(_SHIFT, _WIDEST / len(arms)) if arms else 0.0
+    for index, (name, arm) in enumerate(arms.items()):
+        factor = 1 + shift * (index - (len(arms) - 1) / 2)
+        handles[name] = _draw_bars(axes, arm, factor, styles[name])
     line = axes.axhline(0, color=MUTED, ls="--", lw=1.2)
-    drawn = [row for mine in arms.values() for row in mine]
+    drawn = [row for arm in arms.values() for row in arm]
     if not all(row["last"] for row in drawn):
-        handles["hollow: stopped earlier"] = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
+        hollow = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
+        handles["hollow: stopped earlier"] = hollow
     axes.set_xscale("log", base=2)
-    places = sorted({row["kv_bytes_per_token"] for row in drawn})
-    axes.set_xticks(places, [f"{place:,}" for place in places])
-    ends = [row["loss_increase"] + sign * (row["loss"]["sd"] or 0.0) for row in drawn for sign in (-1, 1)]
-    _loss_increases(axes, original, min(ends, default=0.0), max(ends, default=1.0))
+    sizes = sorted({row["kv_bytes_per_token"] or 0 for row in drawn})
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    ends = [
+        (row["loss_increase"] or 0.0) + sign * (row["loss"]["sd"] or 0.0)
+        for row in drawn
+        for sign in (-1, 1)
+    ]
+    _set_increase_axis(axes, original, min(ends, default=0.0), max(ends, default=1.0))
     if axes.get_ylim()[0] < 0:
         handles["original model"] = line
     legend_below(figure, handles)
     return figure
 
 
-def _bars(axes: Any, rows: Sequence[Row], shift: float, look: dict[str, Any]) -> Any:
-    """Draw one arm; returns its line."""
-    x = [row["kv_bytes_per_token"] * shift for row in rows]
+def _draw_bars(
+    axes: Any, rows: Sequence[ComparisonRow], factor: float, style: Mapping[str, Any]
+) -> Any:
+    """Draw an arm at its bytes times `factor`, and return its line."""
+    x = [(row["kv_bytes_per_token"] or 0) * factor for row in rows]
     y = [row["loss_increase"] for row in rows]
     sd = [row["loss"]["sd"] or 0.0 for row in rows]
-    (line,) = axes.plot(x, y, lw=1.1, ms=4.5, zorder=3, **look)
-    axes.errorbar(x, y, sd, fmt="none", ecolor=look["color"], elinewidth=1.6, capsize=3.5, zorder=4)
-    early = [i for i, row in enumerate(rows) if not row["last"]]
-    axes.plot([x[i] for i in early], [y[i] for i in early], ls="", ms=7, mfc=PAPER, zorder=5, **look)
+    (line,) = axes.plot(x, y, lw=1.1, ms=4.5, zorder=3, **style)
+    colour = style["color"]
+    axes.errorbar(x, y, sd, fmt="none", ecolor=colour, elinewidth=1.6, capsize=3.5, zorder=4)
+    early = [index for index, row in enumerate(rows) if not row["last"]]
+    early_x = [x[index] for index in early]
+    early_y = [y[index] for index in early]
+    axes.plot(early_x, early_y, ls="", ms=7, mfc=PAPER, zorder=5, **style)
     return line
 
 
-def _loss_increases(axes: Any, original: Mapping[str, Any], lowest: float, highest: float) -> None:
-    """The axis of increases. The original model has its place on it unless all arms are far above."""
-    axes.set_yscale("symlog", linthresh=NEAR, linscale=0.5)
-    low = lowest / 1.25 if lowest > NEAR else 1.25 * min(lowest, 0) - NEAR / 5
-    high = 1.25 * max(highest, 0) + NEAR / 5
+def _set_increase_axis(axes: Any, original: OriginalRecord, lowest: float, highest: float) -> None:
+    """Scale the axis of increases; the original model is on it unless all are far above."""
+    axes.set_yscale("symlog", linthresh=_LINEAR, linscale=0.5)
+    low = lowest / 1.25 if lowest > _LINEAR else 1.25 * min(lowest, 0) - _LINEAR / 5
+    high = 1.25 * max(highest, 0) + _LINEAR / 5
     axes.set_ylim(low, high)
-    shown = [tick for tick in sorted({sign * tick for tick in TICKS for sign in (-1, 1)}) if low <= tick <= high]
-    axes.set_yticks(shown, [f"{tick:+g}" if tick else "0" for tick in shown])
+    ticks = sorted({sign * tick for tick in _TICKS for sign in (-1, 1)})
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    axes.set_yticks(ticks, [f"{tick:+g}" if tick else "0" for tick in ticks])
     axes.minorticks_off()
     axes.set_ylabel(f"increase of held-out loss over {original['loss']:.3f}, nats per token")
 
 
 @styled
-def tokens_figure(rows: Sequence[Row], original: Mapping[str, Any]) -> Figure:
-    """Held-out loss against tokens trained on, those of a relaxation included: a row of panels a KV ratio, on the left
-    from the untrained model on, on the right the trained models from close by. One line an arm at its best rate, its
-    band one standard deviation to each side; dashed where a relaxation went on, in which nothing is measured."""
+def tokens_figure(rows: Sequence[ComparisonRow], original: OriginalRecord) -> Figure:
+    """Draw the held-out loss against tokens trained on, those of a relaxation included.
+
+    A row of panels a KV ratio: on the left from the untrained model on, on the right the trained
+    models from close by. One line an arm at its best rate, its band one standard deviation to each
+    side; dashed where a relaxation went on, in which nothing is measured.
+    """
     kv_ratios = list(dict.fromkeys(row["kv_ratio"] for row in rows))
     figure = Figure(figsize=(7, 0.7 + 2.6 * len(kv_ratios)), layout="constrained")
     grid = figure.subplots(len(kv_ratios), 2, squeeze=False)
-    arms = _arms(rows, points=True)
-    styles, handles = looks_of(arms), {}
-    trained = (p["step"] for mine in arms.values() for row in mine for p in row["curve"] if p["step"] > 0)
-    usual = min(trained, default=None)  # an arm that is measured later for the first time has been relaxing
+    arms = _arms(rows, with_curve=True)
+    styles = styles_of(arms)
+    handles = {}
+    points = [point for arm in arms.values() for row in arm for point in row["curve"]]
+    # An arm that is first measured after a later step has been relaxing
+    first_step = min((p["step"] for p in points if p["step"] > 0), default=None)
     for kv_ratio, (whole, close) in zip(kv_ratios, grid, strict=True):
-        here = {name: row for name, mine in arms.items() for row in mine if row["kv_ratio"] == kv_ratio}
-        for name, row in here.items():
+        shown = {
+            name: row for name, arm in arms.items() for row in arm if row["kv_ratio"] == kv_ratio
+        }
+        for name, row in shown.items():
             for axes in (whole, close):
-                handles[name] = _curve(axes, row["curve"], usual, styles[name])
-        _zoom(close, here, original)
-        whole.set_title(f"{percent(kv_ratio)} of the checkpoint's KV cache", fontsize=10, loc="left")
+                handles[name] = _draw_curve(axes, row["curve"], first_step, styles[name])
+        _zoom(close, shown, original)
+        title = f"{percent(kv_ratio)} of the checkpoint's KV cache"
+        whole.set_title(title, fontsize=10, loc="left")
         close.set_title("from close by", fontsize=10, loc="left")
         for axes in (whole, close):
-            handles["original model"] = axes.axhline(original["loss"], color=MUTED, ls="--", lw=1.2)
+            line = axes.axhline(original["loss"], color=MUTED, ls="--", lw=1.2)
+            handles["original model"] = line
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
     for axes in grid[-1]:
         axes.set_xlabel("tokens trained on")
-    figure.supylabel(LOSS, fontsize=11)
+    figure.supylabel(LOSS_LABEL, fontsize=11)
     legend_below(figure, handles)
     return figure
 
 
-def _arms(rows: Sequence[Row], points: bool = False) -> dict[str, list[Row]]:
-    """The rows that have a loss and a place, by the name they are drawn under, bytes rising.
+def _arms(
+    rows: Sequence[ComparisonRow], with_curve: bool = False
+) -> dict[str, list[ComparisonRow]]:
+    """Return rows that have a loss and a size (or a curve), by the name of the arm, bytes rising.
 
-    Of the searcher's own candidates, each with a name of its own, only the best at each KV ratio is drawn.
+    Of the searcher's own candidates, each with a name of its own, only the best at each KV ratio
+    is drawn.
     """
-    best: dict[str, dict[float, Row]] = {}
-    for row in sorted(rows, key=lambda r: (not r["last"], r["loss"]["mean"] or 0.0)):
-        drawn = row["curve"] if points else row["loss"]["mean"] is not None and row["kv_bytes_per_token"]
-        if drawn:
+    best: dict[str, dict[float, ComparisonRow]] = {}
+    for row in sorted(rows, key=lambda row: (not row["last"], row["loss"]["mean"] or 0.0)):
+        measured = row["loss"]["mean"] is not None and row["kv_bytes_per_token"]
+        if row["curve"] if with_curve else measured:
             best.setdefault(family(row["recipe"]), {}).setdefault(row["kv_ratio"], row)
     names = dict.fromkeys(family(row["recipe"]) for row in rows)
-    return {name: [best[name][b] for b in sorted(best[name])] for name in names if name in best}
+    return {
+        name: [best[name][ratio] for ratio in sorted(best[name])] for name in names if name in best
+    }
 
 
-def _curve(axes: Any, curve: Sequence[Mapping[str, Any]], usual: int | None, look: dict[str, Any]) -> Any:
-    """Draw one arm; returns its line. Points without a count of tokens are left out (a search of an older version)."""
-    known = [p for p in curve if p["tokens"] is not None]
-    x, y = [p["tokens"] for p in known], [p["mean"] for p in known]
-    spreads = [p["sd"] or 0.0 for p in known]
-    gap = len(known) > 1 and known[0]["step"] == 0 and usual is not None and known[1]["step"] > usual
-    solid = 1 if gap else 0
-    (line,) = axes.plot(x[solid:], y[solid:], lw=1.4, ms=4.5, zorder=3, **look)
-    low, high = ([m + sign * s for m, s in zip(y, spreads, strict=True)] for sign in (-1, 1))
-    axes.fill_between(x[solid:], low[solid:], high[solid:], color=look["color"], alpha=0.15, lw=0)
-    if gap:
-        axes.errorbar(x[1:2], y[1:2], spreads[1:2], fmt="none", ecolor=look["color"], capsize=2.5, zorder=4)
-        axes.plot(x[:2], y[:2], ls=(0, (4, 3)), lw=1.2, ms=4.5, zorder=3, **look)
+def _draw_curve(
+    axes: Any, curve: Sequence[ArmPoint], first_step: int | None, style: Mapping[str, Any]
+) -> Any:
+    """Draw an arm, and return its line.
+
+    Points without a count of tokens, as in searches of an older version, are left out.
+    """
+    points = [point for point in curve if point["tokens"] is not None]
+    x = [point["tokens"] for point in points]
+    y = [point["mean"] for point in points]
+    sd = [point["sd"] or 0.0 for point in points]
+    relaxed = (
+        len(points) > 1
+        and points[0]["step"] == 0
+        and first_step is not None
+        and points[1]["step"] > first_step
+    )
+    solid = 1 if relaxed else 0
+    (line,) = axes.plot(x[solid:], y[solid:], lw=1.4, ms=4.5, zorder=3, **style)
+    low, high = ([m + sign * s for m, s in zip(y, sd, strict=True)] for sign in (-1, 1))
+    colour = style["color"]
+    axes.fill_between(x[solid:], low[solid:], high[solid:], color=colour, alpha=0.15, lw=0)
+    if relaxed:
+        axes.errorbar(x[1:2], y[1:2], sd[1:2], fmt="none", ecolor=colour, capsize=2.5, zorder=4)
+        axes.plot(x[:2], y[:2], ls=(0, (4, 3)), lw=1.2, ms=4.5, zorder=3, **style)
     return line
 
 
-def _zoom(axes: Any, rows: Mapping[str, Row], original: Mapping[str, Any]) -> None:
-    """Show what lies between the original model and the losses of the later half of the training."""
-    trained = [p for row in rows.values() for p in row["curve"] if p["step"] > 0 and p["tokens"] is not None]
+def _zoom(axes: Any, rows: Mapping[str, ComparisonRow], original: OriginalRecord) -> None:
+    """Show what lies between the original model and the later half of the training."""
+    trained = [
+        point
+        for row in rows.values()
+        for point in row["curve"]
+        if point["step"] > 0 and point["tokens"] is not None
+    ]
     if not trained:
         return
-    most = max(p["tokens"] for p in trained)
-    late = [p for p in trained if p["tokens"] >= most / 2]
-    bottom = min(original["loss"], *(p["mean"] - (p["sd"] or 0) for p in late))
-    top = max(p["mean"] + (p["sd"] or 0) for p in late)
+    tokens = max(point["tokens"] or 0 for point in trained)
+    late = [point for point in trained if (point["tokens"] or 0) >= tokens / 2]
+    bottom = min(original["loss"], *(point["mean"] - (point["sd"] or 0) for point in late))
+    top = max(point["mean"] + (point["sd"] or 0) for point in late)
     margin = 0.08 * (top - bottom) or 0.1
     axes.set_ylim(bottom - margin, top + margin)

@@ -1,10 +1,11 @@
-"""How a search went: what rung 0 foretold, when trials ran, and where their time went."""
+"""The course of a search: what rung 0 predicted, when trials ran, the time of their phases."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,79 +21,107 @@ from orchestrator.reporting.figures.drawing import (
     MUTED,
     PAPER,
     legend_below,
-    looks_of,
-    one_axes,
+    single_axes,
     styled,
+    styles_of,
 )
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord, family
 
-LEAST = 4  # trials of a KV ratio from which on a rank correlation tells anything
-ROWS = 60  # trials that a timeline shows
-ORDER = ("load", "plan", "convert", "refine", "evaluate", "save", "similarity")
-SHORT = 0.01  # share of an arm's time below which phases are drawn as one
-Agreement = dict[str, float | int]
+_MIN_TRIALS = 4  # of a KV ratio, for a rank correlation
+_MAX_TRIALS = 60  # that a timeline shows
+_PHASES = ("load", "plan", "convert", "refine", "evaluate", "save", "similarity")
+_SHORT_PHASE = 0.01  # share of an arm's time below which phases are drawn as one
+_END_MARKS: Mapping[str, str] = {records.STOPPED: "o", records.FAILED: "X", records.KILLED: "P"}
 
 
-def proxy_agreement(trials: Sequence[TrialRecord]) -> dict[float, Agreement]:
-    """How well the untrained loss ranks the trials of a KV ratio that came to the last rung, ratios falling.
+class ProxyAgreement(TypedDict):
+    """How well the untrained loss ranks the trials of a KV ratio."""
 
-    `rho`: Spearman's rank correlation of the losses at rung 0 and at the last rung; `regret`: nats that the best at
-    rung 0 ends above the best of all. Ratios of fewer than LEAST trials are left out, and so are relaxations.
+    trials: int
+    rho: float
+    """Spearman's rank correlation of the losses at rung 0 and at the last rung."""
+    regret: float
+    """Nats that the best at rung 0 ends above the best of all."""
+
+
+class Interval(NamedTuple):
+    """A time in which a trial worked, in seconds since 1970, and the step at its end."""
+
+    start: float
+    end: float
+    step: int
+
+
+def proxy_agreement(trials: Sequence[TrialRecord]) -> dict[float, ProxyAgreement]:
+    """Return how well rung 0 ranks the trials that came to the last rung, by falling KV ratio.
+
+    Ratios of fewer than four trials are left out, and so are relaxations.
     """
-    agreements: dict[float, Agreement] = {}
+    agreements: dict[float, ProxyAgreement] = {}
     for kv_ratio, pairs in _pairs(trials).items():
-        if len(pairs) < LEAST or len({a for a, _ in pairs}) == 1 or len({b for _, b in pairs}) == 1:
+        firsts, lasts = zip(*pairs, strict=True)
+        if len(pairs) < _MIN_TRIALS or len(set(firsts)) == 1 or len(set(lasts)) == 1:
             continue
-        rho = float(spearmanr([a for a, _ in pairs], [b for _, b in pairs]).statistic)  # type: ignore[union-attr]
-        regret = min(pairs)[1] - min(b for _, b in pairs)
+        rho = float(spearmanr(firsts, lasts).statistic)  # type: ignore[union-attr]
+        regret = min(pairs)[1] - min(lasts)
         agreements[kv_ratio] = {"trials": len(pairs), "rho": rho, "regret": regret}
     return agreements
 
 
 def _pairs(trials: Sequence[TrialRecord]) -> dict[float, list[tuple[float, float]]]:
-    """(loss at rung 0, loss at the last rung that any trial has reached), of those that got there, by KV ratio."""
+    """Return the losses at rung 0 and at the last rung of any trial, of those that got there."""
     last = max((t.step for t in trials if t.usable), default=0)
     pairs: dict[float, list[tuple[float, float]]] = {}
-    for t in sorted(trials, key=lambda t: -t.kv_ratio):
-        first = next((r["loss"] for r in t.rungs if r["step"] == 0 and r["loss"] is not None), math.inf)
-        if last and t.usable and not t.relaxes and t.step == last and math.isfinite(first):
-            pairs.setdefault(t.kv_ratio, []).append((first, t.last_loss))
+    for trial in sorted(trials, key=lambda t: -t.kv_ratio):
+        untrained = [r["loss"] for r in trial.rungs if r["step"] == 0 and r["loss"] is not None]
+        first = untrained[0] if untrained else math.inf
+        complete = last and trial.usable and not trial.relaxes and trial.step == last
+        if complete and math.isfinite(first):
+            pairs.setdefault(trial.kv_ratio, []).append((first, trial.last_loss))
     return pairs
 
 
 @styled
 def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Rank among the trials of a KV ratio before training (rung 0) against rank at the last rung, a mark a trial.
+    """Draw the rank before training against the rank at the last rung, a mark a trial.
 
-    None where no KV ratio has enough trials that were trained to the end.
+    Returns:
+        None where no KV ratio has enough trials that were trained to the end.
     """
     agreements = proxy_agreement(trials)
     if not agreements:
         return None
-    figure, axes = one_axes(4.6, "rank untrained (rung 0), 1 is best", "rank at the last rung")
-    most, handles = 1, {}
-    pairs, looks = _pairs(trials), looks_of(map(percent, agreements)).values()
-    for (kv_ratio, agreement), look in zip(agreements.items(), looks, strict=True):
-        firsts, lasts = (rankdata(losses, "ordinal") for losses in zip(*pairs[kv_ratio], strict=True))
-        axes.plot(firsts, lasts, ls="", ms=6, alpha=0.8, **look)
+    figure, axes = single_axes(4.6, "rank untrained (rung 0), 1 is best", "rank at the last rung")
+    highest = 1
+    handles = {}
+    pairs = _pairs(trials)
+    styles = styles_of(map(percent, agreements))
+    for kv_ratio, agreement in agreements.items():
+        style = styles[percent(kv_ratio)]
+        ranks = (rankdata(losses, "ordinal") for losses in zip(*pairs[kv_ratio], strict=True))
+        firsts, lasts = ranks
+        axes.plot(firsts, lasts, ls="", ms=6, alpha=0.8, **style)
         rho = f"rho = {agreement['rho']:+.2f}, {agreement['trials']} trials"
         name = f"{percent(kv_ratio)} of the checkpoint's KV: {rho}"
-        handles[name] = Line2D([], [], ls="", **look)
-        most = max(most, len(firsts))
+        handles[name] = Line2D([], [], ls="", **style)
+        highest = max(highest, len(firsts))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
-    axes.plot([1, most], [1, most], color=MUTED, lw=1, ls="--", zorder=0)
+    axes.plot([1, highest], [1, highest], color=MUTED, lw=1, ls="--", zorder=0)
     legend_below(figure, handles, columns=2)
     return figure
 
 
-# ---- time -------------------------------------------------------------------------------------------------------
+# ---- time ----------------------------------------------------------------------------------------
 
 
 def seconds_by_phase(trial: TrialRecord) -> dict[str, float]:
-    """Seconds of a trial: the phases of its own process, then `train`: its workers, measuring and saving included."""
-    seconds = {name: trial.seconds[name] for name in ORDER if name in trial.seconds}
+    """Return seconds of the phases of a trial's own process, then `train`: of its workers.
+
+    That includes measuring and saving.
+    """
+    seconds = {name: trial.seconds[name] for name in _PHASES if name in trial.seconds}
     seconds |= {name: value for name, value in trial.seconds.items() if name not in seconds}
     if trial.step and trial.last.get("seconds"):
         seconds["train"] = float(trial.last["seconds"])
@@ -101,24 +130,33 @@ def seconds_by_phase(trial: TrialRecord) -> dict[str, float]:
 
 @styled
 def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Mean seconds of a trial of each arm, by phase; None if no trial has told any."""
+    """Draw the mean seconds of a trial of each arm, by phase; None if no trial has reported any."""
     arms: dict[str, list[dict[str, float]]] = {}
-    for t in trials:
-        if seconds := seconds_by_phase(t):
-            arms.setdefault(family(t.recipe), []).append(seconds)
+    for trial in trials:
+        if seconds := seconds_by_phase(trial):
+            arms.setdefault(family(trial.recipe), []).append(seconds)
     if not arms:
         return None
-    names = list(dict.fromkeys(n for seconds in arms.values() for one in seconds for n in one if n != "train"))
-    names.append("train")
-    means = np.array([[statistics.fmean(t.get(n, 0.0) for t in mine) for n in names] for mine in arms.values()])
-    is_long = (means > SHORT * means.sum(1, keepdims=True)).any(0)
-    widths = {name: means[:, i] for i, name in enumerate(names) if is_long[i]} | {"other": means[:, ~is_long].sum(1)}
-    figure, axes = one_axes(1.3 + 0.28 * len(arms), "seconds a trial, mean")
-    handles, left = {}, np.zeros(len(arms))
-    for place, (name, width) in enumerate(widths.items()):
+    names = {name: None for arm in arms.values() for seconds in arm for name in seconds}
+    names.pop("train", None)
+    phases = [*names, "train"]
+    means = np.array(
+        [
+            [statistics.fmean(seconds.get(name, 0.0) for seconds in arm) for name in phases]
+            for arm in arms.values()
+        ]
+    )
+    is_long = (means > _SHORT_PHASE * means.sum(1, keepdims=True)).any(0)
+    widths = {name: means[:, i] for i, name in enumerate(phases) if is_long[i]}
+    widths["other"] = means[:, ~is_long].sum(1)
+    figure, axes = single_axes(1.3 + 0.28 * len(arms), "seconds a trial, mean")
+    handles = {}
+    left = np.zeros(len(arms))
+    for index, (name, width) in enumerate(widths.items()):
         if width.any():
-            colour = FAINT if name == "other" else COLOURS[place % len(COLOURS)]
-            handles[name] = axes.barh(range(len(arms)), width, left=left, color=colour, height=0.7)
+            colour = FAINT if name == "other" else COLOURS[index % len(COLOURS)]
+            bars = axes.barh(range(len(arms)), width, left=left, color=colour, height=0.7)
+            handles[name] = bars
             left = left + width
     axes.set_yticks(range(len(arms)), list(arms), fontsize=9)
     axes.set_ylim(len(arms) - 0.4, -0.6)
@@ -127,52 +165,66 @@ def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     return figure
 
 
-def spans(trial: TrialRecord) -> list[tuple[float, float, int]]:
-    """When a trial worked: (start, end, step at the end) of each report that has a time, in seconds since 1970."""
-    working, before = [], 0.0
+def working_intervals(trial: TrialRecord) -> list[Interval]:
+    """Return when a trial worked, up to each report that has a time."""
+    intervals = []
+    before = 0.0
     for rung in trial.rungs:
-        taken = float(rung.get("seconds") or 0.0)
-        # Seconds of workers count from the first of their rungs; those of rung 0 are of the trial's own process.
-        seconds = taken if rung["step"] == 0 else max(0.0, taken - before)
-        before = taken if rung["step"] else 0.0
+        total = float(rung.get("seconds") or 0.0)
+        # Seconds of workers count from the first of their rungs; those of rung 0 are of the trial's
+        # own process
+        seconds = total if rung["step"] == 0 else max(0.0, total - before)
+        before = total if rung["step"] else 0.0
         if rung.get("timestamp"):
-            working.append((float(rung["timestamp"]) - seconds, float(rung["timestamp"]), int(rung["step"])))
-    return working
+            end = float(rung["timestamp"])
+            intervals.append(Interval(end - seconds, end, int(rung["step"])))
+    return intervals
 
 
 @styled
 def timeline_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """When each trial worked, a row a trial by its start: a bar up to each rung, a mark where it was stopped or failed.
+    """Draw when each trial worked, a row a trial by its start.
 
-    Of more than ROWS trials, those that got furthest. None if the trials' reports have no times.
+    A bar goes up to each rung; a mark shows where a trial was stopped or failed. Of many trials
+    those that got furthest are drawn.
+
+    Returns:
+        None if the trials' reports have no times.
     """
-    timed = [(t, working) for t in trials if (working := spans(t))]
+    timed = [(trial, working) for trial in trials if (working := working_intervals(trial))]
     if not timed:
         return None
     timed.sort(key=lambda pair: (-pair[0].step, pair[0].loss))
-    timed = sorted(timed[:ROWS], key=lambda pair: pair[1][0])
-    zero = min(working[0][0] for _, working in timed)
-    looks = looks_of([family(t.recipe) for t, _ in timed])
-    longest = max(working[-1][1] for _, working in timed) - zero  # seconds
-    unit, name = (3600, "hours") if longest > 5400 else (60, "minutes") if longest > 90 else (1, "seconds")
-    figure, axes = one_axes(1.4 + 0.13 * len(timed), f"{name} since the first trial started", "trials")
+    timed = sorted(timed[:_MAX_TRIALS], key=lambda pair: pair[1][0])
+    zero = min(working[0].start for _, working in timed)
+    longest = max(working[-1].end for _, working in timed) - zero
+    unit, name = 1, "seconds"
+    if longest > 5400:
+        unit, name = 3600, "hours"
+    elif longest > 90:
+        unit, name = 60, "minutes"
+    styles = styles_of([family(trial.recipe) for trial, _ in timed])
+    height = 1.4 + 0.13 * len(timed)
+    figure, axes = single_axes(height, f"{name} since the first trial started", "trials")
     for row, (trial, working) in enumerate(timed):
-        colour = looks[family(trial.recipe)]["color"]
+        colour = styles[family(trial.recipe)]["color"]
         for start, end, step in working:
-            x, width = (start - zero) / unit, max(end - start, 1.0) / unit
-            axes.barh(row, width, left=x, height=0.72, color=colour, alpha=0.45 if step == 0 else 1.0)
+            x = (start - zero) / unit
+            width = max(end - start, 1.0) / unit
+            alpha = 0.45 if step == 0 else 1.0
+            axes.barh(row, width, left=x, height=0.72, color=colour, alpha=alpha)
             axes.plot([x + width] * 2, [row - 0.45, row + 0.45], color=INK, lw=0.8)
-        if mark := _ENDS.get(trial.status):
-            axes.plot((working[-1][1] - zero) / unit, row, marker=mark, color=INK, ms=4, mfc=PAPER, ls="")
+        if mark := _END_MARKS.get(trial.status):
+            x = (working[-1].end - zero) / unit
+            axes.plot(x, row, marker=mark, color=INK, ms=4, mfc=PAPER, ls="")
     axes.set_ylim(len(timed) - 0.3, -0.7)
     axes.set_yticks([])
     axes.grid(axis="y", visible=False)
-    handles: dict[str, object] = {n: Line2D([], [], color=look["color"], lw=5) for n, look in looks.items()}
-    for status, mark in _ENDS.items():
-        if any(t.status == status for t, _ in timed):
+    handles: dict[str, object] = {
+        name: Line2D([], [], color=style["color"], lw=5) for name, style in styles.items()
+    }
+    for status, mark in _END_MARKS.items():
+        if any(trial.status == status for trial, _ in timed):
             handles[status] = Line2D([], [], color=INK, marker=mark, mfc=PAPER, ls="")
     legend_below(figure, handles)
     return figure
-
-
-_ENDS: Mapping[str, str] = {records.STOPPED: "o", records.FAILED: "X", records.KILLED: "P"}

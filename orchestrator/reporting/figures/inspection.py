@@ -1,4 +1,4 @@
-"""Pictures of a checkpoint's heads, from the record of `orchestrator.conversion.inspection.measure_heads`."""
+"""Heads of a checkpoint, from the record of `orchestrator.conversion.inspection.measure_heads`."""
 
 from __future__ import annotations
 
@@ -13,56 +13,68 @@ from matplotlib.lines import Line2D
 
 from attention.ratios import percent
 from orchestrator.reporting.figures.drawing import (
+    SIDE_TITLES,
     STYLE,
     legend_below,
-    looks_of,
-    one_axes,
+    single_axes,
     styled,
+    styles_of,
     write_cells,
 )
-from orchestrator.reporting.figures.increases import INCREASE, IncreaseAxis
+from orchestrator.reporting.figures.increases import INCREASE_LABEL, IncreaseAxis
 
-TITLES = {"key": "keys", "value": "values"}
-LEAST = 1e-3  # nats: increases below it have the lightest colour
-LAYERS = 8  # layers whose pairs of heads are drawn; of deeper models evenly spaced ones
-NUMBERS = (24, 12)  # rows and columns up to which cells carry their number
+MAX_LAYERS = 8  # whose pairs of heads are drawn; of deeper models evenly spaced ones
+_LOWEST = 1e-3  # nats: smaller increases have the lightest colour
+_MAX_ROWS = 24  # up to which cells carry their number
+_MAX_COLUMNS = 12
+_MAP_STYLE = {**STYLE, "axes.spines.left": False, "axes.spines.bottom": False}
 
 
+@matplotlib.rc_context(_MAP_STYLE)
 def sensitivity_figure(record: Mapping[str, Any]) -> Figure:
-    """Increase of the loss for each layer and head count, keys and values side by side on one scale of colours."""
+    """Draw the increase of the loss for each layer and head count, keys and values side by side."""
     layers = record["sensitivity"]
-    counts = sorted({int(count) for layer in layers for side in TITLES for count in layer[side]})
+    counts = sorted(
+        {int(count) for layer in layers for side in SIDE_TITLES for count in layer[side]}
+    )
     tables = {
-        side: np.array([[layer[side].get(str(c), np.nan) for c in counts] for layer in layers]) for side in TITLES
+        side: np.array([[layer[side].get(str(n), np.nan) for n in counts] for layer in layers])
+        for side in SIDE_TITLES
     }
     highest = max(float(np.nanmax(table)) for table in tables.values())
-    norm = LogNorm(LEAST, max(highest, 2 * LEAST))
-    with matplotlib.rc_context({**STYLE, "axes.spines.left": False, "axes.spines.bottom": False}):
-        figure = Figure(figsize=(7, 1.5 + (0.3 if len(layers) <= 12 else 0.18) * len(layers)), layout="constrained")
-        panels = figure.subplots(1, 2, sharey=True)
-        image: Any = None
-        for axes, (side, table) in zip(panels, tables.items(), strict=True):
-            axes.grid(False)
-            image = axes.imshow(np.clip(table, LEAST, None), cmap="YlOrRd", norm=norm, aspect="auto")
-            if table.shape[0] <= NUMBERS[0] and table.shape[1] <= NUMBERS[1]:
-                write_cells(axes, table, _short, lambda increase: norm(max(increase, LEAST)) > 0.62, 7.5)
-            axes.set_title(TITLES[side], loc="left", fontsize=11)
-            axes.set_xticks(range(len(counts)), [str(count) for count in counts], fontsize=9)
-            axes.set_xlabel("heads kept at this place")
-            axes.tick_params(length=0)
-        panels[0].set_ylabel("layer")
-        step = max(1, len(layers) // 16)
-        panels[0].set_yticks(range(0, len(layers), step), [str(i) for i in range(0, len(layers), step)], fontsize=9)
-        bar = figure.colorbar(image, ax=list(panels), pad=0.02, aspect=15 if len(layers) < 8 else 30)
-        bar.ax.tick_params(labelsize=8)
-        bar.ax.yaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        bar.set_label("increase, nats per token", fontsize=9)
-        bar.outline.set_visible(False)  # type: ignore[operator]
-        return figure
+    norm = LogNorm(_LOWEST, max(highest, 2 * _LOWEST))
+    height = 1.5 + (0.3 if len(layers) <= 12 else 0.18) * len(layers)
+    figure = Figure(figsize=(7, height), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    image: Any = None
+    for axes, (side, table) in zip(panels, tables.items(), strict=True):
+        axes.grid(False)
+        clipped = np.clip(table, _LOWEST, None)
+        image = axes.imshow(clipped, cmap="YlOrRd", norm=norm, aspect="auto")
+        if table.shape[0] <= _MAX_ROWS and table.shape[1] <= _MAX_COLUMNS:
+            write_cells(axes, table, _short, lambda x: norm(max(x, _LOWEST)) > 0.62, 7.5)
+        axes.set_title(SIDE_TITLES[side], loc="left", fontsize=11)
+        axes.set_xticks(range(len(counts)), [str(count) for count in counts], fontsize=9)
+        axes.set_xlabel("heads kept at this place")
+        axes.tick_params(length=0)
+    panels[0].set_ylabel("layer")
+    ticks = range(0, len(layers), max(1, len(layers) // 16))
+    panels[0].set_yticks(ticks, [str(layer) for layer in ticks], fontsize=9)
+    aspect = 15 if len(layers) < 8 else 30
+    bar = figure.colorbar(image, ax=list(panels), pad=0.02, aspect=aspect)
+    bar.ax.yaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    _finish_colorbar(bar, "increase, nats per token")
+    return figure
+
+
+def _finish_colorbar(bar: Any, label: str) -> None:
+    bar.ax.tick_params(labelsize=8)
+    bar.set_label(label, fontsize=9)
+    bar.outline.set_visible(False)
 
 
 def _short(increase: float) -> str:
-    """An increase in at most four characters: 1.8, .23, .004, 0."""
+    """Return an increase in at most four characters: 1.8, .23, .004, 0."""
     if np.isnan(increase):
         return ""
     if abs(increase) < 5e-4:
@@ -72,32 +84,34 @@ def _short(increase: float) -> str:
     return text.replace("0.", ".", 1) if digits > 1 else text
 
 
+@matplotlib.rc_context(_MAP_STYLE)
 def pairs_figure(record: Mapping[str, Any]) -> Figure:
-    """Mean cosine of every pair of stored heads, as they are and aligned: a row a layer, the diagonal left out."""
-    shown = evenly(record["similarity"], LAYERS)
-    kinds = [(side, kind) for side in TITLES for kind in ("raw", "aligned")]
-    matrices = [[_off_diagonal(layer[side][kind]) for side, kind in kinds] for layer in shown]
-    most = max(float(np.nanmax(np.abs(m))) for row in matrices for m in row if not np.isnan(m).all())
-    cmap = matplotlib.colormaps["RdBu_r"].with_extremes(bad="#cccccc")
-    with matplotlib.rc_context({**STYLE, "axes.spines.left": False, "axes.spines.bottom": False}):
-        figure = Figure(figsize=(7, 0.7 + 1.5 * len(shown)), layout="constrained")
-        grid = figure.subplots(len(shown), 4, squeeze=False)
-        image: Any = None
-        for row, layer, mine in zip(grid, shown, matrices, strict=True):
-            for axes, matrix in zip(row, mine, strict=True):
-                axes.grid(False)
-                image = axes.imshow(matrix, cmap=cmap, vmin=-most, vmax=most)
-                axes.set_xticks([])
-                axes.set_yticks([])
-            row[0].set_ylabel(f"layer {layer['layer']}", fontsize=9)
-        names = {"raw": "as they are", "aligned": "aligned"}
-        for axes, (side, kind) in zip(grid[0], kinds, strict=True):
-            axes.set_title(f"{TITLES[side]},\n{names[kind]}", fontsize=9.5)
-        bar = figure.colorbar(image, ax=grid, shrink=min(1.0, 3 / len(shown)), pad=0.02)
-        bar.ax.tick_params(labelsize=8)
-        bar.set_label("mean cosine of two heads", fontsize=9)
-        bar.outline.set_visible(False)  # type: ignore[operator]
-        return figure
+    """Draw the mean cosine of every pair of stored heads, as they are and aligned: a row a layer.
+
+    The diagonal is left out.
+    """
+    layers = evenly(record["similarity"], MAX_LAYERS)
+    kinds = [(side, kind) for side in SIDE_TITLES for kind in ("raw", "aligned")]
+    matrices = [[_off_diagonal(layer[side][kind]) for side, kind in kinds] for layer in layers]
+    cosines = [matrix for row in matrices for matrix in row if not np.isnan(matrix).all()]
+    highest = max(float(np.nanmax(np.abs(matrix))) for matrix in cosines)
+    colours = matplotlib.colormaps["RdBu_r"].with_extremes(bad="#cccccc")
+    figure = Figure(figsize=(7, 0.7 + 1.5 * len(layers)), layout="constrained")
+    grid = figure.subplots(len(layers), 4, squeeze=False)
+    image: Any = None
+    for row, layer, layer_matrices in zip(grid, layers, matrices, strict=True):
+        for axes, matrix in zip(row, layer_matrices, strict=True):
+            axes.grid(False)
+            image = axes.imshow(matrix, cmap=colours, vmin=-highest, vmax=highest)
+            axes.set_xticks([])
+            axes.set_yticks([])
+        row[0].set_ylabel(f"layer {layer['layer']}", fontsize=9)
+    names = {"raw": "as they are", "aligned": "aligned"}
+    for axes, (side, kind) in zip(grid[0], kinds, strict=True):
+        axes.set_title(f"{SIDE_TITLES[side]},\n{names[kind]}", fontsize=9.5)
+    bar = figure.colorbar(image, ax=grid, shrink=min(1.0, 3 / len(layers)), pad=0.02)
+    _finish_colorbar(bar, "mean cosine of two heads")
+    return figure
 
 
 def _off_diagonal(matrix: Sequence[Sequence[float]]) -> np.ndarray:
@@ -106,39 +120,40 @@ def _off_diagonal(matrix: Sequence[Sequence[float]]) -> np.ndarray:
     return table
 
 
-def evenly(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of `items`, first and last among them."""
-    if len(items) <= most:
+def evenly(items: Sequence[Any], max_items: int) -> list[Any]:
+    """Return at most so many of `items`, first and last among them."""
+    if len(items) <= max_items:
         return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+    return [items[round(i * (len(items) - 1) / (max_items - 1))] for i in range(max_items)]
 
 
 @styled
 def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
-    """Increase of the held-out loss by recipe, untrained, one mark a KV ratio. None if nothing could be converted."""
+    """Draw the increase of the held-out loss by recipe, untrained, one mark a KV ratio.
+
+    Returns:
+        None if nothing could be converted.
+    """
     entries = [entry for entry in record["recipes"] if "loss_increase" in entry]
     if not entries:
         return None
     names = list(dict.fromkeys(entry["recipe"] for entry in entries))
-    asked = sorted({entry["kv_ratio_asked"] for entry in entries}, reverse=True)
-    figure, axes = one_axes(1.8 + 0.36 * len(names), INCREASE)
+    ratios = sorted({entry["kv_ratio_asked"] for entry in entries}, reverse=True)
+    styles = styles_of(map(percent, ratios))
+    figure, axes = single_axes(1.8 + 0.36 * len(names), INCREASE_LABEL)
     axis = IncreaseAxis(entry["loss_increase"] for entry in entries)
     axis.put_on(axes, "x")
     handles = {}
-    for place, (ratio, look) in enumerate(zip(asked, looks_of(map(percent, asked)).values(), strict=True)):
-        apart = 0.22 * (place - (len(asked) - 1) / 2)
-        for entry in (entry for entry in entries if entry["kv_ratio_asked"] == ratio):
-            axes.plot(axis.at(entry["loss_increase"]), names.index(entry["recipe"]) + apart, ls="", ms=7, **look)
-        handles[f"{percent(ratio)} of the checkpoint's KV"] = Line2D([], [], ls="", **look)
+    for index, ratio in enumerate(ratios):
+        style = styles[percent(ratio)]
+        shift = 0.22 * (index - (len(ratios) - 1) / 2)
+        for entry in entries:
+            if entry["kv_ratio_asked"] == ratio:
+                x = axis.at(entry["loss_increase"])
+                axes.plot(x, names.index(entry["recipe"]) + shift, ls="", ms=7, **style)
+        label = f"{percent(ratio)} of the checkpoint's KV"
+        handles[label] = Line2D([], [], ls="", **style)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     legend_below(figure, handles)
     return figure
-
-
-def fitting_told(entry: Mapping[str, Any]) -> str:
-    """How long the layers of an entry were fitted, in words; empty if they were not."""
-    if (steps := entry.get("fit_steps")) is None:
-        return ""
-    usual = entry["fit_steps_of_convert"]
-    return f", refined in {steps} steps a layer" + (f" (convert: {usual})" if usual > steps else "")

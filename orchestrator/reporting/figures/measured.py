@@ -1,4 +1,4 @@
-"""What trials measured of themselves: the similarity of heads that share, and their relaxations over time."""
+"""What trials measured of themselves: similarity of heads that share, relaxations over time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from attention.ratios import percent
-from orchestrator.reporting.figures.drawing import COLOURS, FAINT, INK, PAPER, STYLE, legend_below, styled
+from orchestrator.reporting.figures.drawing import (
+    COLOURS,
+    FAINT,
+    INK,
+    PAPER,
+    SIDE_TITLES,
+    STYLE,
+    legend_below,
+    styled,
+)
 from orchestrator.storage.records import TrialRecord, family
 
-SIDES = {"key": "keys", "value": "values"}
-# The relaxations' own metrics, in the order of their panels, as they are labelled.
-PANELS = {
+_PANELS = {
     "own_share": "own share ω of a head",
     "fusion_loss": "fusion loss",
     "multiplier": "multiplier λ",
@@ -25,68 +32,91 @@ PANELS = {
     "masks_open": "share of masks open",
     "distance": "distance of the pairs, 1 at the start",
 }
-LOGARITHMIC = ("fusion_loss",)
+"""Titles of the relaxations' own metrics, in the order of their panels."""
+_LOGARITHMIC = ("fusion_loss",)
 
 
 @styled
 def similarity_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Mean cosine of the heads that share, before (hollow) and after (filled) the best alignment: a line an arm at a KV
-    ratio, averaged over its trials. None if no trial has measured any."""
+    """Draw the mean cosine of the heads that share: hollow as they are, filled if aligned.
+
+    A line an arm at a KV ratio, averaged over its trials.
+
+    Returns:
+        None if no trial has measured any.
+    """
     arms: dict[tuple[str, float], list[dict[str, float]]] = {}
-    for t in sorted(trials, key=lambda t: -t.kv_ratio):
-        means = (t.similarity or {}).get("means")
+    for trial in sorted(trials, key=lambda t: -t.kv_ratio):
+        means = (trial.similarity or {}).get("means")
         if means:
-            arms.setdefault((family(t.recipe), t.kv_ratio), []).append(means)
+            arms.setdefault((family(trial.recipe), trial.kv_ratio), []).append(means)
     if not arms:
         return None
     figure = Figure(figsize=(7, 1.3 + 0.21 * len(arms)), layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    for axes, (side, title) in zip(panels, SIDES.items(), strict=True):
-        for place, means in enumerate(arms.values()):
-            ends = [[m[f"{side}_{name}"] for m in means if f"{side}_{name}" in m] for name in ("raw", "aligned")]
-            if ends[0] and ends[1]:
-                raw, aligned = (statistics.fmean(values) for values in ends)
-                axes.plot([raw, aligned], [place, place], color=COLOURS[0], lw=1.4, alpha=0.6, zorder=2)
-                axes.plot(raw, place, color=COLOURS[0], marker="o", ms=5.5, mfc=PAPER, zorder=3)
-                axes.plot(aligned, place, color=COLOURS[0], marker="o", ms=5.5, zorder=3)
-        for place, ((_, above), (_, below)) in enumerate(pairwise(arms)):
+    for axes, (side, title) in zip(panels, SIDE_TITLES.items(), strict=True):
+        for row, means in enumerate(arms.values()):
+            raw = [m[f"{side}_raw"] for m in means if f"{side}_raw" in m]
+            aligned = [m[f"{side}_aligned"] for m in means if f"{side}_aligned" in m]
+            if raw and aligned:
+                _draw_similarity(axes, row, statistics.fmean(raw), statistics.fmean(aligned))
+        for row, ((_, above), (_, below)) in enumerate(pairwise(arms)):
             if above != below:
-                axes.axhline(place + 0.5, color=FAINT, lw=1, zorder=0)
+                axes.axhline(row + 0.5, color=FAINT, lw=1, zorder=0)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("mean cosine")
         axes.axvline(0, color=FAINT, lw=1, zorder=0)
         axes.grid(axis="y", visible=False)
-    panels[0].set_yticks(range(len(arms)), [f"{name} {percent(kv_ratio)}" for name, kv_ratio in arms], fontsize=9)
+    labels = [f"{name} {percent(kv_ratio)}" for name, kv_ratio in arms]
+    panels[0].set_yticks(range(len(arms)), labels, fontsize=9)
     panels[0].set_ylim(len(arms) - 0.4, -0.6)
-    marks = {"as they are": PAPER, "each pair aligned": COLOURS[0]}
-    handles = {k: Line2D([], [], color=COLOURS[0], marker="o", ls="", mfc=fill) for k, fill in marks.items()}
+    fills = {"as they are": PAPER, "each pair aligned": COLOURS[0]}
+    handles = {
+        name: Line2D([], [], color=COLOURS[0], marker="o", ls="", mfc=fill)
+        for name, fill in fills.items()
+    }
     legend_below(figure, handles, columns=2)
     return figure
 
 
+def _draw_similarity(axes: Any, row: int, raw: float, aligned: float) -> None:
+    colour = COLOURS[0]
+    axes.plot([raw, aligned], [row, row], color=colour, lw=1.4, alpha=0.6, zorder=2)
+    axes.plot(raw, row, color=colour, marker="o", ms=5.5, mfc=PAPER, zorder=3)
+    axes.plot(aligned, row, color=colour, marker="o", ms=5.5, zorder=3)
+
+
 @matplotlib.rc_context({**STYLE, "font.size": 9})
 def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Each arm's relaxation over its steps: one row an arm, one panel a quantity, one line a trial, a colour a KV
-    ratio. None if no trial was relaxed."""
+    """Draw each arm's relaxation over its steps: a row an arm, a panel a quantity, a line a trial.
+
+    Returns:
+        None if no trial was relaxed.
+    """
     arms: dict[str, list[TrialRecord]] = {}
-    for t in trials:
-        if any(name in point for point in t.relaxation for name in PANELS):
-            arms.setdefault(family(t.recipe), []).append(t)
+    for trial in trials:
+        if any(name in point for point in trial.relaxation for name in _PANELS):
+            arms.setdefault(family(trial.recipe), []).append(trial)
     if not arms:
         return None
-    names = {arm: [k for k in PANELS if any(k in p for t in mine for p in t.relaxation)] for arm, mine in arms.items()}
-    kv_ratios = sorted({t.kv_ratio for mine in arms.values() for t in mine}, reverse=True)
+    names = {
+        arm: [name for name in _PANELS if any(name in p for t in group for p in t.relaxation)]
+        for arm, group in arms.items()
+    }
+    kv_ratios = sorted({t.kv_ratio for group in arms.values() for t in group}, reverse=True)
     colours = {kv_ratio: COLOURS[i % len(COLOURS)] for i, kv_ratio in enumerate(kv_ratios)}
     figure = Figure(figsize=(7, 0.6 + 1.9 * len(names)), layout="constrained")
     grid = figure.subplots(len(names), max(map(len, names.values())), squeeze=False)
     for (arm, measured), row in zip(names.items(), grid, strict=True):
         for axes, name in zip(row, measured, strict=False):
             for trial in arms[arm]:
-                _over_steps(axes, trial, name, colours[trial.kv_ratio])
-            axes.set_title(f"{arm if name == measured[0] else ''}\n{PANELS[name]}", loc="left", fontsize=9)
+                _draw_relaxation(axes, trial, name, colours[trial.kv_ratio])
+            title = f"{arm if name == measured[0] else ''}\n{_PANELS[name]}"
+            axes.set_title(title, loc="left", fontsize=9)
             axes.tick_params(labelsize=8)
-            values = [p[name] for t in arms[arm] for p in t.relaxation if p.get(name) is not None]
-            if name in LOGARITHMIC and min(values, default=0) > 0:
+            points = [point for trial in arms[arm] for point in trial.relaxation]
+            values = [point[name] for point in points if point.get(name) is not None]
+            if name in _LOGARITHMIC and min(values, default=0) > 0:
                 axes.set_yscale("log")
         for axes in row[len(measured) :]:
             axes.set_visible(False)
@@ -97,9 +127,10 @@ def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     return figure
 
 
-def _over_steps(axes: Any, trial: TrialRecord, name: str, colour: str) -> None:
-    points = [p for p in trial.relaxation if p.get(name) is not None]
-    steps = [p["step"] for p in points]
-    axes.plot(steps, [p[name] for p in points], color=colour, lw=1.1, alpha=0.8)
+def _draw_relaxation(axes: Any, trial: TrialRecord, name: str, colour: str) -> None:
+    points = [point for point in trial.relaxation if point.get(name) is not None]
+    steps = [point["step"] for point in points]
+    axes.plot(steps, [point[name] for point in points], color=colour, lw=1.1, alpha=0.8)
     if name == "mean_mask":
-        axes.plot(steps, [p.get("target") for p in points], color=INK, lw=1, ls="--")
+        targets = [point.get("target") for point in points]
+        axes.plot(steps, targets, color=INK, lw=1, ls="--")

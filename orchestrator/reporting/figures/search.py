@@ -1,4 +1,4 @@
-"""Pictures of trials and conversions: loss against KV cache and over rungs, heads kept in each layer."""
+"""Trials and conversions: loss against KV cache and over rungs, heads kept in each layer."""
 
 from __future__ import annotations
 
@@ -14,154 +14,241 @@ from attention.ratios import percent
 from orchestrator.reporting.figures.drawing import (
     COLOURS,
     INK,
-    KV_BYTES,
-    LOSS,
+    KV_BYTES_LABEL,
+    LOSS_LABEL,
     MUTED,
-    NARROW,
+    NARROW_WIDTH,
     PAPER,
     WIDTH,
     legend_below,
-    looks_of,
-    one_axes,
+    single_axes,
     styled,
+    styles_of,
     write_cells,
 )
-from orchestrator.reporting.figures.increases import INCREASE, IncreaseAxis
-from orchestrator.storage.records import TrialRecord, family, front
+from orchestrator.reporting.figures.increases import INCREASE_LABEL, IncreaseAxis
+from orchestrator.storage.records import OriginalRecord, TrialRecord, family, front
 
-LINES = 200
+MAX_CURVES = 200
 """Trials that a picture of curves holds; of more, those that got furthest."""
 
 
 @styled
 def front_figure(
     trials: Sequence[TrialRecord],
-    original: Mapping[str, Any],
+    original: OriginalRecord,
     promoted: Sequence[Mapping[str, Any]] = (),
     *,
     narrow: bool = False,
 ) -> Figure:
-    """Loss increase, on a logarithmic axis, against KV bytes a token: every trial at its best step, the front, what was
-    promoted, and the original model. `promoted`: candidates of `promotion.json`."""
-    figure, axes = one_axes(5.6 if narrow else 4.8, KV_BYTES, width=NARROW if narrow else WIDTH)
-    looks = looks_of([family(t.recipe) for t in trials])
+    """Draw the loss increase, on a logarithmic axis, against KV bytes per token.
+
+    It shows every trial at its best step, the front, promoted models and the original model.
+
+    Args:
+        trials: Of a search.
+        original: The original model.
+        promoted: Candidates of `promotion.json`.
+        narrow: Whether it is for a narrow page.
+    """
+    height = 5.6 if narrow else 4.8
+    width = NARROW_WIDTH if narrow else WIDTH
+    figure, axes = single_axes(height, KV_BYTES_LABEL, width=width)
     scored = [t for t in trials if t.usable and t.kv_bytes_per_token is not None]
-    after = [p for p in promoted if p.get("loss") is not None and p.get("kv_bytes_per_token")]
-    losses = [*(t.loss for t in scored), *(p["loss"] for p in after)]
+    models = [p for p in promoted if p.get("loss") is not None and p.get("kv_bytes_per_token")]
+    losses = [*(t.loss for t in scored), *(model["loss"] for model in models)]
     axis = IncreaseAxis(loss - original["loss"] for loss in losses)
     axis.put_on(axes)
-    handles = _scatter(axes, axis, scored, original, looks)
+    styles = styles_of([family(t.recipe) for t in trials])
+    handles = _draw_trials(axes, axis, scored, original, styles)
     best = front(trials, timed=False)
-    places = [(t.kv_bytes_per_token, axis.at(t.loss - original["loss"])) for t in best]
-    handles["front"] = axes.plot(*zip(*places, strict=True), color=INK, lw=1, zorder=2)[0] if places else None
-    lowest = {p["kv_bytes_per_token"]: p for p in sorted(after, key=lambda p: -p["loss"])}  # these have their numbers
-    for p in after:
-        place = (p["kv_bytes_per_token"], axis.at(p["loss"] - original["loss"]))
-        handles["promoted"] = axes.scatter(*place, s=170, facecolors="none", edgecolors=INK, linewidths=1.6, zorder=4)
-        if p is not lowest[p["kv_bytes_per_token"]]:
-            continue
-        increase = p["loss"] - original["loss"]
-        beside = {"xytext": (11, -4)} if axis.is_none(increase) else {"xytext": (0, -20), "ha": "center"}
-        axes.annotate(f"{increase:+.3f}", place, textcoords="offset points", fontsize=10, weight="bold", **beside)
-    own = (original["kv_bytes_per_token"], axis.floor)
-    handles["original model"] = axes.scatter(*own, marker="*", s=190, color=INK, zorder=4)
-    sizes = {own[0], *(t.kv_bytes_per_token for t in scored), *(p["kv_bytes_per_token"] for p in after)}
-    _size_ticks(axes, sizes, own[0], most=4 if narrow else 8)
-    axes.set_ylabel(INCREASE)
+    if best:
+        sizes = [t.kv_bytes_per_token for t in best]
+        increases = [axis.at(t.loss - original["loss"]) for t in best]
+        (handles["front"],) = axes.plot(sizes, increases, color=INK, lw=1, zorder=2)
+    if models:
+        handles["promoted"] = _draw_promoted(axes, axis, models, original)
+    own_size = original["kv_bytes_per_token"]
+    star = axes.scatter(own_size, axis.floor, marker="*", s=190, color=INK, zorder=4)
+    handles["original model"] = star
+    shown = {own_size, *(t.kv_bytes_per_token for t in scored)}
+    shown |= {model["kv_bytes_per_token"] for model in models}
+    _set_size_axis(axes, shown, own_size, max_ticks=4 if narrow else 8)
+    axes.set_ylabel(INCREASE_LABEL)
     if not narrow:
         axis.perplexity(axes)
-    legend_below(figure, {k: v for k, v in handles.items() if v is not None}, columns=2 if narrow else 4)
+    legend_below(figure, handles, columns=2 if narrow else 4)
     return figure
 
 
-def _scatter(
-    axes: Any, axis: IncreaseAxis, trials: Sequence[TrialRecord], original: Mapping[str, Any], looks: Mapping[str, Any]
+def _draw_trials(
+    axes: Any,
+    axis: IncreaseAxis,
+    trials: Sequence[TrialRecord],
+    original: OriginalRecord,
+    styles: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Draw trials; returns what a legend says of them. Hollow: stopped at an earlier rung, so trained less than its
-    neighbours on the picture."""
+    """Draw trials, and return the entries of a legend.
+
+    Hollow: stopped at an earlier rung, so trained less than its neighbours on the picture.
+    """
     handles: dict[str, Any] = {}
-    most = max((t.step for t in trials), default=0)
-    places = {t.trial_id: (t.kv_bytes_per_token, axis.at(t.loss - original["loss"])) for t in trials}
-    for name, look in looks.items():
-        if not (mine := [t for t in trials if family(t.recipe) == name]):
+    last_step = max((t.step for t in trials), default=0)
+    points = {
+        t.trial_id: (t.kv_bytes_per_token, axis.at(t.loss - original["loss"])) for t in trials
+    }
+    for name, style in styles.items():
+        arm = [t for t in trials if family(t.recipe) == name]
+        if not arm:
             continue
-        fills = [PAPER if t.step < most else look["color"] for t in mine]
-        drawn = {"s": 48, "zorder": 3, "linewidths": 1.4, "edgecolors": look["color"], "marker": look["marker"]}
-        axes.scatter(*zip(*(places[t.trial_id] for t in mine), strict=True), facecolors=fills, **drawn)
-        handles[name] = Line2D([], [], ls="", ms=6.5, **look)
-    if any(t.step < most for t in trials):
-        handles["hollow: stopped earlier"] = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
-    below = sorted((t for t in trials if axis.is_none(t.loss - original["loss"])), key=lambda t: t.loss)
-    for t in {t.kv_bytes_per_token: t for t in reversed(below)}.values():  # the best of each size has its number
-        left = {"xytext": (-9, -3), "textcoords": "offset points", "ha": "right"}
-        axes.annotate(f"{t.loss - original['loss']:+.3f}", places[t.trial_id], fontsize=8, **left)
+        colour = style["color"]
+        axes.scatter(
+            *zip(*(points[t.trial_id] for t in arm), strict=True),
+            facecolors=[PAPER if t.step < last_step else colour for t in arm],
+            edgecolors=colour,
+            marker=style["marker"],
+            s=48,
+            linewidths=1.4,
+            zorder=3,
+        )
+        handles[name] = Line2D([], [], ls="", ms=6.5, **style)
+    if any(t.step < last_step for t in trials):
+        hollow = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
+        handles["hollow: stopped earlier"] = hollow
+    # In the band below, the best of each size has its number
+    below = [t for t in trials if axis.is_none(t.loss - original["loss"])]
+    below.sort(key=lambda t: t.loss)
+    for trial in {t.kv_bytes_per_token: t for t in reversed(below)}.values():
+        axes.annotate(
+            f"{trial.loss - original['loss']:+.3f}",
+            points[trial.trial_id],
+            fontsize=8,
+            xytext=(-9, -3),
+            textcoords="offset points",
+            ha="right",
+        )
     return handles
 
 
-def _size_ticks(axes: Any, sizes: Collection[int], own: int, most: int) -> None:
-    """A logarithmic axis of KV bytes, with a tick at each size and its share of the original's, if they are few."""
+def _draw_promoted(
+    axes: Any,
+    axis: IncreaseAxis,
+    models: Sequence[Mapping[str, Any]],
+    original: OriginalRecord,
+) -> Any:
+    """Draw promoted models, the best of each size with its number, and return a mark of them."""
+    ring = None
+    by_loss = sorted(models, key=lambda model: -model["loss"])
+    lowest = {model["kv_bytes_per_token"]: model for model in by_loss}
+    for model in models:
+        size = model["kv_bytes_per_token"]
+        increase = model["loss"] - original["loss"]
+        point = (size, axis.at(increase))
+        ring = axes.scatter(
+            *point, s=170, facecolors="none", edgecolors=INK, linewidths=1.6, zorder=4
+        )
+        if model is lowest[size]:
+            below = axis.is_none(increase)
+            axes.annotate(
+                f"{increase:+.3f}",
+                point,
+                textcoords="offset points",
+                fontsize=10,
+                weight="bold",
+                xytext=(11, -4) if below else (0, -20),
+                ha="left" if below else "center",
+            )
+    return ring
+
+
+def _set_size_axis(axes: Any, sizes: Collection[int], own: int, max_ticks: int) -> None:
+    """Make an axis of KV bytes, with a tick at each size and its share, if they are few."""
     axes.set_xscale("log", base=2)
     axes.margins(x=0.16)
-    places = sorted(sizes)
-    while len(places) > most:
-        places = [*places[:-1:2], places[-1]] if len(places) > 2 * most else [*places[: most - 1], places[-1]]
-    axes.set_xticks(places, [f"{place:,}\n{percent(round(place / own, 3))}" for place in places])
+    ticks = sorted(sizes)
+    while len(ticks) > max_ticks:
+        every_other = len(ticks) > 2 * max_ticks
+        ticks = [*(ticks[:-1:2] if every_other else ticks[: max_ticks - 1]), ticks[-1]]
+    labels = [f"{size:,}\n{percent(round(size / own, 3))}" for size in ticks]
+    axes.set_xticks(ticks, labels)
     axes.set_xticks([], minor=True)
 
 
 @styled
-def rungs_figure(trials: Sequence[TrialRecord], original: Mapping[str, Any]) -> Figure:
-    """Loss increase over training steps, one line a trial; solid for the largest KV ratio, dashed for the next."""
-    figure, axes = one_axes(across="training steps", upright=INCREASE)
-    looks = looks_of([family(t.recipe) for t in trials])
+def rungs_figure(trials: Sequence[TrialRecord], original: OriginalRecord) -> Figure:
+    """Draw the loss increase over training steps, one line a trial.
+
+    Solid for the largest KV ratio, dashed for the next.
+    """
+    figure, axes = single_axes(x_label="training steps", y_label=INCREASE_LABEL)
+    styles = styles_of([family(t.recipe) for t in trials])
     kv_ratios = sorted({t.kv_ratio for t in trials}, reverse=True)
-    lines = {b: ("-", "--", ":", "-.")[i % 4] for i, b in enumerate(kv_ratios)}
-    drawn = sorted((t for t in trials if t.rungs), key=lambda t: (-t.step, t.loss))[:LINES]
-    curves = [(t, [(r["step"], r["loss"] - original["loss"]) for r in t.rungs if r["loss"] is not None]) for t in drawn]
-    axis, handles = IncreaseAxis(increase for _, curve in curves for _, increase in curve), {}
+    dashes = {ratio: ("-", "--", ":", "-.")[i % 4] for i, ratio in enumerate(kv_ratios)}
+    drawn = sorted((t for t in trials if t.rungs), key=lambda t: (-t.step, t.loss))[:MAX_CURVES]
+    curves = []
+    for trial in drawn:
+        measured = [rung for rung in trial.rungs if rung["loss"] is not None]
+        steps = [rung["step"] for rung in measured]
+        curves.append((trial, steps, [rung["loss"] - original["loss"] for rung in measured]))
+    axis = IncreaseAxis(increase for _, _, increases in curves for increase in increases)
     axis.put_on(axes)
-    for trial, curve in curves:
-        look = looks[family(trial.recipe)]
-        steps, increases = [step for step, _ in curve], [axis.at(increase) for _, increase in curve]
-        axes.plot(steps, increases, ls=lines[trial.kv_ratio], ms=5, lw=1.4, **look)
-        handles[family(trial.recipe)] = Line2D([], [], ls="", ms=5, **look)
-    for kv_ratio, line in lines.items():
-        handles[f"{percent(kv_ratio)} of the checkpoint's KV"] = Line2D([], [], ls=line, color=INK)
+    handles = {}
+    for trial, steps, increases in curves:
+        name = family(trial.recipe)
+        heights = [axis.at(increase) for increase in increases]
+        axes.plot(steps, heights, ls=dashes[trial.kv_ratio], ms=5, lw=1.4, **styles[name])
+        handles[name] = Line2D([], [], ls="", ms=5, **styles[name])
+    for ratio, dash in dashes.items():
+        label = f"{percent(ratio)} of the checkpoint's KV"
+        handles[label] = Line2D([], [], ls=dash, color=INK)
     legend_below(figure, handles)
     return figure
 
 
 @styled
 def budgets_figure(plans: Mapping[str, AttentionPlan]) -> Figure:
-    """Kept key heads and value heads in each layer, one row a plan and side."""
-    rows = [
-        (f"{name}  {side}", [getattr(layer, f"{side}_heads") for layer in plan.layers])
+    """Draw the key heads and value heads kept in each layer, one row a plan and side."""
+    rows = {
+        f"{name}  {side}": [getattr(layer, f"{side}_heads") for layer in plan.layers]
         for name, plan in plans.items()
         for side in ("key", "value")
-    ]
-    table = np.array([counts for _, counts in rows])
+    }
+    table = np.array(list(rows.values()))
+    layers = table.shape[1]
     heads = max(plan.num_heads for plan in plans.values())
-    figure, axes = one_axes(0.9 + 0.32 * len(rows), "layer")
+    figure, axes = single_axes(0.9 + 0.32 * len(rows), "layer")
     axes.grid(False)
     axes.imshow(table, cmap="Blues", vmin=0, vmax=heads, aspect="auto")
-    if table.shape[1] <= 16:
+    if layers <= 16:
         write_cells(axes, table, str, lambda count: count > heads / 2, 9)
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=9)
-    axes.set_xticks(range(table.shape[1]) if table.shape[1] <= 16 else range(0, table.shape[1], 4))
+    axes.set_yticks(range(len(rows)), list(rows), fontsize=9)
+    axes.set_xticks(range(0, layers, 1 if layers <= 16 else 4))
     return figure
 
 
 @styled
 def curve_figure(curve: Mapping[str, Any]) -> Figure:
-    """Held-out loss against KV bytes per token of one recipe at several KV ratios (see
-    `orchestrator.conversion.several_ratios`)."""
-    figure, axes = one_axes(across=KV_BYTES, upright=f"{LOSS}, no training")
-    points = sorted(curve["points"], key=lambda p: p["kv_bytes_per_token"])
-    places = [(p["kv_bytes_per_token"], p["loss"]) for p in points]
-    axes.plot(*zip(*places, strict=True), color=COLOURS[0], marker="o", lw=1.4, label=curve["recipe"]["name"])
-    for point, place in zip(points, places, strict=True):
-        text = f"{point['kv_ratio']:.0%}\n{point['loss_increase']:+.3f}"
-        axes.annotate(text, place, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9)
+    """Draw the held-out loss against KV bytes per token of one recipe at several KV ratios.
+
+    Args:
+        curve: A `CurveRecord` of `orchestrator.conversion.record`.
+    """
+    label = f"{LOSS_LABEL}, no training"
+    figure, axes = single_axes(x_label=KV_BYTES_LABEL, y_label=label)
+    points = sorted(curve["points"], key=lambda point: point["kv_bytes_per_token"])
+    sizes = [point["kv_bytes_per_token"] for point in points]
+    losses = [point["loss"] for point in points]
+    name = curve["recipe"]["name"]
+    axes.plot(sizes, losses, color=COLOURS[0], marker="o", lw=1.4, label=name)
+    for point in points:
+        axes.annotate(
+            f"{point['kv_ratio']:.0%}\n{point['loss_increase']:+.3f}",
+            (point["kv_bytes_per_token"], point["loss"]),
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
     original = (curve["kv_bytes_per_token_original"], curve["original_loss"])
     axes.plot(*original, color=INK, marker="s", ls="", label="original model")
     axes.axhline(curve["original_loss"], color=MUTED, ls="--", lw=1.2)

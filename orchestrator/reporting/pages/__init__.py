@@ -1,1 +1,1 @@
-"""The HTML pages of a search and of a checkpoint, through one template."""
+"""Self-contained HTML pages: of a search, and of an inspected checkpoint."""

@@ -1,16 +1,17 @@
-"""A self-contained HTML page, through the template `page.html`: parts of headed sections. No script, no network.
+"""A self-contained HTML page, through the template `page.html`. No script, no network.
 
-It is made for any width from 360 px on, for light and dark, for keyboards and for screen readers: what is wider than
-the page scrolls in a box of its own, and every picture says in words what it shows.
+It has parts of headed sections, for any width from 360 px on, for light and dark, for keyboards and
+for screen readers: what is wider than the page scrolls in a box of its own, and every picture has a
+description in words.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import jinja2
 from markupsafe import Markup, escape
@@ -20,13 +21,37 @@ from orchestrator.reporting.figures import drawing
 from orchestrator.reporting.tables import LEFT, PROSE, Table
 from orchestrator.storage.outputs import GENERATOR
 
-LIMIT = 3_000_000  # bytes of a page
+_MAX_BYTES = 3_000_000  # of a page
+
+
+class Stat(NamedTuple):
+    """A number that stands out."""
+
+    name: str
+    value: str
+    remark: str
+
+
+class Repetition(TypedDict):
+    """How a trial is run again."""
+
+    summary: str
+    facts: dict[str, str]
+    command: str | None
+    why_not: str
+    """Shown where there is no command."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, what it shows in words for those who do not see it, a caption for all, and the same for a narrow page
-    (without one, the figure scrolls there)."""
+    """A figure with its words.
+
+    Attributes:
+        figure: The figure.
+        alt: What it shows, for those who do not see it.
+        caption: Below it, for all.
+        narrow: The same for a narrow page; without one, the figure scrolls there.
+    """
 
     figure: Figure
     alt: str
@@ -35,23 +60,32 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Section:
-    """A heading and what stands under it, in this order; `folded`: a summary that the rest is folded under.
+class PageSection:
+    """A heading and what stands under it, in this order.
 
-    `stats`: numbers that stand out, each with its name and a remark. `again`: how single trials are made again:
-    mappings with summary, facts, and command or why_not. `commands`: pairs of a name and lines to be copied; `samples`:
-    texts side by side, as `evaluation.generations` records them. `source`: text that is shown as it is. `wide`: takes
-    the whole width of a wide page; `tall`: two rows of its sections.
+    Attributes:
+        title: The heading.
+        text: A paragraph.
+        stats: Numbers that stand out.
+        picture: A picture.
+        tables: Tables.
+        commands: Names, and lines to be copied.
+        samples: Texts side by side, as `evaluation.generations` records them.
+        again: How single trials are run again.
+        source: Text that is shown as it is.
+        folded: A summary that the rest is folded under.
+        wide: Whether it takes the whole width of a wide page.
+        tall: Whether it takes two rows of its sections.
     """
 
     title: str
     text: str = ""
-    stats: Sequence[tuple[str, str, str]] = ()
+    stats: Sequence[Stat] = ()
     picture: Picture | None = None
     tables: Sequence[Table] = ()
     commands: Sequence[tuple[str, str]] = ()
     samples: Sequence[Mapping[str, Any]] = ()
-    again: Sequence[dict[str, Any]] = ()
+    again: Sequence[Repetition] = ()
     source: str = ""
     folded: str = ""
     wide: bool = False
@@ -59,26 +93,37 @@ class Section:
 
     @property
     def has_content(self) -> bool:
-        parts = (self.stats, self.picture, self.text, self.tables, self.commands, self.samples, self.again, self.source)
-        return any(parts)
+        texts = (self.text, self.source)
+        blocks = (self.stats, self.picture, self.tables, self.commands, self.samples, self.again)
+        return any(texts) or any(blocks)
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a page: its heading, a sentence, and its sections. Sections with nothing in them are left out, and so
-    is a part without any."""
+class PagePart:
+    """A part of a page: its heading, its sections, and a sentence above them.
+
+    Sections with nothing in them are left out, and so is a part without any.
+    """
 
     title: str
-    sections: Sequence[Section]
+    sections: Sequence[PageSection]
     text: str = ""
 
 
-def render_page(title: str, heading: str, lead: str, parts: Sequence[Part]) -> str:
-    """The HTML of a page. Raises RuntimeError for one above LIMIT."""
-    filled = [Part(p.title, kept, p.text) for p in parts if (kept := [s for s in p.sections if s.has_content])]
-    content = _environment.get_template("page.html").render(title=title, heading=heading, lead=lead, parts=filled)
-    if (size := len(content.encode())) > LIMIT:
-        raise RuntimeError(f"the page has {size} bytes, more than {LIMIT}; this is a bug")
+def render_page(title: str, heading: str, lead: str, parts: Sequence[PagePart]) -> str:
+    """Return the HTML of a page.
+
+    Raises:
+        RuntimeError: For one that is too large.
+    """
+    shown = []
+    for part in parts:
+        if sections := [section for section in part.sections if section.has_content]:
+            shown.append(replace(part, sections=sections))
+    template = _environment.get_template("page.html")
+    content = template.render(title=title, heading=heading, lead=lead, parts=shown)
+    if (size := len(content.encode())) > _MAX_BYTES:
+        raise RuntimeError(f"the page has {size} bytes, more than {_MAX_BYTES}; this is a bug")
     return content + "\n"
 
 
@@ -87,7 +132,7 @@ def _svg(figure: Figure, label: str) -> Markup:
 
 
 def _slug(title: str) -> str:
-    """A title as the name of a place on the page."""
+    """Return a title as an anchor of the page."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 

@@ -22,7 +22,7 @@ from ray.tune.search import Searcher
 from attention.axes import Knob
 from attention.geometry import HeadGeometry
 from orchestrator.config.schema import ConfigError
-from orchestrator.search.candidates import Candidate, CandidateConfig
+from orchestrator.search.candidates import Candidate
 from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces.allocation.uniform import uniform
 from search_spaces.grouping.chain import Chain, SiteKey, searched_sites
@@ -77,7 +77,7 @@ class ChainSearch(ResumableSearcher):
         loss = None if error or result is None else result.get(SCORE)
         self._scores[plan] = None if loss is None or not math.isfinite(loss) else -float(loss)
 
-    def add_trial(self, trial_id: str, config: CandidateConfig) -> None:
+    def add_trial(self, trial_id: str, config: Mapping[str, Any]) -> None:
         candidate = Candidate.from_config(config)
         if candidate.probe and candidate.plan is not None:
             # The chains repeat their moves, up to this one

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import optuna
 
-from orchestrator.search.candidates import Candidate, CandidateConfig, Point
+from orchestrator.search.candidates import Candidate, Point
 from orchestrator.search.searchers.listed import ListedSearcher
 from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces import pareto
@@ -53,7 +53,7 @@ class FrontSearch(ListedSearcher):
         self._seen: dict[str, Any] = {}  # Optuna's trials, with the best scores reported, by trial
         self._dropped: set[str] = set()
 
-    def add_trial(self, trial_id: str, config: CandidateConfig) -> None:
+    def add_trial(self, trial_id: str, config: Mapping[str, Any]) -> None:
         super().add_trial(trial_id, config)
         if (point := self._problem.space.locate(Candidate.from_config(config))) is not None:
             self._points[trial_id] = point

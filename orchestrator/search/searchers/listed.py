@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from ray.tune.search import Searcher
 
 from orchestrator.config.schema import ConfigError
-from orchestrator.search.candidates import Candidate, CandidateConfig
+from orchestrator.search.candidates import Candidate
 from orchestrator.search.searchers.problem import (
     SEARCHERS,
     ResumableSearcher,
@@ -41,7 +41,7 @@ class ListedSearcher(ResumableSearcher):
         self.add_trial(trial_id, config)
         return config
 
-    def add_trial(self, trial_id: str, config: CandidateConfig) -> None:
+    def add_trial(self, trial_id: str, config: Mapping[str, Any]) -> None:
         self._made += 1
         self._tried.add(Candidate.from_config(config).key)
 

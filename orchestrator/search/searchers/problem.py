@@ -12,7 +12,7 @@ from ray.tune.search import Searcher
 
 from attention.axes import Axis
 from orchestrator.config.schema import OBJECTIVES
-from orchestrator.search.candidates import Candidate, CandidateConfig, CandidateSpace
+from orchestrator.search.candidates import Candidate, CandidateSpace
 from search_spaces.recipes.recipe import Recipe
 
 SEARCHERS = Axis("searcher", "orchestrator.search.searchers")
@@ -60,7 +60,7 @@ class ResumableSearcher(Searcher):
         super().__init__(metric=OBJECTIVES[0], mode="min")
         self.total = total
 
-    def add_trial(self, trial_id: str, config: CandidateConfig) -> None:
+    def add_trial(self, trial_id: str, config: Mapping[str, Any]) -> None:
         """Take up a recorded suggestion, as if `suggest` had made it now."""
         raise NotImplementedError
 

@@ -16,7 +16,7 @@ from attention.io.targets import target
 from attention.plan import AttentionPlan
 from orchestrator.config.schema import DECODE, SearchConfig
 from orchestrator.conversion import dha_distances
-from orchestrator.conversion.calibrating import checkpoint_calibration
+from orchestrator.conversion.calibration import checkpoint_calibration
 from orchestrator.search.candidates import Candidate
 from orchestrator.serving.decode_times import DecodeTimes
 from orchestrator.storage.paths import SearchFolder

@@ -22,8 +22,7 @@ from orchestrator.checkpoints import base_of
 from orchestrator.cluster.ray_tasks import publish_progress
 from orchestrator.cluster.session import prepare_process
 from orchestrator.conversion import dha_distances
-from orchestrator.conversion.in_memory import plan_and_convert
-from orchestrator.conversion.steps import planning_context, relaxation_start
+from orchestrator.conversion.execution import plan_and_convert, planning_context, relaxation_start
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.storage.json_files import write_json

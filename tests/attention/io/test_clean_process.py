@@ -30,7 +30,7 @@ from attention.families import families, geometry_of
 from attention.io import checkpoint
 from attention.io.export import probe
 from attention.io.targets import Lowered, TargetError, targets
-from attention.modeling.model_classes import PREFIX, plan_of
+from attention.modeling.model_classes import TYPE_PREFIX, plan_of
 
 Tiny = Callable[..., PreTrainedModel]
 PLANS = plans(8)
@@ -172,7 +172,7 @@ def _write(name: str, model: PreTrainedModel, folder: Path, demo: Path) -> Writt
         return _written(name, folder, model)
     if name == "stock":
         checkpoint.save(model, folder, demo)
-        if checkpoint.load_config(folder).model_type.startswith(PREFIX):
+        if checkpoint.load_config(folder).model_type.startswith(TYPE_PREFIX):
             raise ValueError("not stock")
         return _written(name, folder, model)
     target = targets()[name]
@@ -200,7 +200,7 @@ def expected(one: Written, trust: bool, ids: list[int]) -> dict[str, Any]:
     `...` are of an error. Of a model that both load the same way it is tried once."""
     if one.format == "gguf":
         return {"tokenizer": ids} if one.model_type in GGUF_READ and not trust else {}
-    if one.model_type.startswith(PREFIX):
+    if one.model_type.startswith(TYPE_PREFIX):
         unknown = "does not recognize this architecture..."
         return {"tokenizer": ids, "config": unknown, "model": unknown}
     if one.has_code and not trust:

@@ -15,7 +15,7 @@ from attention.conversion.convert import build, convert
 from attention.families import families
 from attention.io import checkpoint
 from attention.modeling.composition import compositions, reset
-from attention.modeling.composition.composing import EPSILON, Compose, DynamicWeights, HeadComposition
+from attention.modeling.composition.composing import NORM_EPSILON, Compose, DynamicWeights, HeadComposition
 from attention.modeling.grouped import cache_bytes
 from attention.modeling.growing_cache import cache_argument
 from attention.plan import AttentionPlan, Composition, LayerPlan, PlanError
@@ -78,7 +78,7 @@ def loop_weights(side: DynamicWeights, x: list[float], group: int) -> tuple[list
     dw = [sum(inner[i] * w_2[group][i][j] for i in range(len(inner))) for j in range(len(inner))]
     down = [dw[r * h : (r + 1) * h] for r in range(rank)]
     up = [dw[(rank + r) * h : (rank + r + 1) * h] for r in range(rank)]
-    norms = [math.sqrt(sum(v * v for v in row) / h + EPSILON) for row in down]
+    norms = [math.sqrt(sum(v * v for v in row) / h + NORM_EPSILON) for row in down]
     return [[v / n for v in row] for row, n in zip(down, norms, strict=True)], up
 
 

@@ -71,7 +71,7 @@ def test_long_caches_go_by_group(monkeypatch) -> None:
     for way in (decode_by_group, decode_padded):
         monkeypatch.setattr(decoding, way.__name__, lambda *a, name=way.__name__: taken.append(name))
     maps = HeadMaps.of(LayerPlan((0, 1, 0, 2), (0, 0, 0, 0)))
-    enough = decoding.LARGE // 4
+    enough = decoding.GROUPED_FROM // 4
     for batch, length, threads in ((1, enough, 2), (1, enough - 1, 1), (2, enough, 2), (2, enough, 1)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         decode(normal(batch, 4, 1, 4), normal(batch, 3, length, 4), normal(batch, 1, length, 4), maps, None, None)

@@ -36,6 +36,7 @@ def demo_geometry(demo_dir: Path) -> HeadGeometry:
     return geometry_of(checkpoint.load_config(demo_dir))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("family", "kv_heads", "ratios", "recipes"), [("llama", 4, [0.5, 0.25], 4), ("qwen3", 2, [0.5], 3)]
 )

@@ -17,8 +17,8 @@ from verbs import train_from_scratch
 
 from attention.io import checkpoint
 from orchestrator import checkpoints
-from orchestrator.conversion import one_layer
-from orchestrator.conversion.several_ratios import is_curve
+from orchestrator.conversion.curve import is_curve
+from orchestrator.conversion.disk_store import DiskStore
 
 Command = Callable[..., int | str | None]
 
@@ -61,6 +61,7 @@ def converting(model: Path, place: Path) -> Command:
     )
 
 
+@pytest.mark.heavy
 def test_convert_and_export_refuse_before_any_weight_is_read(
     converting: Command, model: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +112,7 @@ def test_convert_and_export_refuse_before_any_weight_is_read(
     assert snapshot(place) == before
 
 
+@pytest.mark.heavy
 def test_convert_replaces_its_own_result_only_if_asked_to(
     converting: Command, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +141,7 @@ def test_convert_replaces_its_own_result_only_if_asked_to(
     assert "what is read" in capfd.readouterr().err
 
 
+@pytest.mark.heavy
 def test_a_ratio_joins_the_folder_of_several(
     converting: Command, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +185,7 @@ def test_convert_without_out_says_so_before_the_work(
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.heavy
 def test_ctrl_c_leaves_nothing_and_says_so(
     converting: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: Path
 ) -> None:
@@ -218,7 +222,7 @@ def test_layer_by_layer_only_finished_layers_are_left(
     monkeypatch: pytest.MonkeyPatch,
     place: Path,
 ) -> None:
-    work, broken = one_layer.LayerwiseConversion.convert, 0
+    work, broken = DiskStore.convert_layer, 0
     options = ["--layerwise", "--out", "deep/out"]
 
     def convert_layer(self: Any, layer: int, *arguments: Any) -> Any:
@@ -226,7 +230,7 @@ def test_layer_by_layer_only_finished_layers_are_left(
             raise error
         return work(self, layer, *arguments)
 
-    monkeypatch.setattr(one_layer.LayerwiseConversion, "convert", convert_layer)
+    monkeypatch.setattr(DiskStore, "convert_layer", convert_layer)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     assert converting("0.5", *options) == code
     assert "nothing was written" in capfd.readouterr().err

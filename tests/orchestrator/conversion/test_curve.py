@@ -15,8 +15,8 @@ from attention.io import checkpoint
 from attention.modeling.model_classes import plan_of
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import in_memory
-from orchestrator.conversion.request import asked_ratios
+from orchestrator.conversion import memory_store
+from orchestrator.conversion.request import requested_ratios
 from search_spaces.planning.context import PlanningContext
 from search_spaces.recipes.catalogue import recipe
 from trainers.evaluation import evaluate
@@ -35,7 +35,7 @@ def test_one_calibration_and_one_measurement_for_all_ratios(
 ) -> None:
     calls: list[str] = []
     calibrate, increases_of = calibrating.calibrate, PlanningContext.increases_of
-    monkeypatch.setattr(in_memory, "calibrate", lambda *a, **k: calls.append("calibrate") or calibrate(*a, **k))
+    monkeypatch.setattr(memory_store, "calibrate", lambda *a, **k: calls.append("calibrate") or calibrate(*a, **k))
 
     def counted(self: Any, recipe: Any, plans: Any, *a: Any, **k: Any) -> list[float]:
         calls.extend(["loss_increase"] * len(plans))
@@ -73,7 +73,7 @@ def test_ratios_that_mean_the_same_budget_are_converted_once(demo_dir: Path) -> 
 
 
 def test_what_is_no_list_of_ratios_is_refused() -> None:
-    assert asked_ratios("no model", "0.5, 0.25,0.5", None) == [0.5, 0.25]
+    assert requested_ratios("no model", "0.5, 0.25,0.5", None) == [0.5, 0.25]
     for text in ("half", ",", "0.5;0.25"):
         with pytest.raises(ConfigError, match="expected a share like 0.5 or 50%, or a list"):
-            asked_ratios("no model", text, None)
+            requested_ratios("no model", text, None)

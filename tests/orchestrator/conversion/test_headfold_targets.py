@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from verbs import convert_curve, load_source
+from verbs import convert_curve, open_store
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]  # minutes of work, more beside others
 SETTINGS: dict[str, Any] = {"device": "cpu", "calibration_data": "stdlib", "sequence_length": 256}
@@ -33,7 +33,7 @@ def test_headfold_loses_little(kv_ratio: float, most: float, headfold: dict[floa
 def test_headfold_at_an_eighth_loses_a_tenth_of_what_neighbours_lose(
     demo_dir: Path, headfold: dict[float, dict[str, Any]]
 ) -> None:
-    neighbours = load_source(demo_dir, "gqa", [0.125], **SETTINGS).at(0.125)
+    neighbours = open_store(demo_dir, "gqa", [0.125], **SETTINGS).run(0.125)
     assert neighbours["loss_increase"] > 3.0
     assert headfold[0.125]["loss_increase"] <= neighbours["loss_increase"] / 10
 
@@ -45,12 +45,12 @@ def test_estimated_head_counts_are_as_good_as_measured_ones(
     """Within a tenth of the loss increase of the way that runs the whole model, finalists included. At an eighth one
     head is left of each kind, and nothing to choose."""
     slow = {"allocation.increases": "measured", "allocation.fit_steps": 20, "allocation.finalists": 3}
-    measured = load_source(demo_dir, "headfold", [kv_ratio], recipe_settings=slow, **SETTINGS).at(kv_ratio)
+    measured = open_store(demo_dir, "headfold", [kv_ratio], recipe_settings=slow, **SETTINGS).run(kv_ratio)
     print(f"estimated {headfold[kv_ratio]['loss_increase']:+.4f}, measured {measured['loss_increase']:+.4f}")
     assert headfold[kv_ratio]["loss_increase"] <= 1.1 * measured["loss_increase"]
 
 
 def test_the_plain_gqa_form_loses_little(demo_dir: Path) -> None:
-    point = load_source(demo_dir, "headfold_gqa", [0.25], **SETTINGS).at(0.25)
+    point = open_store(demo_dir, "headfold_gqa", [0.25], **SETTINGS).run(0.25)
     assert all(layer["key_map"] == layer["value_map"] for layer in point["plan"]["layers"])
     assert point["loss_increase"] <= 0.12

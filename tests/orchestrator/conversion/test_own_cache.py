@@ -25,7 +25,7 @@ from attention.plan_parts import dense
 from attention.ratios import own_heads, ratio_of_kv_heads
 from orchestrator import checkpoints, main
 from orchestrator.config.schema import ConfigError, parse_config
-from orchestrator.conversion.request import asked_ratios
+from orchestrator.conversion.request import requested_ratios
 from orchestrator.search.candidates import Candidate, named_candidates, ratios_of
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
@@ -125,6 +125,7 @@ def run(verb: str, model: Path, *more: str) -> int | str | None:
     return ended.value.code
 
 
+@pytest.mark.heavy
 def test_every_verb_takes_lists_of_ratios_and_of_heads(
     grouped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,7 +189,7 @@ def test_neither_ratio_nor_heads_is_refused(grouped: Path, capsys: pytest.Captur
     assert run("convert", grouped, "--recipe", "gqa") == 2
     told = capsys.readouterr().err
     assert "--kv-ratio" in told and "--kv-heads" in told
-    assert asked_ratios(grouped, None, None, default=(0.5, 0.25, 0.2)) == [0.5, 0.25]
+    assert requested_ratios(grouped, None, None, default=(0.5, 0.25, 0.2)) == [0.5, 0.25]
 
 
 def test_a_whole_cache_is_no_mistake_where_something_else_changes(grouped: Path, demo_dir: Path) -> None:

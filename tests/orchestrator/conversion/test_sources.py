@@ -57,6 +57,7 @@ def in_fp8(folder: Path) -> None:
     configure(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("way", ["--no-layerwise", "--layerwise"])
 def test_a_gguf_file_is_converted_as_its_checkpoint_is(way: str, gguf: Path, model: Path, place: Path) -> None:
     for source, out in ((model, "one"), (gguf, "other")):
@@ -71,6 +72,7 @@ def test_a_gguf_file_is_converted_as_its_checkpoint_is(way: str, gguf: Path, mod
     assert checkpoint.note_of(place / "other")["original"]["base"] == "model.gguf"
 
 
+@pytest.mark.heavy
 def test_estimates_and_dry_runs_write_no_weights(gguf: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--model", gguf, "--recipe", "gqa", "--kv-ratio", 0.5, *FEW)
     assert run_here("estimate", *asked) == 0
@@ -92,6 +94,7 @@ def test_a_search_opens_the_copy_and_keeps_the_name(gguf: Path, place: Path) -> 
     assert open_models(opened).model_dump(mode="json")["model"]["path"] == str(gguf)
 
 
+@pytest.mark.heavy
 def test_quantised_weights_need_the_option(model: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     in_fp8(model)
     conversion = ("--model", model, "--recipe", "gqa", "--kv-ratio", 0.5, *FEW)

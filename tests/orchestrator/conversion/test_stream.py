@@ -22,7 +22,8 @@ from attention.io import checkpoint
 from attention.io.layers.windows import LazyWeights, OutputHead, WeightsError, advance, embed, open_window
 from attention.io.safetensors_files import stored_tensors
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion import one_layer, plan_by_layer
+from orchestrator.conversion import disk_planning
+from orchestrator.conversion.disk_store import DiskStore
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"calibration_tokens": 768, "eval_tokens": 384, "sequence_length": 48, "device": "cpu"}
@@ -215,15 +216,15 @@ def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
     run = {"recipe_settings": QUICK, **SMALL}
     whole = convert_layerwise(source, "headfold_gqa", 0.5, tmp_path / "whole", **run)
     done: list[int] = []
-    convert = one_layer.LayerwiseConversion.convert
+    convert_layer = DiskStore.convert_layer
 
     def until_the_third(self: Any, layer: int, *args: Any) -> Any:
         if layer == 2 and len(done) == 2:
             raise KeyboardInterrupt
         done.append(layer)
-        return convert(self, layer, *args)
+        return convert_layer(self, layer, *args)
 
-    monkeypatch.setattr(one_layer.LayerwiseConversion, "convert", until_the_third)
+    monkeypatch.setattr(DiskStore, "convert_layer", until_the_third)
     with pytest.raises(KeyboardInterrupt):
         convert_layerwise(source, "headfold_gqa", 0.5, tmp_path / "out", **run)
     assert not (tmp_path / "out").exists()
@@ -257,7 +258,7 @@ def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_goes_on_after_a_kil
     memory = convert_checkpoint(source, recipe, 0.5, tmp_path / "memory", **run)
     assert len({tuple(layer["key_map"]) for layer in memory["plan"]["layers"]}) > 1, "layers of different counts"
     planned: list[dict[str, Any]] = []
-    curves_of_layer = plan_by_layer.curves_of_layer
+    curves_of_layer = disk_planning.curves_of_layer
 
     def until_the_third(*args: Any) -> Any:
         if len(planned) == 2:
@@ -266,7 +267,7 @@ def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_goes_on_after_a_kil
         planned.append(curves_of_layer(*args))
         return planned[-1]
 
-    monkeypatch.setattr(plan_by_layer, "curves_of_layer", until_the_third)
+    monkeypatch.setattr(disk_planning, "curves_of_layer", until_the_third)
     with pytest.raises(KeyboardInterrupt, match="what the plan rests on is kept in"):
         convert_layerwise(source, recipe, 0.5, tmp_path / "stream", **run)
     said: list[str] = []

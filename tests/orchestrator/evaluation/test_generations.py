@@ -11,7 +11,7 @@ from command_line import run_here
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from orchestrator.config.schema import ConfigError
-from orchestrator.evaluation.generations import NEW_TOKENS, encode_prompts, greedy, read_prompts, side_by_side
+from orchestrator.evaluation.generations import NEW_TOKENS, compare_generations, encode_prompts, greedy, read_prompts
 
 PROMPT = "import os\n\n\ndef size_of(path):\n"
 
@@ -31,16 +31,17 @@ def test_the_first_token_where_two_part(demo_tokenizer: PreTrainedTokenizerBase)
         demo_tokenizer.encode(text, add_special_tokens=False) for text in ("return os.path", "return os.name")
     )
     alike = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    (record,) = side_by_side(["x"], {"checkpoint": [one], "original": [other]}, demo_tokenizer)
+    (record,) = compare_generations(["x"], {"checkpoint": [one], "original": [other]}, demo_tokenizer)
     assert record["parts_at"] == alike > 0
     assert record["texts"] == {"checkpoint": "return os.path", "original": "return os.name"}
     assert record["parts"]["checkpoint"] == demo_tokenizer.decode([one[alike]])
-    (same,) = side_by_side(["x"], {"checkpoint": [one], "original": [one]}, demo_tokenizer)
+    (same,) = compare_generations(["x"], {"checkpoint": [one], "original": [one]}, demo_tokenizer)
     assert same["parts_at"] is same["parts"] is None
-    (shorter,) = side_by_side(["x"], {"checkpoint": [one[:2]], "original": [one]}, demo_tokenizer)
+    (shorter,) = compare_generations(["x"], {"checkpoint": [one[:2]], "original": [one]}, demo_tokenizer)
     assert (shorter["parts_at"], shorter["parts"]["checkpoint"]) == (2, "")
 
 
+@pytest.mark.heavy
 def test_the_verb_prints_and_records_both(tmp_path: Path, demo_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "e.json"
     prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n")

@@ -14,14 +14,14 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation import long_context
 from orchestrator.evaluation.extras import Extras
 from orchestrator.evaluation.generations import encode_prompts
-from orchestrator.evaluation.long_context import BINS, CANDIDATES, DEPTHS, TEXTS, Needles, context_lengths
+from orchestrator.evaluation.long_context import BINS, CANDIDATES, DEPTHS, NUM_TEXTS, Needles, context_lengths
 from trainers.evaluation import evaluate
 from trainers.text.data import load_sequences
 
 
 @pytest.fixture(scope="module")
 def texts(demo_tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    return load_sequences("stdlib", demo_tokenizer, split="eval", tokens=TEXTS * 128, sequence_length=128)
+    return load_sequences("stdlib", demo_tokenizer, split="eval", tokens=NUM_TEXTS * 128, sequence_length=128)
 
 
 def test_loss_by_position_adds_up_to_the_held_out_loss(
@@ -43,7 +43,7 @@ def test_a_line_lies_where_it_should_and_the_question_at_the_end(
     demo_tokenizer: PreTrainedTokenizerBase, texts: torch.Tensor
 ) -> None:
     needles = Needles.hide(texts, demo_tokenizer, 0)
-    assert needles.ids.shape == (len(DEPTHS), TEXTS, CANDIDATES, 128)
+    assert needles.ids.shape == (len(DEPTHS), NUM_TEXTS, CANDIDATES, 128)
     places = []
     for contexts in needles.ids:
         text, value = demo_tokenizer.decode(contexts[0, 1]), demo_tokenizer.decode(needles.candidates[0, 1])
@@ -58,7 +58,7 @@ def test_a_line_lies_where_it_should_and_the_question_at_the_end(
 
 
 def test_nothing_is_hidden_before_what_begins_every_text(chat_tokenizer: PreTrainedTokenizerBase) -> None:
-    texts = load_sequences("stdlib", chat_tokenizer, split="eval", tokens=TEXTS * 128, sequence_length=128)
+    texts = load_sequences("stdlib", chat_tokenizer, split="eval", tokens=NUM_TEXTS * 128, sequence_length=128)
     needles = Needles.hide(texts, chat_tokenizer, 0)
     assert (needles.ids[..., 0] == 2047).all()
     assert (needles.ids[..., 1:] != 2047).float().mean() > 0.95
@@ -91,7 +91,7 @@ def test_who_finds_every_line_has_all_and_who_cannot_look_has_nothing(
 ) -> None:
     needles = Needles.hide(texts, demo_tokenizer, 0)
     for found in needles.recall(Perfect(len(demo_tokenizer))):
-        assert (found["recall"], found["greedy"], found["contexts"]) == (1.0, 1.0, TEXTS * CANDIDATES)
+        assert (found["recall"], found["greedy"], found["contexts"]) == (1.0, 1.0, NUM_TEXTS * CANDIDATES)
         assert found["margin"] == pytest.approx(5.0, abs=1e-4)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -117,10 +117,10 @@ def test_a_record_has_both_models_by_field(
     demo_model: PreTrainedModel, demo_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     def held_out(length: int) -> torch.Tensor:
-        return torch.randint(1000, (TEXTS, length), generator=torch.Generator().manual_seed(length))
+        return torch.randint(1000, (NUM_TEXTS, length), generator=torch.Generator().manual_seed(length))
 
     prepared = Extras(context_lengths="64,96").prepare(demo_tokenizer, 512, held_out, 0)
-    made = prepared.of(demo_model)
+    made = prepared.measure(demo_model)
     record = prepared.record({"checkpoint": made, "original": made})
     assert set(record) == {"long_context"}
     assert set(record["long_context"]["recall"]["original"]) == {"64", "96"}

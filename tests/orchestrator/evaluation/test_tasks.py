@@ -19,7 +19,7 @@ from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
-from orchestrator.evaluation.task_files import SHIPPED, placed, task_specs
+from orchestrator.evaluation.task_files import SHIPPED, task_specs, with_absolute_paths
 from orchestrator.evaluation.tasks import HarnessTasks, Scores
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -115,6 +115,7 @@ def test_a_checkpoint_in_our_own_format_is_called_by_the_harness_as_it_is(
     assert tasks.scores(back, demo_tokenizer) == tasks.scores(model, demo_tokenizer)
 
 
+@pytest.mark.heavy
 def test_the_verb_runs_a_folder_for_all_three_and_writes_it_down(
     write: Write, tmp_path: Path, demo_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,7 +197,7 @@ def test_folders_are_found_from_another_folder_and_includes_are_read(
     (folder / "shared.yaml").write_text(yaml.safe_dump(shared))
     (folder / "few.yaml").write_text("include: shared.yaml\ntask: few\ndescription: hello\n")
     monkeypatch.chdir(folder.parent)
-    names = placed([folder.name, "demo"])
+    names = with_absolute_paths([folder.name, "demo"])
     monkeypatch.chdir("/")
     assert names == [str(folder), "demo"]
     (task,) = task_specs(names[:1])

@@ -31,6 +31,7 @@ def problem() -> SearchProblem:
     return SearchProblem(candidate_space(config, geometry), named, config.search.num_samples, config.search.seed)
 
 
+@pytest.mark.heavy
 def test_every_part_comes_up_and_nothing_impossible(problem: SearchProblem) -> None:
     rng, seen = np.random.default_rng(0), {}
     geometry = problem.space.joint.geometry
@@ -48,6 +49,7 @@ def test_every_part_comes_up_and_nothing_impossible(problem: SearchProblem) -> N
         assert found - {None} >= set(AXES[axis].names()) - AXES_LEFT_OUT.get(axis, set()), axis
 
 
+@pytest.mark.heavy
 def test_optuna_proposes_what_can_be(problem: SearchProblem) -> None:
     """Told results that favour one axis, the estimator goes on proposing valid candidates, without repeating itself."""
     searcher = SEARCHERS.get("optuna")(problem)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_searches import small_search
 
 from attention.conversion.convert import lift
 from attention.families import geometry_of
 from attention.io import checkpoint
-from orchestrator.config.schema import parse_config
 from orchestrator.conversion import dha_distances
-from orchestrator.conversion.steps import relaxation_start
+from orchestrator.conversion.execution import relaxation_start
 from orchestrator.pipeline import search
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext, relaxation_spec, training_job
@@ -163,30 +163,16 @@ def test_search_phases_are_told_apart_by_all_that_they_rest_on(context: TrialCon
 @pytest.mark.timeout(900)
 def test_dha_and_align_in_a_search(tmp_path: Path, demo_dir: Path) -> None:
     """Search phase, relaxation, recovery over the rungs, and a promotion that goes on behind the relaxation."""
-    config = parse_config(
-        {
-            "name": "relaxed",
-            "model": {"path": str(demo_dir)},
-            "data": {
-                "sequence_length": 64,
-                "train": {"tokens": 16384},
-                "eval": {"tokens": 2048},
-                "calibration": {"tokens": 2048},
-            },
-            "search": {
-                "searcher": "grid",
-                "recipes": [
-                    {"recipe": "dha", "params": {"objective.steps": 2}},
-                    {"recipe": "align", "label": "masked", "params": {"relaxation.fraction": 0.34}},
-                ],
-                "kv_ratios": [0.25],
-            },
-            "rungs": {"steps": [0, 1, 3], "stop": False},
-            "train": {"batch_size": 2, "cpus_per_worker": 0.95},
-            "promotion": {"steps": 2},
-            "resources": {"max_concurrent": 1},
-            "storage": str(tmp_path),
-        }
+    recipes = [
+        {"recipe": "dha", "params": {"objective.steps": 2}},
+        {"recipe": "align", "label": "masked", "params": {"relaxation.fraction": 0.34}},
+    ]
+    config = small_search(
+        demo_dir,
+        tmp_path,
+        search={"recipes": recipes, "kv_ratios": [0.25]},
+        rungs={"steps": [0, 1, 3], "stop": False},
+        promotion={"steps": 2},
     )
     outcome = search(config)
     trials = {t.recipe: t for t in load_trials(outcome.folder)}

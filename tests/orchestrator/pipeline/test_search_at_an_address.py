@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from buckets import bucket
+from small_searches import small_search
 
-from orchestrator.config.schema import parse_config
 from orchestrator.pipeline import search
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.mirror import mirrored, open_address
@@ -23,23 +23,14 @@ from trainers.jobs.curve import read_curve
 def test_checkpoints_lie_in_the_bucket_alone(tmp_path: Path, demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADFOLD_HOME", str(tmp_path / "home"))
     with bucket(monkeypatch) as address:
-        config: dict[str, Any] = {
-            "name": "remote",
-            "model": {"path": str(demo_dir)},
-            "data": {
-                "sequence_length": 64,
-                "train": {"tokens": 16384},
-                "eval": {"tokens": 2048},
-                "calibration": {"tokens": 2048},
-            },
-            "search": {"searcher": "grid", "recipes": ["gqa", "asymgqa"], "kv_ratios": [0.5]},
-            "rungs": {"steps": [0, 1, 2], "stop": False},
-            "train": {"batch_size": 2, "cpus_per_worker": 0.95},
-            "promotion": {"steps": 3, "evaluations": 1, "checkpoint_steps": 1},
-            "resources": {"max_concurrent": 1, "tokens_per_second": 1000},
-            "storage": address,
-        }
-        outcome = search(parse_config(config))
+        config = small_search(
+            demo_dir,
+            address,
+            name="remote",
+            rungs={"stop": False},
+            promotion={"evaluations": 1, "checkpoint_steps": 1},
+        )
+        outcome = search(config)
         folder = SearchFolder.existing(outcome.folder)
         assert folder.address == address
         filesystem, root = open_address(address)

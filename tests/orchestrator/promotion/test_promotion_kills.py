@@ -45,16 +45,16 @@ def test_killed_before_the_alias_the_old_one_stands_until_the_next_run(
     older = folder.root / "older"
     older.mkdir()
     first = tracker.register("small", older, tracker.start("an older search"), tags={}, description="")
-    tracker.point("small", "kv50", first)
+    tracker.set_alias("small", "kv50", first)
     with killed_in(monkeypatch, Tracker, "point"):
         promoted(config, context, folder, tracker, ended_search)
-    assert tracker.holder("small", "kv50") == first
+    assert tracker.alias_version("small", "kv50") == first
     assert read_json(folder.promotion)["candidates"]["head"]["status"] == REGISTERED
     with monkeypatch.context() as patch:
         patch.setattr(steps, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
         (candidate,) = promoted(config, context, folder, tracker, ended_search)["candidates"].values()
     assert (candidate["status"], candidate["version"]) == (PROMOTED, "2")
-    assert tracker.holder("small", "kv50") == "2"
+    assert tracker.alias_version("small", "kv50") == "2"
     assert len(tracker.client.search_model_versions("name = 'small'")) == 2
 
 

@@ -134,18 +134,18 @@ def test_aliases_follow_the_loss_within_a_search_and_the_newer_version_between_s
     write_journal(folder.root, trials)
     state = promoted(config, context, folder, tracker, parent)
     assert [state["candidates"][t]["version"] for t in ("head", "apart")] == ["1", "2"]
-    assert (tracker.holder("small", "kv50"), tracker.holder("small", "kv50-2")) == ("2", "1")
+    assert (tracker.alias_version("small", "kv50"), tracker.alias_version("small", "kv50-2")) == ("2", "1")
     assert state["candidates"]["head"]["model_uri"] == "models:/small@kv50-2"
 
     newer = folder.root / "newer"
     newer.mkdir()
     third = tracker.register("small", newer, tracker.start("a later search"), tags={}, description="")
-    tracker.point("small", "kv50", third)
+    tracker.set_alias("small", "kv50", third)
     record = read_json(folder.promotion)
     record["candidates"]["apart"]["status"] = REGISTERED  # as if killed before its alias was written down
     write_json(folder.promotion, record)
     state = promoted(config, context, folder, tracker, parent)
-    assert tracker.holder("small", "kv50") == third
+    assert tracker.alias_version("small", "kv50") == third
     assert state["candidates"]["apart"]["model_uri"] == "models:/small/2"
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.reporting import comparison
-from orchestrator.reporting.comparison import compare, footnote, several_seeds, spread
+from orchestrator.reporting.comparison import compare_arms, footnote, mean_and_sd, several_seeds
 from orchestrator.reporting.tables import comparison_table
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord
@@ -38,7 +38,7 @@ def two_rates() -> list[TrialRecord]:
 
 
 def test_a_row_by_hand() -> None:
-    (row,) = compare(two_rates(), BASE)
+    (row,) = compare_arms(two_rates(), BASE)
     assert row["learning_rate"] == 3e-3
     assert row["loss"] == {"mean": pytest.approx(3.0), "sd": pytest.approx(math.sqrt(0.07)), "n": 3}
     assert row["untrained"] == {"mean": pytest.approx(5.2), "sd": pytest.approx(0.2), "n": 3}
@@ -50,7 +50,7 @@ def test_a_row_by_hand() -> None:
 
 
 def test_each_rung_has_its_own_best_rate_and_the_curve_keeps_one() -> None:
-    (row,) = compare(two_rates(), BASE)
+    (row,) = compare_arms(two_rates(), BASE)
     assert [(r["step"], r["learning_rate"]) for r in row["rungs"]] == [(0, 1e-3), (10, 1e-3), (40, 3e-3)]
     assert [p["mean"] for p in row["curve"]] == pytest.approx([5.2, 4.3, 3.0])
     assert [p["tokens"] for p in row["curve"]] == [0, 1000, 4000]
@@ -70,7 +70,7 @@ def test_a_rate_without_all_of_its_seeds_is_not_chosen_but_told(broken: dict[str
     trials = two_rates()
     for name, value in broken.items():
         setattr(trials[4], name, value)
-    (row,) = compare(trials, BASE)
+    (row,) = compare_arms(trials, BASE)
     assert row["learning_rate"] == 1e-3
     assert row["loss"]["mean"] == pytest.approx(3.1)
     assert row["trials"] == 6
@@ -82,7 +82,7 @@ def test_a_rate_without_all_of_its_seeds_is_not_chosen_but_told(broken: dict[str
 def test_an_arm_of_which_every_rate_lost_a_seed_stays_as_an_empty_row() -> None:
     trials = [*two_rates(), *(trial("align", s, [6.0, 5.0, 4.0]) for s in (0, 1))]
     trials.append(trial("align", 2, [6.0, None, None], status=records.FAILED, error="diverged: not finite"))
-    empty = next(row for row in compare(trials, BASE) if row["recipe"] == "align")
+    empty = next(row for row in compare_arms(trials, BASE) if row["recipe"] == "align")
     assert empty["learning_rate"] is None and empty["loss"]["mean"] is None and empty["loss_increase"] is None
     assert (empty["trials"], empty["diverged"], empty["seeds"], empty["seeds_asked"]) == (3, 1, 0, 3)
     assert empty["rates"] == [{"learning_rate": 1e-3, "mean": None, "sd": None, "n": 0}]
@@ -90,46 +90,46 @@ def test_an_arm_of_which_every_rate_lost_a_seed_stays_as_an_empty_row() -> None:
 
 def test_an_arm_that_was_stopped_early_is_compared_where_it_stopped_and_marked() -> None:
     trials = [*two_rates(), *(trial("gqa", s, [8.0, 6.0 + s], status=records.STOPPED) for s in range(3))]
-    rows = compare(trials, BASE)
+    rows = compare_arms(trials, BASE)
     gqa = next(row for row in rows if row["recipe"] == "gqa")
     assert (gqa["steps"], gqa["last"], gqa["stopped"]) == (10, False, 3)
     assert gqa["loss"]["mean"] == pytest.approx(7.0)
     assert comparison.cells(gqa)[6] == "10*"
     assert "not comparable" in footnote(rows)
-    assert "not comparable" not in footnote(compare(two_rates(), BASE))
+    assert "not comparable" not in footnote(compare_arms(two_rates(), BASE))
 
 
 def test_seed_zero_counts_and_arms_keep_the_order_they_were_tried_in() -> None:
     trials = [trial("mqa", 0, [5.0], budget=0.125), trial("gqa", 0, [4.0]), trial("mqa", 0, [3.0], budget=0.5)]
-    rows = compare(trials, BASE)
+    rows = compare_arms(trials, BASE)
     assert [(r["kv_ratio"], r["recipe"]) for r in rows] == [(0.5, "mqa"), (0.25, "gqa"), (0.125, "mqa")]
     assert all(r["loss"]["sd"] is None and r["seeds"] == 1 for r in rows)
     assert not several_seeds(rows)
-    assert several_seeds(compare(two_rates(), BASE))
-    assert compare([], BASE) == []
+    assert several_seeds(compare_arms(two_rates(), BASE))
+    assert compare_arms([], BASE) == []
 
 
 def test_what_the_searcher_drew_has_one_seed_and_is_compared_all_the_same() -> None:
-    rows = compare([*two_rates(), trial("joint-abc123", 0, [2.9, 2.8, 2.7])], BASE)
+    rows = compare_arms([*two_rates(), trial("joint-abc123", 0, [2.9, 2.8, 2.7])], BASE)
     drawn = next(row for row in rows if row["recipe"] == "joint-abc123")
     assert drawn["loss"] == {"mean": 2.7, "sd": None, "n": 1}
     assert (drawn["seeds"], drawn["seeds_asked"]) == (1, 1)
     assert "one seed" in footnote(rows)
-    assert "one seed" not in footnote(compare(two_rates(), BASE))
+    assert "one seed" not in footnote(compare_arms(two_rates(), BASE))
 
 
 def test_trials_without_a_recorded_seed_are_one_seed() -> None:
-    (row,) = compare([trial("gqa", None, [4.0, 3.0, 2.5])], BASE)
+    (row,) = compare_arms([trial("gqa", None, [4.0, 3.0, 2.5])], BASE)
     assert row["loss"] == {"mean": 2.5, "sd": None, "n": 1}
 
 
 def test_spread_of_one_and_of_none() -> None:
-    assert spread([2.0]) == {"mean": 2.0, "sd": None, "n": 1}
-    assert spread([]) == {"mean": None, "sd": None, "n": 0}
+    assert mean_and_sd([2.0]) == {"mean": 2.0, "sd": None, "n": 1}
+    assert mean_and_sd([]) == {"mean": None, "sd": None, "n": 0}
 
 
 def test_rows_are_plain_json_and_the_terminal_shows_them() -> None:
-    rows = compare(two_rates(), BASE)
+    rows = compare_arms(two_rates(), BASE)
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
     out = Console(width=180, highlight=False)
     with out.capture() as shown:
@@ -141,7 +141,7 @@ def test_rows_are_plain_json_and_the_terminal_shows_them() -> None:
 
 def test_losses_that_no_seed_changes_are_shown_without_a_spread() -> None:
     """A plan that does not depend on the seed: "± 0.000" would read as a precision."""
-    rows = compare([trial("headfold", seed, [2.5, 2.4, 2.3 + seed / 10]) for seed in range(3)], BASE)
+    rows = compare_arms([trial("headfold", seed, [2.5, 2.4, 2.3 + seed / 10]) for seed in range(3)], BASE)
     out = Console(width=300, record=True)
     out.print(comparison_table(rows).for_terminal())
     shown = out.export_text()
@@ -151,8 +151,8 @@ def test_losses_that_no_seed_changes_are_shown_without_a_spread() -> None:
 def test_what_a_pull_has_left_of_the_distance_is_told() -> None:
     points = [{"step": 1, "train_loss": 3.0, "distance": 0.5}, {"step": 20, "train_loss": 2.5, "distance": 0.02}]
     pulled = trial("postshare", 0, [3.0, 2.9, 2.8], relaxation=points)
-    rows = compare([pulled, trial("gqa", 0, [3.0, 2.9, 2.8])], BASE)
-    left = {row["recipe"]: comparison.cells(row)[comparison.COLUMNS.index("left")] for row in rows}
+    rows = compare_arms([pulled, trial("gqa", 0, [3.0, 2.9, 2.8])], BASE)
+    left = {row["recipe"]: comparison.cells(row)[comparison.COMPARISON_COLUMNS.index("left")] for row in rows}
     assert left == {"postshare": "0.02", "gqa": "-"}
     assert rows[0]["remaining_distance"] == {"mean": 0.02, "sd": None, "n": 1}
     assert "left: of the squared distance" in footnote(rows) and "left:" not in footnote(rows[1:])

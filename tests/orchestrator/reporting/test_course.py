@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from attention.families import geometry_of
 from orchestrator.config.schema import parse_config, read_search_config
 from orchestrator.reporting.figures import course
-from orchestrator.reporting.figures.course import proxy_agreement, seconds_by_phase, spans
+from orchestrator.reporting.figures.course import proxy_agreement, seconds_by_phase, working_intervals
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.reporting.repeat_command import command_of
 from orchestrator.search.candidates import Candidate, named_candidates
@@ -51,10 +51,10 @@ def test_agreement_is_that_of_the_ranks() -> None:
 
 
 def test_a_pause_is_a_gap_in_the_timeline() -> None:
-    found = spans(trial(0, [3.0, 2.5, 2.2]))
+    found = working_intervals(trial(0, [3.0, 2.5, 2.2]))
     # rung 0: 5 s of planning; rung 1: 5 s of workers; rung 2: 5 more, though 30 s lie between the reports
     assert found == [(995.0, 1000.0, 0), (1025.0, 1030.0, 8), (1055.0, 1060.0, 16)]
-    assert spans(TrialRecord("t", "gqa", 0.5, 1e-3, {}, rungs=[{"step": 0, "loss": 3.0}])) == []
+    assert working_intervals(TrialRecord("t", "gqa", 0.5, 1e-3, {}, rungs=[{"step": 0, "loss": 3.0}])) == []
     assert course.timeline_figure([trial(i, [3.0, 2.5]) for i in range(100)]) is not None
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attention.base.text import compact
-from orchestrator.reporting.comparison import compare
+from orchestrator.reporting.comparison import compare_arms
 from orchestrator.reporting.figures import comparison, drawing, measured, search
 from orchestrator.reporting.figures.increases import IncreaseAxis
 from orchestrator.storage import records
@@ -41,7 +41,7 @@ def lines(axes: Any, style: str) -> list[tuple[list[float], list[float]]]:
 
 
 def test_loss_over_bytes_has_a_line_an_arm_with_bars_over_seeds() -> None:
-    figure = comparison.bytes_figure(compare(two_arms(), BASE), BASE)
+    figure = comparison.bytes_figure(compare_arms(two_arms(), BASE), BASE)
     (axes,) = figure.axes
     drawn = lines(axes, "-")
     assert [y for _, y in drawn] == [
@@ -57,7 +57,7 @@ def test_loss_over_bytes_has_a_line_an_arm_with_bars_over_seeds() -> None:
 
 
 def test_an_arm_below_the_original_model_has_a_place_too() -> None:
-    figure = comparison.bytes_figure(compare(two_arms(gqa_loss=1.5), BASE), BASE)
+    figure = comparison.bytes_figure(compare_arms(two_arms(gqa_loss=1.5), BASE), BASE)
     (axes,) = figure.axes
     assert lines(axes, "-")[0][1] == pytest.approx([-0.4, -0.4])
     assert axes.get_ylim()[0] < -0.4
@@ -68,7 +68,7 @@ def test_an_arm_below_the_original_model_has_a_place_too() -> None:
 
 def test_an_arm_that_stopped_early_is_hollow_and_said_to_be() -> None:
     trials = [*two_arms(), *(trial("mqa", s, {0: 9.0, 10: 8.0}, status=records.STOPPED) for s in range(3))]
-    figure = comparison.bytes_figure(compare(trials, BASE), BASE)
+    figure = comparison.bytes_figure(compare_arms(trials, BASE), BASE)
     hollow = [
         line for line in figure.axes[0].get_lines() if line.get_markerfacecolor() == "white" and len(line.get_xdata())
     ]
@@ -77,7 +77,7 @@ def test_an_arm_that_stopped_early_is_hollow_and_said_to_be() -> None:
 
 
 def test_loss_over_tokens_draws_the_gap_of_a_relaxation_dashed() -> None:
-    figure = comparison.tokens_figure(compare(two_arms(), BASE), BASE)
+    figure = comparison.tokens_figure(compare_arms(two_arms(), BASE), BASE)
     whole = figure.axes[0]
     assert ([0, 1000, 4000], pytest.approx([7.0, 5.0, 3.1])) in lines(whole, "-")
     dashed = [d for d in lines(whole, "--") if len(d[0]) == 2 and d[1][0] == 7.0]
@@ -93,7 +93,7 @@ def test_of_the_searchers_own_candidates_only_the_best_is_drawn() -> None:
     trials = [
         trial(f"joint-{name}", 0, {0: 5.0, 40: loss}) for name, loss in (("aaa", 3.0), ("bbb", 2.5), ("ccc", 2.8))
     ]
-    figure = comparison.bytes_figure(compare(trials, BASE), BASE)
+    figure = comparison.bytes_figure(compare_arms(trials, BASE), BASE)
     assert [y for _, y in lines(figure.axes[0], "-")] == [pytest.approx([0.5])]
 
 

@@ -99,7 +99,7 @@ def test_lines_come_only_when_something_has_changed(folder: SearchFolder) -> Non
     started(folder)
     looks = iter([lambda: None, lambda: None, lambda: write_json(folder.state, {"seconds": 9.0, "ended": "done"})])
     out = io.StringIO()
-    live.watch(folder, console=Console(file=out, width=400, soft_wrap=True), sleep=lambda seconds: next(looks)())
+    live.watch_search(folder, console=Console(file=out, width=400, soft_wrap=True), sleep=lambda seconds: next(looks)())
     lines = out.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("mine running") and "3/8 ended" in lines[0] and "50%" in lines[0]
@@ -112,7 +112,7 @@ def test_a_terminal_is_updated_in_place(folder: SearchFolder) -> None:
     looks = iter([lambda: None, lambda: write_json(folder.state, {"seconds": 9.0, "ended": "done"})])
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, height=40)
-    live.watch(folder, console=console, sleep=lambda seconds: next(looks)())
+    live.watch_search(folder, console=console, sleep=lambda seconds: next(looks)())
     text = out.getvalue()
     assert "\x1b[1A" in text, "the cursor never went up"
     for word in ("front so far", "arm2", "+0.800", "failed: arm4", "CPU-hours", "50/s now"):

@@ -17,10 +17,9 @@ from verbs import export_checkpoint
 from attention.io import checkpoint
 from orchestrator.promotion.state import PromoteOutcome
 from orchestrator.reporting.console import print_promoted
-from orchestrator.reporting.pages.promoted_sections import sequences_that_fit
+from orchestrator.reporting.pages.model_sections import sequences_that_fit
 from orchestrator.reporting.pages.report_page import write_report
-from orchestrator.reporting.promoted_models import promoted_models
-from orchestrator.reporting.serve_commands import ways_to_serve
+from orchestrator.reporting.promoted_models import engine_services, promoted_models
 from orchestrator.search.outcome import SearchOutcome
 from orchestrator.storage.json_files import read_json
 
@@ -49,7 +48,7 @@ def saved(
 )
 def test_the_commands_that_are_told_can_be_run(saved: Saved, kind: str, servers: set[str]) -> None:
     model = saved(kind)
-    ways = {way["engine"]: way for way in ways_to_serve(model)}
+    ways = {way["engine"]: way for way in engine_services(model)}
     assert {name for name, way in ways.items() if "commands" in way} == servers | {"transformers"}
     assert all(way.get("why_not") for way in ways.values() if "commands" not in way)
     for engine, way in ways.items():
@@ -73,22 +72,23 @@ def test_the_commands_that_are_told_can_be_run(saved: Saved, kind: str, servers:
 
 
 def test_a_stock_folder_is_served_as_it_is(demo_dir: Path) -> None:
-    ways = {way["engine"]: way for way in ways_to_serve(demo_dir)}
+    ways = {way["engine"]: way for way in engine_services(demo_dir)}
     assert ways["vLLM"]["commands"] == [f"vllm serve {shlex.quote(str(demo_dir))}"]
     assert len(ways["llama.cpp"]["commands"]) == 2  # which reads a file of its own
     assert {way["kv_bytes_per_token"] for way in ways.values()} == {4096}
-    assert ways_to_serve(demo_dir / "nowhere") == []
+    assert engine_services(demo_dir / "nowhere") == []
 
 
 def test_what_was_exported_for_the_engine_of_the_search_is_not_exported_again(saved: Saved) -> None:
     model = saved("layers")
     served = model.parent / "served"
     export_checkpoint(model, "vllm", served)
-    ways = {way["engine"]: way for way in ways_to_serve(model, served)}
+    ways = {way["engine"]: way for way in engine_services(model, served)}
     assert ways["vLLM"]["commands"] == [f"vllm serve {shlex.quote(str(served))} --trust-remote-code"]
     assert ways["llama.cpp"]["commands"][0].startswith("headfold export")
 
 
+@pytest.mark.heavy
 def test_the_smallest_cache_comes_first_on_screen_page_and_in_json(
     tmp_path: Path, demo_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

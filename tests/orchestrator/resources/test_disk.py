@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from small_searches import small_search
 
 from attention.io import checkpoint
 from orchestrator.cluster.capacity import Nodes
-from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
+from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.pipeline import search
 from orchestrator.promotion.promote import promote_search
 from orchestrator.resources.disk import Storage, checkpoint_bytes
@@ -32,30 +33,14 @@ from trainers.zero import group_of_one, load_trainable
 
 
 def config_of(demo_dir: Path, storage: Path, **sections: Any) -> SearchConfig:
-    record: dict[str, Any] = {
-        "name": "small",
-        "model": {"path": str(demo_dir)},
-        "data": {
-            "sequence_length": 64,
-            "train": {"tokens": 16384},
-            "eval": {"tokens": 2048},
-            "calibration": {"tokens": 2048},
-        },
-        "search": {
-            "searcher": "grid",
-            "recipes": ["gqa", "asymgqa"],
-            "kv_ratios": [0.5],
-            "learning_rates": [1e-3, 1e-4],
-        },
+    """Four trials of three trained rungs, and a promotion that is measured three times."""
+    own: dict[str, Any] = {
+        "search": {"learning_rates": [1e-3, 1e-4]},
         "rungs": {"steps": [0, 1, 2, 3]},
-        "train": {"batch_size": 2, "cpus_per_worker": 0.95},
-        "promotion": {"steps": 3, "evaluations": 3},
-        "resources": {"max_concurrent": 1, "tokens_per_second": 1000},
-        "storage": str(storage),
+        "promotion": {"evaluations": 3},
     }
-    for name, section in sections.items():
-        record[name] = {**record.get(name, {}), **section}
-    return parse_config(record)
+    own |= {name: own.get(name, {}) | section for name, section in sections.items()}
+    return small_search(demo_dir, storage, **own)
 
 
 def storage_of(config: SearchConfig) -> Storage:

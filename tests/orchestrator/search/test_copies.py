@@ -18,7 +18,7 @@ from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.promotion.promote import _chosen
 from orchestrator.reporting import console
-from orchestrator.reporting.comparison import compare, counts_text
+from orchestrator.reporting.comparison import compare_arms, counts_text
 from orchestrator.reporting.tables import trial_table
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import CopyingSearcher, work_digest
@@ -187,7 +187,7 @@ def test_records_and_tables_tell_of_a_copy(tmp_path: Path, capsys: pytest.Captur
     twin = next(t for t in trials if t.trial_id == "b")
     assert (twin.loss, twin.step, twin.usable) == (2.0, 4, False), "its scores are those of the first"
     assert [t.trial_id for t in front(trials)] == ["a"]
-    row = next(r for r in compare(trials, {"loss": 2.0}) if r["recipe"] == "twin")
+    row = next(r for r in compare_arms(trials, {"loss": 2.0}) if r["recipe"] == "twin")
     assert row["loss"]["mean"] == 2.0 and counts_text(row) == "1 (1 copied)"
     console.print_trials(trials, {"loss": 2.0})
     printed, table = capsys.readouterr().out, trial_table(trials, {"loss": 2.0})
@@ -211,6 +211,6 @@ def test_tables_say_which_model_was_measured_untrained() -> None:
     trials = [pooled, record("b", "gqa")]
     page = str(trial_table(trials, {"loss": 2.0}))
     assert page.count("3.000 pooled") == 1 and records.POOLED_NOTE in page
-    rows = compare(trials, {"loss": 2.0})
+    rows = compare_arms(trials, {"loss": 2.0})
     assert [row["pooled"] for row in rows] == [True, False]
     assert records.POOLED_NOTE not in str(trial_table(trials[1:], {"loss": 2.0}))

@@ -15,13 +15,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from orchestrator.cluster import pending_resources
 from orchestrator.config.schema import parse_config
-from orchestrator.reporting.status import line, read_status
+from orchestrator.reporting.status import read_status, status_line
 from orchestrator.search.waiting import report_waiting
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import waits_for
 from orchestrator.tracking.runs import Tracker
-from orchestrator.tracking.sync import MlflowSync, Run, parent_run
+from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
 
 CONFIG = {
     "name": "mine",
@@ -55,7 +55,7 @@ def test_a_search_says_what_it_waits_for(
     write_json(folder.state, {"started": "2026-01-01T12:00:00+00:00"})
     write_json(folder.waiting, {"waits_for": "what a killed driver waited for", "since": "then"})
 
-    def run() -> Run:
+    def run() -> TrackedRun:
         return parent_run(folder.root, waits_for(folder.waiting))
 
     tracker = Tracker.open(None, "tests", tmp_path)
@@ -72,7 +72,7 @@ def test_a_search_says_what_it_waits_for(
             asked = placement_group([{"CPU": 50}] * 2)
             assert until(lambda: tag().startswith(f"{SAID} (since 2"))
             assert (read_status(folder).waits_for or "").startswith(SAID)
-            assert f"waits for {SAID}" in line(read_status(folder))
+            assert f"waits for {SAID}" in status_line(read_status(folder))
             remove_placement_group(asked)
             assert until(lambda: tag() == "nothing")
             assert read_status(folder).waits_for is None

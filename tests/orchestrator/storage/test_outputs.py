@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from attention.io import checkpoint
 from attention.io.replacing import OutputError, check_folder
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.layer_by_layer import stage_of
-from orchestrator.conversion.progress import Stage, check_stage
-from orchestrator.conversion.several_ratios import check_curve
+from orchestrator.conversion.curve import check_curve
+from orchestrator.conversion.disk_store import layer_folder_of
+from orchestrator.conversion.layer_folder import LayerFolder, check_layer_folder
 from orchestrator.reporting.pages.page import render_page
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.storage.json_files import write_json
@@ -99,10 +99,10 @@ def run_job(way: str, target: Path, overwrite: bool, root: Path) -> None:
     elif way == "save":
         checkpoint.write_atomically(target, write, overwrite=overwrite)
     elif way == "stage":
-        folder = stage_of(check_folder(target, overwrite=overwrite, reads=[model]))
-        check_stage(folder)
+        folder = layer_folder_of(check_folder(target, overwrite=overwrite, reads=[model]))
+        check_layer_folder(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        Stage.open(folder, {"source": "m"}, overwrite)
+        LayerFolder.open(folder, {"source": "m"}, overwrite)
     elif way == "curve":
         check_curve(target, model, "gqa", [0.5], overwrite)
         checkpoint.write_atomically(target / "kv-0.5", write, overwrite=overwrite)

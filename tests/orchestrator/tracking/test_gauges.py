@@ -59,13 +59,13 @@ class Worker:
 
 
 def test_gauges_are_exported(ray_cluster: None) -> None:
-    gauges.tell_trials("demo", [RUNNING, DONE, DONE, FAILED], {0.5: 0.125, 0.25: 0.5})
-    gauges.tell(gauges.WAITS, True, search="demo")
-    gauges.tell(gauges.BEHIND, 3, search="demo")
+    gauges.set_trial_gauges("demo", [RUNNING, DONE, DONE, FAILED], {0.5: 0.125, 0.25: 0.5})
+    gauges.set_gauge(gauges.WAITS, True, search="demo")
+    gauges.set_gauge(gauges.BEHIND, 3, search="demo")
     worker: Any = Worker.remote()
     ray.get(worker.set.remote({"tokens_per_second": 1234.5, "mfu": 0.25}))
     wanted = {
-        gauges.TRIALS: {"waiting": 0, "running": 1, "done": 2, "stopped": 0, "copy": 0, "failed": 1, "killed": 0},
+        gauges.TRIAL_COUNT: {"waiting": 0, "running": 1, "done": 2, "stopped": 0, "copy": 0, "failed": 1, "killed": 0},
         gauges.BEST: {"0.5": 0.125, "0.25": 0.5},
         gauges.WAITS: {"": 1},
         gauges.BEHIND: {"": 3},
@@ -87,7 +87,7 @@ def test_a_training_that_has_ended_is_at_rest(on_group: Callable[[Any], Any], ti
 def test_without_ray_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(gauges, "_gauge", lambda name: pytest.fail("a gauge was made"))
-    gauges.tell(gauges.WAITS, 1, search="demo")
+    gauges.set_gauge(gauges.WAITS, 1, search="demo")
 
 
 def test_the_best_so_far_counts_who_still_runs_and_nobody_who_failed() -> None:

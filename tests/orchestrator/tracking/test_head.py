@@ -20,7 +20,7 @@ import pytest
 
 from orchestrator.cluster.session import free_port
 from orchestrator.storage.databases import back_up, restore
-from orchestrator.tracking.mlflow_server import Server, Settings, taken, try_to_back_up
+from orchestrator.tracking.mlflow_server import Server, ServerSettings, is_taken, try_to_back_up
 from orchestrator.tracking.runs import Tracker
 
 
@@ -62,14 +62,14 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     for name in [n for n in os.environ if n.startswith("HEADFOLD_MLFLOW_")]:
         monkeypatch.delenv(name)
     with pytest.raises(ValueError, match="HEADFOLD_MLFLOW_STORE must be set"):
-        Settings.of_environment()
+        ServerSettings.of_environment()
     monkeypatch.setenv("HEADFOLD_MLFLOW_STORE", "sqlite:////home/x/mlflow.db")
     monkeypatch.setenv("HEADFOLD_MLFLOW_ARTIFACTS", "s3://bucket/mlflow")
     monkeypatch.setenv("HEADFOLD_MLFLOW_BACKUP", "/mnt/backup.db")
-    assert Settings.of_environment().database == Path("/home/x/mlflow.db")
-    assert Settings.of_environment().backup == Path("/mnt/backup.db")
+    assert ServerSettings.of_environment().database == Path("/home/x/mlflow.db")
+    assert ServerSettings.of_environment().backup == Path("/mnt/backup.db")
     monkeypatch.setenv("HEADFOLD_MLFLOW_STORE", "postgresql://db/mlflow")
-    assert Settings.of_environment().backup is None
+    assert ServerSettings.of_environment().backup is None
 
 
 def test_a_server_that_does_not_end_is_killed_with_its_workers(capfd: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +107,7 @@ def test_a_killed_server_comes_back_and_a_new_head_knows_its_runs(tmp_path: Path
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + 60
-        while taken(port) and time.monotonic() < deadline:
+        while is_taken(port) and time.monotonic() < deadline:
             time.sleep(0.1)
         _wait_until_up(port)
         assert tracker.client.get_run(run).info.run_name == "before the kill"

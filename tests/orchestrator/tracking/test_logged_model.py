@@ -43,7 +43,7 @@ def tracker(tmp_path: Path, empty_store: Path) -> Tracker:
 def test_a_version_is_loaded_from_the_store_by_mlflow(tracker: Tracker, exported: Path) -> None:
     run_id = tracker.start("promotion")
     version = tracker.register("demo", exported, run_id, tags={"gate": "passed"}, description="x")
-    tracker.point("demo", "kv25", version)
+    tracker.set_alias("demo", "kv25", version)
     with mlflow_at(tracker.uri):
         parts: Any = flavour.load_model(f"models:/demo/{version}", return_type="components")
         pipeline: Any = pyfunc.load_model("models:/demo@kv25")

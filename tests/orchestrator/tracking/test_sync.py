@@ -16,7 +16,7 @@ from orchestrator.storage.records import DONE, KILLED, RUNNING
 from orchestrator.tracking import sync
 from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.runs import Tracker
-from orchestrator.tracking.sync import MlflowSync, Run, parent_run
+from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
 
 AWAY = ConnectionError("nobody there")
 STEPS = {0: 3.0, 5: 2.5, 10: 2.0}
@@ -68,13 +68,13 @@ def driver(plain: Tracker, store: Store, folder: Path, status: str = RUNNING) ->
     return MlflowSync(lambda: Line(plain, store), parent_run(folder, status=status))
 
 
-def trial(number: int, rungs: int = 3, status: str = RUNNING) -> Run:
+def trial(number: int, rungs: int = 3, status: str = RUNNING) -> TrackedRun:
     """A trial as far as `rungs` rungs."""
     points = [{"loss": loss, "recipe": "gqa", "step": s, "time": 1e9 + s} for s, loss in list(STEPS.items())[:rungs]]
     tags = {"headfold.kind": "trial", "trial_id": f"t{number}"}
     params = {"recipe": "gqa", "choices": {"grouping": "exact"}}
     texts = {"gate.yaml": "passed"} if rungs == 3 else {}
-    return Run(f"trial {number}", tags, status, params, points, texts)
+    return TrackedRun(f"trial {number}", tags, status, params, points, texts)
 
 
 def tell(sync: MlflowSync, number: int) -> None:

@@ -175,9 +175,9 @@ def test_a_version_is_registered_once_and_read_back_by_its_alias(tracker: Tracke
     first = tracker.register("demo", folder, run, **settings)
     again = tracker.register("demo", folder, run, **settings)
     assert first == again == "1"
-    assert tracker.holder("demo", "kv25") is None
-    tracker.point("demo", "kv25", first)
-    assert tracker.holder("demo", "kv25") == first
+    assert tracker.alias_version("demo", "kv25") is None
+    tracker.set_alias("demo", "kv25", first)
+    assert tracker.alias_version("demo", "kv25") == first
     version = tracker.client.get_model_version_by_alias("demo", "kv25")
     assert version.tags["gate"] == "passed"
     with mlflow_at(tracker.uri):
@@ -185,15 +185,15 @@ def test_a_version_is_registered_once_and_read_back_by_its_alias(tracker: Tracke
     assert (Path(found) / "config.json").read_text() == "{}"
     other = tracker.register("demo", folder, tracker.start("later promotion"), **settings)
     assert other == "2"
-    assert tracker.holder("demo", "kv25") == "1"
-    tracker.point("demo", "kv25", other)
+    assert tracker.alias_version("demo", "kv25") == "1"
+    tracker.set_alias("demo", "kv25", other)
     assert str(tracker.client.get_model_version_by_alias("demo", "kv25").version) == "2"
 
 
 def test_the_default_store_lies_in_the_storage_folder(tracker: Tracker, tmp_path: Path) -> None:
     assert tracker.uri == default_uri(tmp_path)
     run = tracker.start("x")
-    tracker.text(run, "hello", "note.txt")
+    tracker.log_text(run, "hello", "note.txt")
     assert run_of(tracker, run).info.artifact_uri.startswith((tmp_path / "mlartifacts").as_uri())
     assert list((tmp_path / "mlartifacts").rglob("note.txt"))
 
@@ -236,7 +236,7 @@ def test_an_opened_store_is_not_that_of_what_runs_next(tmp_path: Path, empty_sto
 
 def test_long_values_are_cut_to_what_mlflow_takes(tracker: Tracker) -> None:
     run = tracker.start("x")
-    tracker.params(run, {"section": {f"k{i}": "v" * 7000 for i in range(150)}, "none": None})
+    tracker.log_params(run, {"section": {f"k{i}": "v" * 7000 for i in range(150)}, "none": None})
     assert len(run_of(tracker, run).data.params) == 150
 
 
@@ -294,15 +294,15 @@ def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path, empty_store:
             time.sleep(0.3)
         tracker = Tracker.open(address, "tests", tmp_path / "storage")
         run = tracker.start("promotion")
-        tracker.log(run, {"loss": 2.5, "step": 3})
-        tracker.text(run, "hello", "note.txt")
+        tracker.log_point(run, {"loss": 2.5, "step": 3})
+        tracker.log_text(run, "hello", "note.txt")
         folder = tmp_path / "exported"
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         settings: dict[str, Any] = {"tags": {"gate": "passed"}, "description": "x"}
         version = tracker.register("demo", folder, run, **settings)
         assert tracker.register("demo", folder, run, **settings) == version
-        tracker.point("demo", "kv25", version)
+        tracker.set_alias("demo", "kv25", version)
         found = tracker.client.get_model_version_by_alias("demo", "kv25")
         assert found.source.startswith("mlflow-artifacts:/")
         assert {f.path for f in tracker.client.list_artifacts(run)} == {"model", "note.txt"}

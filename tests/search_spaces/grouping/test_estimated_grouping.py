@@ -39,6 +39,7 @@ def layer_cost() -> GroupCost:
     return GroupCost(whole.cost, lambda groups: whole.costs(groups).numpy(), **effort)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("equal_sizes", [True, False])
 def test_the_grouping_costs_within_two_percent_of_the_search_by_the_cost_itself(
     equal_sizes: bool, layer_cost: GroupCost

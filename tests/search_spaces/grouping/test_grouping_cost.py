@@ -83,6 +83,7 @@ def test_exact_takes_a_matrix_of_pair_costs() -> None:
     assert found[3].partition == ((0, 2), (1,), (3,))
 
 
+@pytest.mark.heavy
 def test_exact_of_sixteen_heads() -> None:
     rng = np.random.default_rng(0)
     matrix = rng.uniform(size=(16, 16))
@@ -264,6 +265,7 @@ def test_annealing_is_within_one_percent_of_exact_at_twelve_heads(
         assert best.score + 1e-9 >= found.score >= 1.01 * best.score, (kind, groups)
 
 
+@pytest.mark.heavy
 def test_what_was_priced_before_changes_no_annealing() -> None:
     """A site's cost serves several counts; the groups of one must not depend on which others were asked for first."""
     similarity = np.random.default_rng(30).normal(size=(30, 30))
@@ -320,6 +322,7 @@ def test_costs_that_are_not_finite_are_refused() -> None:
         PairCost(np.array([[0.0, np.nan], [np.nan, 0.0]]))
 
 
+@pytest.mark.heavy
 def test_where_prices_are_dear_exact_grouping_searches_instead() -> None:
     """16 heads in 4 groups of any size: 65,399 groups would be priced."""
     dear = random_cost(16, 3)

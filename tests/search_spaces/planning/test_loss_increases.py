@@ -145,6 +145,7 @@ def demo_context(demo_dir: Path, demo_tokenizer: PreTrainedTokenizerBase) -> Pla
     return PlanningContext(geometry_of(model.config), lift(model), calibrate(model, tokens), model, tokens)
 
 
+@pytest.mark.heavy
 def test_estimates_follow_what_is_measured(demo_context: PlanningContext) -> None:
     """On the demo checkpoint, of single sites without a fit: ranked alike, and mostly within a factor of two."""
     context, geometry = demo_context, demo_context.geometry
@@ -161,6 +162,7 @@ def test_estimates_follow_what_is_measured(demo_context: PlanningContext) -> Non
     assert seen.sum() > 12 and np.median(np.abs(np.log2(estimated[seen] / measured[seen]))) < 1
 
 
+@pytest.mark.heavy
 def test_an_estimate_foresees_a_longer_refinement(demo_context: PlanningContext) -> None:
     """From 60 steps to what 240 make of it, on the demo checkpoint. Where keys stay as they are nothing is fitted."""
     chosen = recipe("least_squares", together=False, refinement="none")
@@ -176,6 +178,7 @@ def test_an_estimate_foresees_a_longer_refinement(demo_context: PlanningContext)
     assert estimate("value", 60, 240) == estimate("value", 60, 60)
 
 
+@pytest.mark.heavy
 def test_layers_beside_each_other_are_those_one_after_the_other(
     make_context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_plan_meets_its_budget_or_is_refused_with_budgets_that_can_be_met(name
     assert again.to_json() == plan.to_json()
 
 
+@pytest.mark.heavy
 def test_every_recipe_can_be_planned_at_its_usual_budgets() -> None:
     """The property above could hold by refusing everything; these must be plans. Own searches, no shortcuts."""
     context = random_context(8, 8, 4)

@@ -14,7 +14,7 @@ from zero_three import split_small_weights
 
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.engine import TrainEngine
-from trainers.loop import ParameterGroup, train
+from trainers.loop import ParameterGroup, train_model
 from trainers.losses import objective
 from trainers.relaxations import RELAXATION_TRAINING
 from trainers.relaxations.stage import relaxed_objective
@@ -64,7 +64,7 @@ def make(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 def run(relaxation: Any, engine: TrainEngine, stream: BatchStream, start: int = 0, stop: int = STEPS) -> list[float]:
     losses: list[float] = []
-    train(
+    train_model(
         engine,
         stream,
         steps=stop,

@@ -104,6 +104,7 @@ def test_a_small_evaluation_is_spread_over_the_whole_held_out_side(demo_tokenize
     assert max(found) > 350
 
 
+@pytest.mark.heavy
 def test_a_calibration_comes_from_many_documents(demo_tokenizer: Any) -> None:
     corpus = resolve("stdlib")
     texts = [t for t in corpus.documents("train", "text", None) if len(t) > 100]

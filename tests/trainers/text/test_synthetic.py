@@ -21,7 +21,7 @@ from trainers.text.synthetic import (
     PATTERNS,
     SHOTS,
     Example,
-    Task,
+    SyntheticTask,
     all_tasks,
     draw,
     episode,
@@ -75,7 +75,7 @@ def test_the_grid_is_whole() -> None:
 
 
 @every_task
-def test_answers_are_right_and_unique(task: Task) -> None:
+def test_answers_are_right_and_unique(task: SyntheticTask) -> None:
     rng = generator(1)
     for _ in range(40):
         example = draw(task, rng)

@@ -18,7 +18,7 @@ from search_spaces.planning.budgets import check_budget
 from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import AXES, Recipe, RecipeError, recipe
 from search_spaces.recipes.rules import broken_rules
-from search_spaces.space.domains import ORDER, Domain
+from search_spaces.space.domains import FIELD_ORDER, Domain
 from search_spaces.space.joint_space import NOT_UNASKED, JointSpace
 
 
@@ -96,7 +96,9 @@ def test_decisions_have_one_set_of_choices_a_name_and_one_order(all_paths) -> No
     seen: dict[str, Domain] = {}
     for path in all_paths:
         assert all(seen.setdefault(domain.name, domain) == domain for domain, _ in path)
-        ranks = [ORDER.index(domain.field) if domain.field in ORDER else len(ORDER) for domain, _ in path]
+        ranks = [
+            FIELD_ORDER.index(domain.field) if domain.field in FIELD_ORDER else len(FIELD_ORDER) for domain, _ in path
+        ]
         assert ranks == sorted(ranks)
 
 

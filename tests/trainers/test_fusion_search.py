@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from attention.conversion.convert import assemble, lift
@@ -25,6 +26,7 @@ def search(model: Any, steps: int, **settings: Any) -> dict[str, torch.Tensor]:
     return search_distances(model, patterns(40), SETTINGS.model_copy(update=settings), steps=steps, rate=0.02)
 
 
+@pytest.mark.heavy
 def test_distances_are_distances(tiny_model: Any) -> None:
     found = search(tiny_model("llama"), 5)
     for side in (found["key"], found["value"]):
@@ -44,6 +46,7 @@ def test_the_model_stays_and_the_search_repeats(tiny_model: Any) -> None:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.heavy
 def test_equal_heads_keep_their_distance(tiny_model: Any) -> None:
     """A limit of the measure, as the paper has it: Eq. 7 compares coefficients and not heads. Heads 0 and 1 are made
     the same head, so every coefficient of theirs feels the same pull and the distance of identity, 2 / H, stays."""

@@ -23,9 +23,9 @@ from orchestrator.config.parsing import ConfigError
 from orchestrator.storage.journal import Journal
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.tracking.mlflow_server import taken
-from orchestrator.tracking.page import serve_page, store_of
+from orchestrator.tracking.mlflow_server import is_taken
 from orchestrator.tracking.runs import Tracker
+from orchestrator.tracking.ui import serve_page, store_of
 
 
 @pytest.fixture
@@ -105,21 +105,16 @@ def test_the_page_shows_the_search_until_it_is_interrupted(folder: SearchFolder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGHUP, marks=pytest.mark.extended),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_the_server_ends_with_the_command_however_that_ends(number: int, folder: SearchFolder) -> None:
+    """Of any program that a command starts `test_child_processes.py` holds the same, for all signals."""
     run_id = Tracker.open(None, "mine", folder.storage).start("a run of mine")
     write_json(folder.state, read_json(folder.state) | {"parent_run": run_id})
     with shown(folder, number) as (server, _):
         port = int(server.rpartition(":")[2])
-        assert taken(port)
-    assert not taken(port)
+        assert is_taken(port)
+    assert not is_taken(port)
 
 
 @pytest.mark.extended
@@ -132,7 +127,7 @@ def test_a_browser_shows_the_loss_increase_over_the_bytes_of_the_cache(folder: S
     mine, another = (tracker.start(name) for name in ("mine", "another"))
     for parent, name, size in ((mine, "gqa 50%", 2), (mine, "gqa 25%", 1), (another, "not mine", 1)):
         numbers = {"eval_loss": 4.0 - size, "eval_loss_delta": 3.0 - size, "kv_bytes_per_token": size}
-        tracker.log(tracker.start(name, parent=parent), numbers | {"step": 0, "time": 1.0})
+        tracker.log_point(tracker.start(name, parent=parent), numbers | {"step": 0, "time": 1.0})
     write_json(folder.state, read_json(folder.state) | {"parent_run": mine})
     with shown(folder) as (_, address), sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])

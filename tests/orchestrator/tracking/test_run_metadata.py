@@ -16,8 +16,8 @@ from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, TrialRecord
-from orchestrator.tracking.described import search_note, shared_of, trial_run
 from orchestrator.tracking.metrics import METRICS, best_point, point
+from orchestrator.tracking.run_metadata import search_note, shared_metadata, trial_run
 from orchestrator.tracking.runs import KIND, TRAINING, Tracker
 from orchestrator.tracking.sync import MlflowSync, parent_run
 from trainers.text.token_sets import write_sequences
@@ -99,7 +99,7 @@ def test_the_kind_is_one_that_mlflow_s_page_knows() -> None:
 def test_every_run_has_params_texts_and_where_it_comes_from(
     config: SearchConfig, folder: SearchFolder, tracker: Tracker, tmp_path: Path
 ) -> None:
-    shared = shared_of(config, folder, texts(tmp_path / "data"), "stdlib-llama")
+    shared = shared_metadata(config, folder, texts(tmp_path / "data"), "stdlib-llama")
     sync = MlflowSync(lambda: tracker, parent_run(folder.root), shared=shared)
     record = TrialRecord("t1", "gqa", 0.5, 1e-3, {"fusion": "mean", "alignment": "none"}, DONE, seed=7)
     record.rungs = [{"step": 0, "loss": 2.5, "timestamp": 10.0}]

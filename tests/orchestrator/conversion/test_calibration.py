@@ -26,7 +26,7 @@ from attention.families import geometry_of
 from attention.io import checkpoint
 from benchmarks.models import llama
 from benchmarks.needs.memory import random_checkpoint
-from orchestrator.conversion.calibrating import Pass, Workers, checkpoint_calibration, layers_by_workers
+from orchestrator.conversion.calibration import CalibrationPass, Workers, checkpoint_calibration, layers_by_workers
 
 Tiny = Callable[..., PreTrainedModel]
 FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
@@ -53,6 +53,7 @@ def bytes_read() -> Iterator[SimpleNamespace]:
     count.read = int(Path("/proc/self/io").read_text().split()[1]) - before
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layer_by_layer_from_disk_is_the_model_in_memory(
     family: str, tiny_model: Tiny, tokens: Tensor, tmp_path: Path
@@ -74,6 +75,7 @@ def test_layers_that_cannot_stand_alone_are_calibrated_in_memory(
         assert_close(one, other)
 
 
+@pytest.mark.heavy
 def test_what_is_there_is_neither_read_nor_hashed_again(tmp_path: Path) -> None:
     shape = {"num_attention_heads": 8, "head_dim": 32, "intermediate_size": 512, "vocab_size": 2048}
     random_checkpoint(llama(3, shape, tie_word_embeddings=False), tmp_path / "model")
@@ -100,6 +102,7 @@ def test_what_is_there_is_neither_read_nor_hashed_again(tmp_path: Path) -> None:
     assert count.read < 100_000  # mapped
 
 
+@pytest.mark.heavy
 def test_a_damaged_file_is_made_again(
     tiny_model: Tiny, tokens: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +138,7 @@ def test_weights_are_hashed_again_when_a_file_has_changed(tiny_model: Tiny, tmp_
     assert checkpoint.weights_digest(tmp_path / "model", tmp_path / "cache") != first
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("mixed", MIXED)
 def test_the_way_is_chosen_by_what_is_free_and_then_stays(
     mixed: str, tiny_model: Tiny, tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +165,7 @@ def test_smaller_ways_are_means_and_roundings_of_the_exact_one(tiny_model: Tiny,
     torch.testing.assert_close(pooled, exact.mean(0, keepdim=True))
 
 
+@pytest.mark.heavy
 def test_a_calibration_of_the_former_format_is_made_anew(
     tiny_model: Tiny, tokens: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,7 +181,7 @@ def test_a_calibration_of_the_former_format_is_made_anew(
 
 PEAK = """
 import sys, torch
-from orchestrator.conversion.calibrating import checkpoint_calibration
+from orchestrator.conversion.calibration import checkpoint_calibration
 from attention.base.memory import memory_peak
 tokens = torch.randint(0, 2048, (8, 64), generator=torch.Generator().manual_seed(0))
 made = checkpoint_calibration(sys.argv[1], tokens, sys.argv[2], dtype="float32")
@@ -208,7 +213,7 @@ def test_tasks_that_share_the_sequences_are_one_process(
 ) -> None:
     model = tiny_model("llama", num_hidden_layers=3)
     model.save_pretrained(tmp_path / "model")
-    task = Pass(Checkpoint.open(tmp_path / "model"), "float32", "cpu", mixed)
+    task = CalibrationPass(Checkpoint.open(tmp_path / "model"), "float32", "cpu", mixed)
     shared = list(layers_by_workers(task, tokens[:11], 7, Workers(2, 1, 0)))  # 6 and 5 sequences, 6 and 1 sampled
     alone = calibrate(model, tokens[:11], sample_tokens=7 * 24, mixed=mixed)
     assert len(shared) == 3

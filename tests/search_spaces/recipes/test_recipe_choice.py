@@ -79,6 +79,6 @@ def test_each_recipe_says_what_it_is_what_it_costs_and_where_it_comes_from() -> 
 
 
 def test_the_bibliography_of_the_documents_has_the_same_titles_and_numbers() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[3] / "docs" / "methods.md").read_text(encoding="utf-8")
     for paper in PAPERS.values():
         assert f"| {paper.title} | arXiv {paper.arxiv} |" in page, paper.key

@@ -10,7 +10,6 @@ import torch
 from attention.geometry import RotaryLayout
 from search_spaces.axes import SIMILARITY
 from search_spaces.similarity.activation import activation_similarity
-from search_spaces.similarity.cka import cka
 from search_spaces.similarity.projections import activations
 
 
@@ -54,16 +53,21 @@ def test_activations_are_the_projections(make_context) -> None:
     assert activations(heads, statistics, "value", 5).shape[1] == 5
 
 
-def test_cka_by_hand_and_its_invariances() -> None:
-    a, b = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0], [0.0]])
+def test_cka_by_hand_and_its_invariances(make_context) -> None:
+    """Heads of two dims: the identity, a head that is half empty, and the second one turned and scaled."""
+    context = make_context("llama")
+    weights = torch.zeros(4, 8, 32)
+    weights[0, :2, :2] = torch.eye(2)
+    weights[1, 0, 0] = 1
+    weights[2] = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    turn = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(2))).Q
+    weights[3] = 3 * turn @ weights[2]
+    heads = context.heads[0]
+    similarity = SIMILARITY.get("cka")(type(heads)(heads.q, weights, heads.v, heads.o), None, context.geometry, "key")
     # |a^T b|^2 = 1, |a^T a| = sqrt 2, |b^T b| = 1.
-    assert cka(a, b) == pytest.approx(1 / math.sqrt(2))
-    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    turn = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)).Q
-    assert cka(x, x) == pytest.approx(1)
-    assert cka(x, 3 * x @ turn) == pytest.approx(1)
-    assert cka(x, x + 5, center=True) == pytest.approx(1)
-    assert cka(x, x + 5) < 0.9
+    assert similarity[0, 1].item() == pytest.approx(1 / math.sqrt(2))
+    assert similarity[2, 3].item() == pytest.approx(1)
+    assert similarity[1, 2].item() < 0.9
 
 
 @pytest.mark.parametrize("side", ["key", "value"])
