@@ -339,8 +339,8 @@ class PromotionState:
     def attempt(self, entry: PromotionEntry) -> int:
         """Return which attempt at the same goal an entry is; the first one is 1."""
         before = self.earlier
-        for index, known in enumerate(self.earlier):
-            if known is entry:
+        for index, other in enumerate(self.earlier):
+            if other is entry:
                 before = self.earlier[:index]
                 break
         goal = (entry.trial_id, entry.role, entry.steps)
@@ -348,11 +348,11 @@ class PromotionState:
 
     def add(self, entries: dict[str, PromotionEntry], key: str, entry: PromotionEntry) -> None:
         """Add an entry, unless there is one with the same goal that has not failed."""
-        if (known := entries.get(key)) is not None:
-            same = (known.trial_id, known.steps) == (entry.trial_id, entry.steps)
-            if same and known.status != FAILED:
+        if (existing := entries.get(key)) is not None:
+            same = (existing.trial_id, existing.steps) == (entry.trial_id, entry.steps)
+            if same and existing.status != FAILED:
                 return
-            self.earlier.append(known)
+            self.earlier.append(existing)
         entries[key] = entry
 
 
