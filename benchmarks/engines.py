@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def _plan(keys: list[tuple[int, ...]], values: list[tuple[int, ...]]) -> Attenti
     return AttentionPlan(tuple(LayerPlan(key, value) for key, value in zip(keys, values, strict=True)), 32)
 
 
-def row(kind: str, engine: str, record: dict[str, Any]) -> str:
+def row(kind: str, engine: str, record: Mapping[str, Any]) -> str:
     check = record["check"]
     run = check["runs"][0]
     cells = (

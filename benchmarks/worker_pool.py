@@ -77,7 +77,7 @@ def timed(config: dict[str, Any], context: TrialContext) -> None:
     started = time.time()
     note = Path(context.folder) / "times" / f"{tune.get_context().get_trial_id()}.json"
     candidate = Candidate(recipe("least_squares"), 0.25, 3e-4, seed=config["number"])
-    run_trial(candidate.config(), context)
+    run_trial(dict(candidate.config()), context)
     write_json(note, {"started": started, "ended": time.time()})
 
 

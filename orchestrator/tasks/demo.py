@@ -47,10 +47,9 @@ def demo(options: DemoOptions) -> None:
         flush=True,
     )
     subprocess.run([sys.executable, str(shipped(READER)), exported], check=True)
-    best = promoted_models(outcome.promotion)[
-        0
-    ]  # by its recipe, often one with a head count of its own in each layer
-    _load_in_llama_cpp(Path(best["path"]), best["label"], Path(settings.storage) / "gguf")
+    # By its recipe, often one with a head count of its own in each layer
+    best = promoted_models(outcome.promotion)[0]
+    _load_in_llama_cpp(Path(str(best["path"])), best["label"], Path(settings.storage) / "gguf")
     print(f"demo: exported checkpoint  {exported}")
 
 
