@@ -34,7 +34,7 @@ def test_loss_by_position_adds_up_to_the_held_out_loss(
     mean = sum(part["loss"] * (part["to"] - part["from"]) for part in whole) / 127
     assert mean == pytest.approx(evaluate(demo_model, texts).loss, abs=1e-5)
     monkeypatch.setattr("attention.modeling.predictions.CHUNK_BYTES", 4 * 2048 * 5)  # logits of five positions
-    monkeypatch.setattr(long_context, "TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr(long_context, "_TOKENS_AT_ONCE", 1)
     pieces = long_context.loss_by_position(demo_model, texts)
     assert [part["loss"] for part in pieces] == pytest.approx([part["loss"] for part in whole], abs=1e-5)
 
