@@ -19,6 +19,7 @@ import typer
 from attention.base.memory import collect_seldom
 from orchestrator.cli import runner, usage
 from orchestrator.config import options
+from orchestrator.tasks.packages import TRAINING_PACKAGES
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _USER_ERROR = 2
@@ -105,10 +106,8 @@ for verb in (
     runner.task_command("recipes", options.RecipesOptions, f"{_TASKS}.recipes:Recipes", dry_run=False),
     runner.task_command("convert", options.ConvertOptions, f"{_TASKS}.convert:Convert"),
     runner.task_command("estimate", options.EstimateOptions, f"{_TASKS}.estimate:Estimation", dry_run=False),
-    runner.task_command("train", options.TrainOptions, f"{_TASKS}.train:Train", needs=usage.TRAINING_PACKAGES),
-    runner.task_command(
-        "finetune", options.FinetuneOptions, f"{_TASKS}.finetune:Finetune", needs=usage.TRAINING_PACKAGES
-    ),
+    runner.task_command("train", options.TrainOptions, f"{_TASKS}.train:Train", needs=TRAINING_PACKAGES),
+    runner.task_command("finetune", options.FinetuneOptions, f"{_TASKS}.finetune:Finetune", needs=TRAINING_PACKAGES),
     runner.task_command("evaluate", options.EvaluateOptions, f"{_TASKS}.evaluate:Evaluate"),
     runner.function_command("watch", options.WatchOptions, f"{_TASKS}.report:watch_progress"),
     runner.function_command("ui", options.UIOptions, f"{_TASKS}.report:serve_tracking"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 from typer.models import ParameterInfo
 
-from orchestrator.cli.usage import check_packages
 from orchestrator.config.options import DryRun, JsonFile, Typed, option_types
+from orchestrator.tasks.packages import check_packages
+from orchestrator.tasks.task import print_by_topic
 
 if TYPE_CHECKING:
     from orchestrator.tasks.task import Task
@@ -101,38 +102,19 @@ def _load(target: str) -> Any:
 
 def run_verb(task: Task[Any, Any], json: Path | None) -> None:
     """Check a task, then say what it would take, or carry it out and print its result."""
-    from orchestrator.storage.outputs import check_results
+    from orchestrator.storage.outputs import check_results, write_result
 
     check_results(json, **task.outputs)
     task.check()
     if task.rehearsal:
         for words in task.rehearse():
-            tell(words)
+            print_by_topic(words)
         print("dry run: all checks passed, nothing was written")
         return
     task.announce()
     record = task.run()
     task.show(record)
-    finish(record, json)
+    if json is not None:
+        write_result(json, record)
     if code := task.exit_code(record):
         raise typer.Exit(code)
-
-
-def tell(words: Mapping[str, str]) -> None:
-    """Print what a verb would do or take, a line for each thing that it is about."""
-    for name, value in words.items():
-        print(f"{name}: {value}")
-
-
-def rehearsed(words: Mapping[str, str]) -> None:
-    """Print what a verb would do, and that it was a dry run."""
-    tell(words)
-    print("dry run: all checks passed, nothing was written")
-
-
-def finish(record: Mapping[str, Any], file: Path | None) -> None:
-    """Write a verb's result where `--json` asks for it."""
-    if file is not None:
-        from orchestrator.storage.outputs import write_result
-
-        write_result(file, record)

@@ -7,20 +7,12 @@ and this Python does not have. Typer takes three blocks, without the value that 
 from __future__ import annotations
 
 import re
-import shlex
-import tomllib
 from collections.abc import Sequence
-from importlib import metadata
-from importlib.util import find_spec
 from typing import Any
 
 from attention.base.messages import near
-from orchestrator.storage.shipped import shipped
-
-NUMBERS = re.compile("[0-9.%, ]+")
-TRAINING_PACKAGES = ("ray", "deepspeed")
-SEARCH_PACKAGES = (*TRAINING_PACKAGES, "mlflow")
-BY_COMMA = "several values of one option are separated by a comma, e.g. --kv-ratio 0.5,0.25"
+from orchestrator.config.parsing import BY_COMMA, NUMBERS
+from orchestrator.tasks.packages import install_message, is_missing
 
 
 def usage_message(error: Any, arguments: Sequence[str]) -> str | None:
@@ -54,23 +46,6 @@ def usage_message(error: Any, arguments: Sequence[str]) -> str | None:
     return f"{prefix}{message[:1].lower()}{message[1:]}; see `{command} --help`"
 
 
-class MissingPackageError(ValueError):
-    """A package that a verb needs is not installed.
-
-    The message names both, and how to install it.
-    """
-
-
-def check_packages(verb: str, *packages: str) -> None:
-    """Raise MissingPackageError unless the packages are installed.
-
-    They are those that only processes started by the verb import.
-    """
-    for package in packages:
-        if find_spec(package) is None:
-            raise MissingPackageError(_missing(verb, package))
-
-
 def missing_package(error: BaseException, arguments: Sequence[str]) -> str | None:
     """Return the message for an import of a required package that is not installed.
 
@@ -81,40 +56,10 @@ def missing_package(error: BaseException, arguments: Sequence[str]) -> str | Non
         None for any other error.
     """
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if package not in _requirements() or find_spec(package) is not None:
+    if not is_missing(package):
         return None
     verb = _command(error, arguments).removeprefix("headfold").strip()
-    return _missing(verb or "headfold", package)
-
-
-def _missing(verb: str, package: str) -> str:
-    required = _requirements()
-    missing = [text for name, text in required.items() if not _is_installed(name)]
-    if not missing:
-        missing = [required.get(package, package)]
-    return (
-        f"{verb} needs the package {package}, which is not installed; install all that is missing "
-        f"here: pip install {shlex.join(missing)}"
-    )
-
-
-def _requirements() -> dict[str, str]:
-    """Return what Headfold requires, extras apart: the requirement of each package."""
-    try:
-        lines = metadata.requires("headfold") or []
-    except metadata.PackageNotFoundError:  # a checkout that is not installed
-        project = tomllib.loads(shipped("pyproject.toml").read_text(encoding="utf-8"))["project"]
-        lines = project["dependencies"]
-    texts = [line for line in lines if "extra ==" not in line]
-    return {re.split(r"[^\w.-]", text, maxsplit=1)[0].lower(): text for text in texts}
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return install_message(verb or "headfold", package)
 
 
 def _command(error: Any, arguments: Sequence[str]) -> str:

@@ -23,6 +23,9 @@ IN_WORDS = {
     "too_short": "expected at least 1 value",
 }
 
+NUMBERS = re.compile("[0-9.%, ]+")
+BY_COMMA = "several values of one option are separated by a comma, e.g. --kv-ratio 0.5,0.25"
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be run. The message names key, value and remedy."""

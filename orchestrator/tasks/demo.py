@@ -9,11 +9,11 @@ from pathlib import Path
 
 import typer
 
-from orchestrator.cli.usage import SEARCH_PACKAGES, check_packages
 from orchestrator.config.options import DemoOptions
 from orchestrator.config.schema import read_search_config
 from orchestrator.storage.outputs import write_result
 from orchestrator.storage.shipped import shipped
+from orchestrator.tasks.packages import SEARCH_PACKAGES, check_packages
 
 CONFIG = "configs/demo.yaml"
 MODEL = "examples/stdlib-llama/config.json"

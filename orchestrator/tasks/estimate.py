@@ -12,12 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.cli import runner
-from orchestrator.cli.usage import BY_COMMA, NUMBERS
 from orchestrator.config.options import ConvertOptions, EstimateOptions
+from orchestrator.config.parsing import BY_COMMA, NUMBERS
 from orchestrator.config.schema import ConfigError, SearchConfig, read_search_config
 from orchestrator.tasks.search import warn
-from orchestrator.tasks.task import Task
+from orchestrator.tasks.task import Task, print_by_topic
 
 if TYPE_CHECKING:
     from orchestrator.resources.estimate import ConversionEstimate
@@ -102,12 +101,12 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
 
     def show(self, record: Mapping[str, Any]) -> None:
         if self.search_config is not None:
-            runner.tell(self.search_estimate.describe(self.search_config))
+            print_by_topic(self.search_estimate.describe(self.search_config))
             warn(self.search_estimate.warnings)
             return
         for number, point in enumerate(self.points):
             print("\n" * bool(number), end="")
-            runner.tell(point.describe())
+            print_by_topic(point.describe())
 
     def exit_code(self, record: Mapping[str, Any]) -> int:
         """Return 0.

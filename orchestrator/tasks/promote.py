@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.cli.usage import SEARCH_PACKAGES, check_packages
 from orchestrator.config.options import PromoteOptions
 from orchestrator.storage.paths import SearchFolder
+from orchestrator.tasks.packages import SEARCH_PACKAGES, check_packages
 from orchestrator.tasks.task import Task
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.usage import check_packages
 from orchestrator.config.options import ReportOptions, UIOptions, WatchOptions
 from orchestrator.storage.paths import SearchFolder
+from orchestrator.tasks.packages import check_packages
 from orchestrator.tasks.task import Task
 
 

@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.cli.usage import SEARCH_PACKAGES, check_packages
 from orchestrator.config.options import SearchOptions
 from orchestrator.config.schema import ConfigError, SearchConfig, read_search_config
+from orchestrator.tasks.packages import SEARCH_PACKAGES, check_packages
 from orchestrator.tasks.task import Task
 
 if TYPE_CHECKING:

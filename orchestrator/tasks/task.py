@@ -66,6 +66,12 @@ class Task(ABC, Generic[OptionsT, RecordT]):
         return 0
 
 
+def print_by_topic(words: Mapping[str, str]) -> None:
+    """Print what a verb would do or take, a line for each thing that it is about."""
+    for topic, text in words.items():
+        print(f"{topic}: {text}")
+
+
 def advise_text(*sources: str | None) -> None:
     """Say on stderr what text is taken where none was named."""
     if not any(sources):
