@@ -46,7 +46,7 @@ def test_killed_before_the_alias_the_old_one_stands_until_the_next_run(
     older.mkdir()
     first = tracker.register("small", older, tracker.start("an older search"), tags={}, description="")
     tracker.set_alias("small", "kv50", first)
-    with killed_in(monkeypatch, Tracker, "point"):
+    with killed_in(monkeypatch, Tracker, "set_alias"):
         promoted(config, context, folder, tracker, ended_search)
     assert tracker.alias_version("small", "kv50") == first
     assert read_json(folder.promotion)["candidates"]["head"]["status"] == REGISTERED
@@ -82,7 +82,7 @@ def test_a_run_that_a_kill_left_behind_is_taken_up_again(
     ended_search: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with killed_in(monkeypatch, Tracker, "log"):
+    with killed_in(monkeypatch, Tracker, "log_point"):
         promoted(config, context, folder, tracker, ended_search)
     assert len(tracker.children(ended_search)) == 1
     promoted(config, context, folder, tracker, ended_search)
