@@ -253,12 +253,12 @@ class DiskStore(LayerStore[LayerFolder]):
         heads = geometry.num_heads
         if not isinstance(plans, AttentionPlan):
             recipe = self.request.recipe
-            counts = {count for pair in plans for count in pair}
-            kept = plans[0][0]
+            counts = {each for pair in plans for each in pair}
+            count = plans[0][0]
             one_count = recipe.together and recipe.equal_groups and len(counts) == 1
-            if not one_count or geometry.num_kv_heads % kept or heads % kept:
+            if not one_count or geometry.num_kv_heads % count or heads % count:
                 return False
-            layer = LayerPlan(*[tuple(head * kept // heads for head in range(heads))] * 2)
+            layer = LayerPlan(*[tuple(head * count // heads for head in range(heads))] * 2)
             plans = AttentionPlan((layer,) * geometry.num_layers, geometry.head_dim)
         config = headfold_config(self.request.config, plans)
         return checkpoint.plain_form(config, plans) is not None
@@ -333,7 +333,7 @@ class DiskStore(LayerStore[LayerFolder]):
             new = convert_with(recipe, window, window_plan, calibration)
         return new.requires_grad_(False), plan
 
-    def measure(self, layers: LayerFolder) -> dict[str, Any]:
+    def measure(self, layers: LayerFolder) -> Mapping[str, Any]:
         request = self.request
         source = self.source
         held_out = self.tokens[self.calibration :]
@@ -390,7 +390,7 @@ def _layer_tensors(new: PreTrainedModel, layer: int, plain: bool) -> dict[str, T
 @torch.no_grad()
 def held_out_losses(
     original_head: OutputHead, converted_head: OutputHead, streams: StreamPair, tokens: Tensor
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """Return held-out losses and KL in nats per token, summed in float64 as in `evaluate`.
 
     Args:

@@ -61,7 +61,7 @@ class LayerStore(ABC, Generic[LayersT]):
             plan, layers = self.convert(plans)
             measured = self.measure(layers)
             if out is not None:
-                measured |= self.write(plan, layers, out, overwrite)
+                measured = {**measured, **self.write(plan, layers, out, overwrite)}
         record = request.record(plan, kv_ratio, self.texts, measured, out)
         record["cost"] = cost(self.work, self.phases)
         record["seconds"] = dict(self.phases)
@@ -81,7 +81,7 @@ class LayerStore(ABC, Generic[LayersT]):
         """Align, fuse and fit the heads of all layers; return the plan that is carried out, too."""
 
     @abstractmethod
-    def measure(self, layers: LayersT) -> dict[str, Any]:
+    def measure(self, layers: LayersT) -> Mapping[str, Any]:
         """Return fields of the record: held-out losses beside the original's, and cache bytes."""
 
     @abstractmethod

@@ -89,7 +89,7 @@ class MemoryStore(LayerStore[PreTrainedModel]):
         self.work += work
         return plans, model
 
-    def measure(self, layers: PreTrainedModel) -> dict[str, Any]:
+    def measure(self, layers: PreTrainedModel) -> Mapping[str, Any]:
         request = self.request
         with self.phases("evaluate"):
             round_weights(layers, request.written)  # what is measured is what is written
@@ -105,7 +105,7 @@ class MemoryStore(LayerStore[PreTrainedModel]):
             measured["mixed_moments"] = self.context.calibration.mixed
         return measured
 
-    def compare(self, model: PreTrainedModel) -> dict[str, Any]:
+    def compare(self, model: PreTrainedModel) -> Mapping[str, Any]:
         """Return held-out loss and KL of a converted model, beside the original's."""
         scored = evaluate(model, self.texts.held_out, teacher=self.teacher)
         comparison = scored.compared(self.original_evaluation)
