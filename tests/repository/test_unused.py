@@ -41,8 +41,8 @@ def defined(module: ast.Module) -> set[str]:
 def used(name: str, module: ast.Module, modules: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield the module and name of all that a module uses: of itself, and of `modules`.
 
-    That is `from module import name`, `module.name`, and the text `module:name` or the end of it. A definition that names itself does
-    not use itself.
+    That is `from module import name`, `module.name`, and the text `module:name` or the end of it. A definition that
+    names itself does not use itself.
     """
     aliases: dict[str, str] = {}
     for node in ast.walk(module):
