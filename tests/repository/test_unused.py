@@ -41,8 +41,8 @@ def defined(module: ast.Module) -> set[str]:
 def used(name: str, module: ast.Module, modules: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield the module and name of all that a module uses: of itself, and of `modules`.
 
-    That is `from module import name`, `module.name`, and the text `module:name`. A definition that names itself does
-    not use itself.
+    That is `from module import name`, `module.name`, and the text `module:name` or the end of it. A definition that
+    names itself does not use itself.
     """
     aliases: dict[str, str] = {}
     for node in ast.walk(module):
@@ -54,7 +54,7 @@ def used(name: str, module: ast.Module, modules: Mapping[str, object]) -> Iterat
             aliases |= {alias.asname or alias.name: alias.name for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
             where, _, what = node.value.partition(":")
-            yield where, what
+            yield from ((each, what) for each in modules if f".{each}".endswith(f".{where.removeprefix('.')}"))
     for statement in module.body:
         own = statement.name if isinstance(statement, ast.FunctionDef | ast.ClassDef) else None
         for node in ast.walk(statement):
