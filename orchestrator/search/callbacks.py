@@ -45,7 +45,7 @@ class SearchLog(Callback):
         self._shown = 0.0
         self._named = 0
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> object:
         """Return nothing, and no password.
 
         Tune pickles its callbacks for a resumption of its own, which is never used.

@@ -124,7 +124,7 @@ class Cleaning(Callback):
         self._ends = 0
         self._done: dict[str, bool] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> object:
         """Return nothing: Tune pickles its callbacks for a resumption that is never used."""
         return {}
 

@@ -74,7 +74,7 @@ class JournaledScheduler(FIFOScheduler):
         self._history = journal.history
         self._known: set[str] = set()
         self.fresh: tuple[str, int] | None = None
-        self.failed: dict[str, Any] = {}
+        self.failed: dict[str, Trial] = {}
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         """Add a trial; one that starts again is there already."""
@@ -218,7 +218,7 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
     Nothing runs afterwards: the open trials take their slots when Tune has them back. The searcher
     suggests nothing: what another version of a library would suggest makes no difference.
     """
-    trials: dict[str, Any] = {}
+    trials: dict[str, SimpleNamespace] = {}
     ended: set[str] = set()
     for event in history.events:
         kind, trial_id = event["event"], event.get("trial", "")

@@ -173,7 +173,7 @@ class FrontHalving(RungScheduler):
         select = partial(pareto.select_best, ties=ties)
         expected = problem.trials if synchronous else None
         self._rungs = Rungs(max(0, problem.rungs - 1), problem.reduction_factor, select, expected)
-        self._paused: dict[str, Any] = {}
+        self._paused: dict[str, Trial] = {}
         self._next: str | None = None
 
     def _decide(self, trial: Any, rung: int, values: Values) -> str:

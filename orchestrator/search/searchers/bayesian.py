@@ -50,7 +50,8 @@ class FrontSearch(ListedSearcher):
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
         self._points: dict[str, Point] = {}
-        self._seen: dict[str, Any] = {}  # Optuna's trials, with the best scores reported, by trial
+        # With the best scores reported, by trial
+        self._seen: dict[str, optuna.trial.FrozenTrial] = {}
         self._dropped: set[str] = set()
 
     def add_trial(self, trial_id: str, config: Mapping[str, Any]) -> None:
