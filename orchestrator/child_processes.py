@@ -52,7 +52,9 @@ class Child(subprocess.Popen[bytes]):
         OSError: If there is no such program.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], **others: Any) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], **others: Any
+    ) -> None:
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(f"there is no program {command[0]!r}")
         supervised = [sys.executable, "-I", "-S", "-c", SUPERVISOR, *command]
@@ -60,7 +62,9 @@ class Child(subprocess.Popen[bytes]):
         # No other child has it, and it closes when this process is gone
         self._lifeline = os.fdopen(writing, "wb")
         try:
-            super().__init__(supervised, env=dict(environment), stdin=reading, start_new_session=True, **others)
+            super().__init__(
+                supervised, env=dict(environment), stdin=reading, start_new_session=True, **others
+            )
         finally:
             os.close(reading)
 

@@ -1,7 +1,7 @@
 """The command line: `headfold VERB`, or `python -m orchestrator.main VERB`.
 
-Its verbs are tasks and functions of their options (`orchestrator.tasks`). A mistake of the user ends
-with one message and exit code 2, a failure of the work with 1, an interruption with 130.
+Its verbs are tasks and functions of their options (`orchestrator.tasks`). A mistake of the user
+ends with one message and exit code 2, a failure of the work with 1, an interruption with 130.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _PACKAGES = ("headfold", "attention", "search_spaces", "trainers", "orchestrator
 
 app = typer.Typer(
     name="headfold",
-    help="Search, train and ship attention-head sharing: a smaller KV cache for a pretrained transformer.",
+    help=(
+        "Search, train and ship attention-head sharing: a smaller KV cache for a pretrained "
+        "transformer."
+    ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -68,7 +71,9 @@ def _version(requested: bool) -> None:
 def _general(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version and end.", callback=_version, is_eager=True),
+        typer.Option(
+            "--version", help="Print the version and end.", callback=_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Options of the command itself."""
@@ -103,18 +108,28 @@ for verb in (
     runner.function_command("demo", options.DemoOptions, f"{_TASKS}.demo:demo"),
     runner.function_command("init", options.InitOptions, f"{_TASKS}.init:init"),
     runner.task_command("search", options.SearchOptions, f"{_TASKS}.search:Search"),
-    runner.task_command("recipes", options.RecipesOptions, f"{_TASKS}.recipes:Recipes", dry_run=False),
+    runner.task_command(
+        "recipes", options.RecipesOptions, f"{_TASKS}.recipes:Recipes", dry_run=False
+    ),
     runner.task_command("convert", options.ConvertOptions, f"{_TASKS}.convert:Convert"),
-    runner.task_command("estimate", options.EstimateOptions, f"{_TASKS}.estimate:Estimation", dry_run=False),
-    runner.task_command("train", options.TrainOptions, f"{_TASKS}.train:Train", needs=TRAINING_PACKAGES),
-    runner.task_command("finetune", options.FinetuneOptions, f"{_TASKS}.finetune:Finetune", needs=TRAINING_PACKAGES),
+    runner.task_command(
+        "estimate", options.EstimateOptions, f"{_TASKS}.estimate:Estimation", dry_run=False
+    ),
+    runner.task_command(
+        "train", options.TrainOptions, f"{_TASKS}.train:Train", needs=TRAINING_PACKAGES
+    ),
+    runner.task_command(
+        "finetune", options.FinetuneOptions, f"{_TASKS}.finetune:Finetune", needs=TRAINING_PACKAGES
+    ),
     runner.task_command("evaluate", options.EvaluateOptions, f"{_TASKS}.evaluate:Evaluate"),
     runner.function_command("watch", options.WatchOptions, f"{_TASKS}.report:watch_progress"),
     runner.function_command("ui", options.UIOptions, f"{_TASKS}.report:serve_tracking"),
     runner.task_command("promote", options.PromoteOptions, f"{_TASKS}.promote:Promote"),
     runner.task_command("export", options.ExportOptions, f"{_TASKS}.export:Export"),
     runner.task_command("inspect", options.InspectOptions, f"{_TASKS}.inspect:Inspect"),
-    runner.task_command("report", options.ReportOptions, f"{_TASKS}.report:SearchReport", dry_run=False),
+    runner.task_command(
+        "report", options.ReportOptions, f"{_TASKS}.report:SearchReport", dry_run=False
+    ),
 ):
     app.command()(_interruptible(verb))
 
@@ -136,7 +151,9 @@ def _quiet() -> None:
     # time.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "PYTHON worker processes have been started")
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, imported by transformers, warns on import
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # else DeepSpeed, imported by transformers, warns on import
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -161,7 +178,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
             raise
         if _mistake(error):
             _fail(str(error), _USER_ERROR)
-        _fail(f"{type(error).__name__}: {error} (set HEADFOLD_TRACEBACK=1 for the traceback)", _FAILURE)
+        _fail(
+            f"{type(error).__name__}: {error} (set HEADFOLD_TRACEBACK=1 for the traceback)",
+            _FAILURE,
+        )
 
 
 def _mistake(error: Exception) -> bool:
@@ -173,7 +193,11 @@ def _mistake(error: Exception) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return isinstance(error, ValueError) and trace is not None and _ours(trace.tb_frame.f_code.co_filename)
+    return (
+        isinstance(error, ValueError)
+        and trace is not None
+        and _ours(trace.tb_frame.f_code.co_filename)
+    )
 
 
 def _ours(file: str) -> bool:

@@ -82,7 +82,8 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
     storage = storage_path(config.storage)
     if in_ray_job() and not is_remote(config.storage) and str(storage) != config.storage:
         print(
-            f"storage {config.storage!r} is relative and this is a Ray job: results go to {storage}",
+            f"storage {config.storage!r} is relative and this is a Ray job: "
+            f"results go to {storage}",
             flush=True,
         )
         config = config.model_copy(update={"storage": str(storage)})
@@ -110,8 +111,12 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
                         flush=True,
                     )
                 connect = partial(Tracker.open, uri, config.tracking.experiment, storage)
-                shared = shared_metadata(config, folder, prepared.texts.folders, base_of(config.model.path)["base"])
-                mlflow = MlflowSync(connect, _search_run(config, folder, records.RUNNING), opened, shared)
+                shared = shared_metadata(
+                    config, folder, prepared.texts.folders, base_of(config.model.path)["base"]
+                )
+                mlflow = MlflowSync(
+                    connect, _search_run(config, folder, records.RUNNING), opened, shared
+                )
                 _save_run_id(folder, mlflow)
                 announce(prepared.setup, folder, parallel)
                 outcome = _run_to_end(config, prepared, folder, mlflow, parallel)
@@ -122,7 +127,9 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
 # ---- which search --------------------------------------------------------------------------------
 
 
-def _search_to_resume(config: SearchConfig, storage: Path, resume: bool | str) -> SearchFolder | None:
+def _search_to_resume(
+    config: SearchConfig, storage: Path, resume: bool | str
+) -> SearchFolder | None:
     """Return the search to go on with; None for a new one.
 
     A job that is submitted again goes on with what it has begun: same name, same settings of the
@@ -135,11 +142,14 @@ def _search_to_resume(config: SearchConfig, storage: Path, resume: bool | str) -
     if not resume:
         return _unended_search(config, storage)
     named = isinstance(resume, str)
-    folder = SearchFolder.named(storage, resume) if named else SearchFolder.newest(storage, config.name)
+    folder = (
+        SearchFolder.named(storage, resume) if named else SearchFolder.newest(storage, config.name)
+    )
     check_format(folder.journal)
     if others := [f.root.name for f in SearchFolder.unended(storage, config.name) if f != folder]:
         print(
-            f"note: goes on with {folder.root.name}; not ended either: {', '.join(others)} (--resume NAME)",
+            f"note: goes on with {folder.root.name}; not ended either: {', '.join(others)} "
+            "(--resume NAME)",
             flush=True,
         )
     if changed := _changed_sections(folder, config):
@@ -172,7 +182,9 @@ def _unended_search(config: SearchConfig, storage: Path) -> SearchFolder | None:
 
 def _new_folder(config: SearchConfig, storage: Path) -> SearchFolder:
     folder = SearchFolder.fresh(storage, config.name)
-    Journal(folder.journal).begin(len(config.rungs.steps))  # first: a search.yaml without it is of a former version
+    Journal(folder.journal).begin(
+        len(config.rungs.steps)
+    )  # first: a search.yaml without it is of a former version
     write_json(folder.versions, {name: _version(name) for name in _PACKAGES})
     write_whole(folder.snapshot, yaml.safe_dump(_config_record(config), sort_keys=False))
     return folder
@@ -242,7 +254,9 @@ def _search_run(config: SearchConfig, folder: SearchFolder, status: str) -> Trac
         measured = {f"original_{name}": original[name] for name in ("loss", "kv_bytes_per_token")}
         points.append(point(measured, 0, began))
         for ratio, trial in best_per_budget(load_trials(folder.root)).items():
-            points.append(best_point({ratio: trial.loss}, original["loss"], 0, trial.last["timestamp"]))
+            points.append(
+                best_point({ratio: trial.loss}, original["loss"], 0, trial.last["timestamp"])
+            )
     pictures = [folder.root / "front.png", folder.root / "rungs.png"]
     files = [folder.snapshot, folder.versions, *pictures, folder.report]
     if status != records.RUNNING:
@@ -278,7 +292,9 @@ def _run_to_end(
     status = records.FAILED
     ended = {}
     try:
-        with report_waiting(config, folder, mlflow, partial(_search_run, config, folder, records.RUNNING)):
+        with report_waiting(
+            config, folder, mlflow, partial(_search_run, config, folder, records.RUNNING)
+        ):
             outcome = _run(config, prepared, folder, mlflow, parallel)
         status = outcome.status
         ended = {"ended": status} if status != records.KILLED else {}
@@ -319,13 +335,17 @@ def _run(
     context = trial_context(config, prepared, folder, original)
     run_search_phases(config, prepared, context)
     measure_increases(config, prepared, context)
-    outcome = SearchOutcome(folder.root, read_json(folder.state)["tracking"], original, [], config.search.baseline)
+    outcome = SearchOutcome(
+        folder.root, read_json(folder.state)["tracking"], original, [], config.search.baseline
+    )
     with pool_of_search(config, folder, original.get("parameters", 0)) as pool:
         session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
         run_trials(session, prepared)
         folder.sweep()  # what a trial had begun to write when its node went
         outcome.trials = load_trials(folder.root)
-        outcome.interrupted = any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
+        outcome.interrupted = (
+            any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
+        )
         if outcome.front:
             save_png(front_figure(outcome.trials, original), folder.root / "front.png")
             save_png(rungs_figure(outcome.trials, original), folder.root / "rungs.png")

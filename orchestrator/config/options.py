@@ -1,7 +1,8 @@
 """What the verbs take: every option once, with its type, default, bounds and help text.
 
-A verb has a frozen class of options, whose docstring is the verb's help. The command line is made from it
-(`orchestrator.cli.runner`), and so is the reference of the commands. Options that several verbs have are inherited.
+A verb has a frozen class of options, whose docstring is the verb's help. The command line is made
+from it (`orchestrator.cli.runner`), and so is the reference of the commands. Options that several
+verbs have are inherited.
 """
 
 from __future__ import annotations
@@ -41,11 +42,17 @@ def option_types(options: type) -> dict[str, Any]:
     return {name: types[name] for name in dict.fromkeys(names)}
 
 
-# ---- single options -------------------------------------------------------------------------------------------------
+# ---- single options ------------------------------------------------------------------------------
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file as one JSON object.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the result to this file as one JSON object.")
+]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the folder of --out if Headfold wrote all of it, and nothing else.")
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace the folder of --out if Headfold wrote all of it, and nothing else.",
+    ),
 ]
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file, e.g. configs/demo.yaml.")]
 ConfigOverrides = Annotated[
@@ -55,7 +62,8 @@ KVRatios = Annotated[
     str | float | Sequence[float] | None,
     Typed(str | None),
     typer.Option(
-        help="Share of the checkpoint's own KV cache to keep at most, e.g. 0.5 or 50%; or several, e.g. 0.5,0.25."
+        help="Share of the checkpoint's own KV cache to keep at most, e.g. 0.5 or 50%; or several, "
+        "e.g. 0.5,0.25."
     ),
 ]
 KVHeads = Annotated[
@@ -66,26 +74,40 @@ KVHeads = Annotated[
 KVBytes = Annotated[
     str | float | Sequence[float] | None,
     Typed(str | None),
-    typer.Option(help="In its place: at most how many KV bytes per token, e.g. 24KiB or 24576; or a share, e.g. 0.5."),
+    typer.Option(
+        help="In its place: at most how many KV bytes per token, e.g. 24KiB or 24576; or a share, "
+        "e.g. 0.5."
+    ),
 ]
 Strict = Annotated[
     bool,
-    typer.Option("--strict", help="Refuse what cannot be met exactly, instead of the largest plan at or below it."),
+    typer.Option(
+        "--strict",
+        help="Refuse what cannot be met exactly, instead of the largest plan at or below it.",
+    ),
 ]
 Overrides = Annotated[
     Sequence[str] | Mapping[str, Any] | None,
     Typed(list[str] | None),
-    typer.Option("--set", metavar="KEY=VALUE", help="Other choices of the recipe, e.g. refinement=heal; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Other choices of the recipe, e.g. refinement=heal; repeatable.",
+    ),
 ]
 
 RecipeName = Annotated[
     str | Recipe,
     Typed(str),
-    typer.Option(help="Named recipe, see `headfold recipes`; auto: the best one for the model and --for."),
+    typer.Option(
+        help="Named recipe, see `headfold recipes`; auto: the best one for the model and --for."
+    ),
 ]
 Engine = Annotated[
     str | None,
-    typer.Option("--for", help="Engine that is to load the result: vllm, llama.cpp or transformers."),
+    typer.Option(
+        "--for", help="Engine that is to load the result: vllm, llama.cpp or transformers."
+    ),
 ]
 
 CalibrationData = Annotated[
@@ -93,45 +115,71 @@ CalibrationData = Annotated[
     typer.Option(
         "--data",
         "--calibration-data",
-        help="Text to calibrate on, and to measure on a part of it that is held out: local text, jsonl or parquet "
+        help="Text to calibrate on, and to measure on a part of it that is held out: local text, "
+        "jsonl or parquet "
         "files, a hub name, stdlib, or builtin (the default: prose and code of this Python).",
     ),
 ]
 EvalData = Annotated[
     str | None,
-    typer.Option(help="Another text to measure on, whole, less documents of --data; the same kinds of source."),
+    typer.Option(
+        help="Another text to measure on, whole, less documents of --data; the same kinds of "
+        "source."
+    ),
 ]
 TextField = Annotated[
-    str, typer.Option(help="Field of a record that holds its text; conversations in messages are found without.")
+    str,
+    typer.Option(
+        help="Field of a record that holds its text; conversations in messages are found without."
+    ),
 ]
 CalibrationTokens = Annotated[
-    int | None, typer.Option(min=2, help="Tokens to calibrate on (default: 16384, or what the text has).")
+    int | None,
+    typer.Option(min=2, help="Tokens to calibrate on (default: 16384, or what the text has)."),
 ]
 EvalTokens = Annotated[
-    int | None, typer.Option(min=2, help="Tokens to measure the loss on (default: 16384, or what the text has).")
+    int | None,
+    typer.Option(
+        min=2, help="Tokens to measure the loss on (default: 16384, or what the text has)."
+    ),
 ]
 SequenceLength = Annotated[
     int | None,
-    typer.Option(min=2, help="Tokens per sequence (default: 2048, or what the model takes; less for little text)."),
+    typer.Option(
+        min=2,
+        help="Tokens per sequence (default: 2048, or what the model takes; less for little text).",
+    ),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of plans and of which text is taken.")]
+Seed = Annotated[
+    int, typer.Option(min=0, max=2**32 - 1, help="Of plans and of which text is taken.")
+]
 Dtype = Annotated[
-    str, typer.Option(help="Of what is written: auto (the checkpoint's own), float32, bfloat16 (bf16) or float16.")
+    str,
+    typer.Option(
+        help="Of what is written: auto (the checkpoint's own), float32, bfloat16 (bf16) or float16."
+    ),
 ]
 Dequantize = Annotated[
     bool,
     typer.Option(
         "--dequantize",
-        help="Read quantised weights (FP8, compressed-tensors, MXFP4) as plain numbers; a GGUF file needs no option.",
+        help=(
+            "Read quantised weights (FP8, compressed-tensors, MXFP4) as plain numbers; a GGUF "
+            "file needs no option."
+        ),
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything and say what it will take; nothing is written or started.")
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Check everything and say what it will take; nothing is written or started.",
+    ),
 ]
 
 
-# ---- options of a verb ----------------------------------------------------------------------------------------------
+# ---- options of a verb ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +194,13 @@ class BudgetOptions:
     @property
     def unit(self) -> str:
         """The unit of the budget, and of the answer (`attention.ratios.UNITS`)."""
-        return "heads" if self.kv_heads is not None else "bytes" if self.kv_bytes is not None else "share"
+        return (
+            "heads"
+            if self.kv_heads is not None
+            else "bytes"
+            if self.kv_bytes is not None
+            else "share"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,14 +261,20 @@ class DeviceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionOptions(BudgetOptions, RecipeOptions, TextOptions, DeviceOptions):
-    """What all verbs that convert a checkpoint have in common. `cache_dir` keeps what was measured."""
+    """What all verbs that convert a checkpoint have in common.
+
+    `cache_dir` keeps what was measured.
+    """
 
     cache_dir: str | Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions(ConversionOptions):
-    """Convert one checkpoint, without training. Needs no cluster, and prints the loss before and after."""
+    """Convert one checkpoint, without training.
+
+    Needs no cluster, and prints the loss before and after.
+    """
 
     model: Annotated[
         str | Path | Checkpoint,
@@ -226,12 +286,16 @@ class ConvertOptions(ConversionOptions):
     out: Annotated[
         str | Path | None,
         Typed(Path | None),
-        typer.Option(help="Folder for the checkpoint (for several ratios: kv-RATIO in it, curve.json, curve.png)."),
+        typer.Option(
+            help="Folder for the checkpoint (for several ratios: kv-RATIO in it, curve.json, "
+            "curve.png)."
+        ),
     ] = None
     layerwise: Annotated[
         bool | None,
         typer.Option(
-            help="Hold one decoder layer at a time, from disk to disk, and go on where it was stopped (by default "
+            help="Hold one decoder layer at a time, from disk to disk, and go on where it was "
+            "stopped (by default "
             "where the model would not fit in memory: see the verb estimate)."
         ),
     ] = None
@@ -240,28 +304,44 @@ class ConvertOptions(ConversionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions(BudgetOptions, RecipeOptions, SizeOptions, DeviceOptions):
-    """Say what a search or a conversion will take. Before it runs: tokens, hours, peak memory, disk."""
+    """Say what a search or a conversion will take.
+
+    Before it runs: tokens, hours, peak memory, disk.
+    """
 
     search: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="Of a search: its YAML file and changes to it."),
+        typer.Argument(
+            metavar="[CONFIG] [KEY=VALUE]...", help="Of a search: its YAML file and changes to it."
+        ),
     ] = None
     config: Annotated[Path | None, typer.Option(help="The same YAML file.")] = None
     model: Annotated[
         str | None,
-        typer.Option(help="Of a conversion: folder with config.json, a GGUF file, or hub name; no weights are read."),
+        typer.Option(
+            help="Of a conversion: folder with config.json, a GGUF file, or hub name; no weights "
+            "are read."
+        ),
     ] = None
     recipe: RecipeName = "auto"
     engine: Engine = None
     gpus: Annotated[
-        int | None, typer.Option(min=0, help="GPUs of the machine that it will run on, where that is not this one.")
+        int | None,
+        typer.Option(
+            min=0, help="GPUs of the machine that it will run on, where that is not this one."
+        ),
     ] = None
-    gpu_memory: Annotated[int | None, typer.Option(min=1, help="GiB of memory of each of them.")] = None
+    gpu_memory: Annotated[
+        int | None, typer.Option(min=1, help="GiB of memory of each of them.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(ConversionOptions):
-    """Show which heads matter, and what recipes cost: one page. Also which are alike, and what each layer keeps."""
+    """Show which heads matter, and what recipes cost: one page.
+
+    Also which are alike, and what each layer keeps.
+    """
 
     checkpoint: Annotated[
         str | Path | Checkpoint,
@@ -279,11 +359,16 @@ class InspectOptions(ConversionOptions):
     ] = None
     counts: Annotated[
         str | None,
-        typer.Option(help="Head counts to measure: any, powers_of_two or divisors (default: the recipe's)."),
+        typer.Option(
+            help="Head counts to measure: any, powers_of_two or divisors (default: the recipe's)."
+        ),
     ] = None
     agreement: Annotated[
         bool,
-        typer.Option("--agreement", help="Also compare the layer-output score's ranks with the whole model's."),
+        typer.Option(
+            "--agreement",
+            help="Also compare the layer-output score's ranks with the whole model's.",
+        ),
     ] = False
     out: Annotated[Path, typer.Option(help="The page.")] = Path("inspection.html")
     cache_dir: Annotated[
@@ -291,7 +376,10 @@ class InspectOptions(ConversionOptions):
         Typed(Path | None),
         typer.Option(
             "--cache",
-            help="Folder where measurements are kept (default: HEADFOLD_CACHE, or headfold in the user's cache).",
+            help=(
+                "Folder where measurements are kept (default: HEADFOLD_CACHE, or headfold in the "
+                "user's cache)."
+            ),
         ),
     ] = None
 
@@ -300,7 +388,8 @@ class InspectOptions(ConversionOptions):
 class EvaluateOptions(EvalTextOptions, DeviceOptions):
     """Measure a checkpoint beside its original.
 
-    Held-out loss, KL, KV bytes planned and allocated, speed; where asked, tasks, generated text and long contexts.
+    Held-out loss, KL, KV bytes planned and allocated, speed; where asked, tasks, generated
+    text and long contexts.
     """
 
     checkpoint: Annotated[
@@ -322,7 +411,8 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
         str | Sequence[str] | None,
         Typed(str | None),
         typer.Option(
-            help="Tasks of lm-evaluation-harness: demo (comes along), folders of task files, or its own names; "
+            help="Tasks of lm-evaluation-harness: demo (comes along), folders of task files, or "
+            "its own names; "
             "with commas between them."
         ),
     ] = None
@@ -330,20 +420,23 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
         str | Sequence[str] | None,
         Typed(str | None),
         typer.Option(
-            help="Text to continue greedily, side by side: a file (one prompt a line, or .jsonl), or a prompt."
+            help="Text to continue greedily, side by side: a file (one prompt a line, or .jsonl), "
+            "or a prompt."
         ),
     ] = None
     context_lengths: Annotated[
         str | None,
         typer.Option(
-            help="Loss by position and recall of a hidden line at these context lengths: max, or 256,512. With "
+            help="Loss by position and recall of a hidden line at these context lengths: max, or "
+            "256,512. With "
             "--engine: those of the speed (by default max)."
         ),
     ] = None
     engine: Annotated[
         str | None,
         typer.Option(
-            help="Measure speed and the sequences that fit in llama.cpp, vLLM or transformers, and nothing else; "
+            help="Measure speed and the sequences that fit in llama.cpp, vLLM or transformers, and "
+            "nothing else; "
             "checkpoints are exported for it, or are exports."
         ),
     ] = None
@@ -357,12 +450,19 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
     ] = 1
     trust_remote_code: Annotated[
         bool,
-        typer.Option("--trust-remote-code", help="Of --engine: run the Python files in an export given."),
+        typer.Option(
+            "--trust-remote-code", help="Of --engine: run the Python files in an export given."
+        ),
     ] = False
-    speed_tokens: Annotated[int, typer.Option(min=0, help="Tokens to decode for the speed; 0 skips it.")] = 32
+    speed_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens to decode for the speed; 0 skips it.")
+    ] = 32
     data: Annotated[
         str | None,
-        typer.Option(help="Text whose held-out part is measured on, as convert does; the same kinds of source."),
+        typer.Option(
+            help="Text whose held-out part is measured on, as convert does; the same kinds of "
+            "source."
+        ),
     ] = None
 
 
@@ -380,7 +480,10 @@ class SearchOptions:
         Typed(bool),
         typer.Option(
             "--resume",
-            help="Continue the newest search of this name; with a NAME after it the one in that folder, e.g. demo-2.",
+            help=(
+                "Continue the newest search of this name; with a NAME after it the one in that "
+                "folder, e.g. demo-2."
+            ),
         ),
     ] = False
 
@@ -390,16 +493,25 @@ class PromoteOptions:
     """Train chosen trials fully, pass the gate, register. Finished steps are not repeated."""
 
     search: SearchPath
-    trial: Annotated[list[str] | None, typer.Option(help="Trial id to promote; may be given several times.")] = None
-    top: Annotated[int | None, typer.Option(min=1, help="Promote the K best at each KV ratio.")] = None
+    trial: Annotated[
+        list[str] | None, typer.Option(help="Trial id to promote; may be given several times.")
+    ] = None
+    top: Annotated[int | None, typer.Option(min=1, help="Promote the K best at each KV ratio.")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Write one page of a search: promoted models, front, trials. It needs no other file, and no network."""
+    """Write one page of a search: promoted models, front, trials.
+
+    It needs no other file, and no network.
+    """
 
     search: Annotated[Path, typer.Argument(help="Folder of a search.")]
-    out: Annotated[Path | None, typer.Option(help="HTML file; report.html in the folder by default.")] = None
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file; report.html in the folder by default.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,52 +523,86 @@ class WatchOptions:
     once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False
     json: Annotated[
         Path | None,
-        typer.Option("--json", help="Look once, write one JSON object to this file; - prints it alone."),
+        typer.Option(
+            "--json", help="Look once, write one JSON object to this file; - prints it alone."
+        ),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class UIOptions:
-    """Serve MLflow's page of a search at http://127.0.0.1:PORT until Ctrl-C, and print its address."""
+    """Serve MLflow's page of a search, and print its address.
+
+    The address is http://127.0.0.1:PORT; it ends with Ctrl-C.
+    """
 
     search: SearchPath
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Of this machine's loopback address.")] = 5000
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Of this machine's loopback address.")
+    ] = 5000
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Search, promote and export on a small checkpoint. It comes along; the export is loaded in transformers and
-    llama.cpp."""
+    """Search, promote and export on a small checkpoint.
+
+    It comes along; the export is loaded in transformers and llama.cpp.
+    """
 
     overrides: ConfigOverrides = None
-    storage: Annotated[Path, typer.Option(help="Folder for all that the demo writes.")] = Path("runs/demo")
-    resume: Annotated[bool, typer.Option("--resume", help="Continue a demo that was stopped.")] = False
-    path: Annotated[bool, typer.Option("--path", help="Print the folder of that checkpoint, and end.")] = False
+    storage: Annotated[Path, typer.Option(help="Folder for all that the demo writes.")] = Path(
+        "runs/demo"
+    )
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a demo that was stopped.")] = (
+        False
+    )
+    path: Annotated[
+        bool, typer.Option("--path", help="Print the folder of that checkpoint, and end.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitOptions:
-    """Write a first configuration for a checkpoint, and a smoke test of it. Both are commented; `headfold search FILE
-    --dry-run` checks one. What does not fit the free disk is made smaller, or said."""
+    """Write a first configuration for a checkpoint, and a smoke test of it.
+
+    Both are commented; `headfold search FILE --dry-run` checks one. What does not fit the free
+    disk is made smaller, or said.
+    """
 
     model: Annotated[
-        str, typer.Argument(help="Folder with config.json, a GGUF file, or hub name; no weights are read.")
+        str,
+        typer.Argument(
+            help="Folder with config.json, a GGUF file, or hub name; no weights are read."
+        ),
     ]
     out: Annotated[
-        Path | None, typer.Option(help="The YAML file (default: the model's name in this folder); - prints it.")
+        Path | None,
+        typer.Option(help="The YAML file (default: the model's name in this folder); - prints it."),
     ] = None
     data: Annotated[
-        str, typer.Option(help="Text to train and measure on: files, a folder, a hub name, stdlib or builtin.")
+        str,
+        typer.Option(
+            help="Text to train and measure on: files, a folder, a hub name, stdlib or builtin."
+        ),
     ] = "builtin"
     gpus: Annotated[
-        int | None, typer.Option(min=0, help="GPUs of the machine or node that it will run on (default: those here).")
+        int | None,
+        typer.Option(
+            min=0, help="GPUs of the machine or node that it will run on (default: those here)."
+        ),
     ] = None
     gpu_memory: Annotated[
-        int | None, typer.Option(min=1, help="GiB of memory of each (default: of those here; 80 where there is none).")
+        int | None,
+        typer.Option(
+            min=1, help="GiB of memory of each (default: of those here; 80 where there is none)."
+        ),
     ] = None
     dequantize: Dequantize = False
     storage: Annotated[
-        str, typer.Option(help="Where searches are to write; what is written fits the free space there if it can.")
+        str,
+        typer.Option(
+            help="Where searches are to write; what is written fits the free space there if it can."
+        ),
     ] = "runs"
 
 
@@ -466,7 +612,9 @@ class RecipesOptions:
 
     model: Annotated[
         str | None,
-        typer.Argument(help="Folder with config.json, a GGUF file, or hub name (default: a Llama)."),
+        typer.Argument(
+            help="Folder with config.json, a GGUF file, or hub name (default: a Llama)."
+        ),
     ] = None
     engine: Engine = None
     dequantize: Dequantize = False
@@ -474,7 +622,10 @@ class RecipesOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Write a checkpoint in a format that engines load. Tells whether it is exact, and KV bytes before and after."""
+    """Write a checkpoint in a format that engines load.
+
+    Tells whether it is exact, and KV bytes before and after.
+    """
 
     checkpoint: Annotated[
         str | Path | Checkpoint,
@@ -483,24 +634,42 @@ class ExportOptions:
     ]
     target: Annotated[
         str,
-        typer.Option(help="What to export to: auto, gqa, vllm, gguf (llama.cpp), transformers, phi (for GPT-NeoX)."),
+        typer.Option(
+            help="What to export to: auto, gqa, vllm, gguf (llama.cpp), transformers, phi (for "
+            "GPT-NeoX)."
+        ),
     ]
-    out: Annotated[str | Path, Typed(Path), typer.Option(help="Folder for the exported checkpoint.")]
+    out: Annotated[
+        str | Path, Typed(Path), typer.Option(help="Folder for the exported checkpoint.")
+    ]
     allow_larger_cache: Annotated[
-        bool, typer.Option("--allow-larger-cache", help="Export even if the stock form takes more KV cache.")
+        bool,
+        typer.Option(
+            "--allow-larger-cache", help="Export even if the stock form takes more KV cache."
+        ),
     ] = False
     dtype: Annotated[
-        str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16; for gguf also q8_0.")
+        str,
+        typer.Option(
+            help="auto (the checkpoint's own), float32, bfloat16 or float16; for gguf also q8_0."
+        ),
     ] = "auto"
     check: Annotated[
         bool,
-        typer.Option("--check", help="Load the export in the engine itself; write it only if all is as promised."),
+        typer.Option(
+            "--check",
+            help="Load the export in the engine itself; write it only if all is as promised.",
+        ),
     ] = False
     engine: Annotated[
-        str | None, typer.Option(help="Of --check: llama.cpp, vLLM or transformers (by default the target's own).")
+        str | None,
+        typer.Option(
+            help="Of --check: llama.cpp, vLLM or transformers (by default the target's own)."
+        ),
     ] = None
     engine_python: Annotated[
-        str | None, typer.Option(help="Of --check: the Python of the environment that has the engine.")
+        str | None,
+        typer.Option(help="Of --check: the Python of the environment that has the engine."),
     ] = None
     check_memory: Annotated[
         int, typer.Option(min=1, help="Of --check: GiB of cache whose capacity in tokens is told.")
@@ -508,10 +677,13 @@ class ExportOptions:
     push: Annotated[
         str | None,
         typer.Option(
-            metavar="OWNER/NAME", help="Show what would be uploaded to this repository of the Hugging Face hub."
+            metavar="OWNER/NAME",
+            help="Show what would be uploaded to this repository of the Hugging Face hub.",
         ),
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run/--no-dry-run", help="Of --push: only show, or upload.")] = True
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run/--no-dry-run", help="Of --push: only show, or upload.")
+    ] = True
     overwrite: Overwrite = False
     dequantize: Dequantize = False
 
@@ -521,7 +693,9 @@ class TrainingOptions(EvalTextOptions):
     """What trainings outside of a search have in common."""
 
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")]
-    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")]
+    learning_rate: Annotated[
+        float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")
+    ]
     out: Annotated[
         str | Path,
         Typed(Path),
@@ -532,20 +706,29 @@ class TrainingOptions(EvalTextOptions):
         typer.Option(
             "--train-data",
             "--data",
-            help="Text to train on, and to measure on a part of it that is held out: local text, jsonl or parquet "
+            help="Text to train on, and to measure on a part of it that is held out: local text, "
+            "jsonl or parquet "
             "files, a hub name, stdlib, or builtin (the default: prose and code of this Python).",
         ),
     ] = None
     train_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of training text (default: what the steps take, 4M at most).")
+        int | None,
+        typer.Option(
+            min=2, help="Tokens of training text (default: what the steps take, 4M at most)."
+        ),
     ] = None
     eval_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth).")
+        int | None,
+        typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth)."),
     ] = None
     overrides: Annotated[
         Sequence[str] | None,
         Typed(list[str] | None),
-        typer.Option("--set", metavar="KEY=VALUE", help="e.g. composition.rank=4, train.batch_size=32; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="e.g. composition.rank=4, train.batch_size=32; repeatable.",
+        ),
     ] = None
     overwrite: Overwrite = False
     device: Device = "auto"
@@ -553,26 +736,36 @@ class TrainingOptions(EvalTextOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(TrainingOptions):
-    """Train a model from random weights. With Ray Train and DeepSpeed; run again, it goes on where it was stopped."""
+    """Train a model from random weights.
+
+    With Ray Train and DeepSpeed; run again, it goes on where it was stopped.
+    """
 
     architecture: Annotated[
         str | Path | Checkpoint,
         Typed(str),
         typer.Option(help="Folder or hub name whose architecture and tokenizer to take."),
     ]
-    recipe: Annotated[str, typer.Option(help="transformer, or dcformer: dynamically composed heads.")] = "transformer"
+    recipe: Annotated[
+        str, typer.Option(help="transformer, or dcformer: dynamically composed heads.")
+    ] = "transformer"
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 256
 
     def __post_init__(self) -> None:
         from orchestrator.config.schema import TrainSection, check_train_options
 
         record = {"recipe": self.recipe}
-        check_train_options(TrainSection, record, self.overrides or (), self.learning_rate, self.seed)
+        check_train_options(
+            TrainSection, record, self.overrides or (), self.learning_rate, self.seed
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(TrainingOptions, DeviceOptions):
-    """Continue training a checkpoint on your text. With Ray Train and DeepSpeed; run again, it goes on."""
+    """Continue training a checkpoint on your text.
+
+    With Ray Train and DeepSpeed; run again, it goes on.
+    """
 
     model: Annotated[
         str | Path | Checkpoint,
@@ -586,23 +779,37 @@ class FinetuneOptions(TrainingOptions, DeviceOptions):
     ]
     tuning: Annotated[
         str,
-        typer.Option(help="full: all weights; lora: adapters, merged at the end; kv: projections of keys and values."),
+        typer.Option(
+            help="full: all weights; lora: adapters, merged at the end; kv: projections of keys "
+            "and values."
+        ),
     ] = "full"
     original: Annotated[
         str | Path | Checkpoint | None,
         Typed(str | None),
-        typer.Option(help="Model to learn from too (distillation by KL), e.g. that before conversion."),
+        typer.Option(
+            help="Model to learn from too (distillation by KL), e.g. that before conversion."
+        ),
     ] = None
     train_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of training text (default: what the steps take, 100M at most).")
+        int | None,
+        typer.Option(
+            min=2, help="Tokens of training text (default: what the steps take, 100M at most)."
+        ),
     ] = None
     overrides: Annotated[
         Sequence[str] | None,
         Typed(list[str] | None),
-        typer.Option("--set", metavar="KEY=VALUE", help="e.g. train.batch_size=32, train.num_workers=8; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="e.g. train.batch_size=32, train.num_workers=8; repeatable.",
+        ),
     ] = None
 
     def __post_init__(self) -> None:
         from orchestrator.config.schema import FineTuneSection, check_train_options
 
-        check_train_options(FineTuneSection, {}, self.overrides or (), self.learning_rate, self.seed)
+        check_train_options(
+            FineTuneSection, {}, self.overrides or (), self.learning_rate, self.seed
+        )

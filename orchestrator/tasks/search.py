@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.config.options import SearchOptions
 from orchestrator.config.schema import ConfigError, SearchConfig, read_search_config
 from orchestrator.tasks.packages import SEARCH_PACKAGES, check_packages
-from orchestrator.tasks.task import Task
+from orchestrator.tasks.task import Task, require
 
 if TYPE_CHECKING:
     from orchestrator.search.outcome import SearchOutcome
@@ -43,7 +43,7 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
         return split_overrides(words, resume)
 
     def check(self) -> None:
-        self.config  # noqa: B018
+        require(self.config)
         check_packages("search", *SEARCH_PACKAGES)
         if self.rehearsal and self.options.resume:
             raise ConfigError(
