@@ -102,7 +102,9 @@ class Checkpoint:
         """
         if Path(self.path).is_dir():
             return Path(self.path)
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import (
+            snapshot_download,  # pyright: ignore[reportUnknownVariableType]  # one argument is a dict
+        )
 
         patterns = ["*.safetensors", "*.json", *TOKENIZER_FILES, GENERATION]
         try:

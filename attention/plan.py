@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from attention.plan_parts import (
     Composition,
@@ -228,28 +228,29 @@ class AttentionPlan:
         Raises:
             PlanError: Naming what is wrong.
         """
-        if not isinstance(record, dict) or record.get("format") != _FORMAT:
-            form = record.get("format") if isinstance(record, dict) else type(record).__name__
+        values = _object(record)
+        if values is None or values.get("format") != _FORMAT:
+            form = type(record).__name__ if values is None else values.get("format")
             raise PlanError(
                 f"a plan must be a JSON object with format {_FORMAT}, got {shortened(form)}"
             )
-        unknown = sorted(set(record) - {"format", "head_dim", "layers", "composition", *SHARES})
+        unknown = sorted(set(values) - {"format", "head_dim", "layers", "composition", *SHARES})
         if unknown:
             raise PlanError(f"a plan has no field {unknown[0]!r}")
-        missing = [name for name in ("layers", "head_dim") if name not in record]
+        missing = [name for name in ("layers", "head_dim") if name not in values]
         if missing:
             raise PlanError(f"a plan without {missing[0]} is incomplete")
-        layers = tuple(_layer(index, item) for index, item in enumerate(_listed(record, "layers")))
+        layers = tuple(_layer(index, item) for index, item in enumerate(_listed(values, "layers")))
         shares = {
             name: tuple(
                 _built(HeadShare, item, f"{name} {index}")
-                for index, item in enumerate(_listed(record, name))
+                for index, item in enumerate(_listed(values, name))
             )
             for name in SHARES
         }
-        composed = record.get("composition")
+        composed = values.get("composition")
         composition = None if composed is None else _built(Composition, composed, "composition")
-        return cls(layers, record["head_dim"], composition=composition, **shares)
+        return cls(layers, values["head_dim"], composition=composition, **shares)
 
     @property
     def digest(self) -> str:
@@ -260,19 +261,25 @@ class AttentionPlan:
 Built = TypeVar("Built", HeadShare, Composition)
 
 
+def _object(value: Any) -> dict[str, Any] | None:
+    """Return a JSON object as one; None for anything else."""
+    return cast(dict[str, Any], value) if isinstance(value, dict) else None
+
+
 def _listed(record: dict[str, Any], name: str) -> list[Any]:
-    entries = record.get(name, [])
+    entries: Any = record.get(name, [])
     if not isinstance(entries, list):
         raise PlanError(f"{name} must be a list, got {shortened(entries)}")
-    return entries
+    return cast(list[Any], entries)
 
 
 def _built(kind: type[Built], item: Any, where: str) -> Built:
     """Return a dataclass from its record: every field there, of its own type, and no other."""
-    if not isinstance(item, dict):
+    values = _object(item)
+    if values is None:
         raise PlanError(f"{where} must be a JSON object, got {shortened(item)}")
     fields_of_kind = {field.name: field for field in fields(kind)}
-    for name, value in item.items():
+    for name, value in values.items():
         if name not in fields_of_kind:
             raise PlanError(f"{where} has no field {name!r}; it has {sorted(fields_of_kind)}")
         if type(value).__name__ != fields_of_kind[name].type:
@@ -283,27 +290,28 @@ def _built(kind: type[Built], item: Any, where: str) -> Built:
     missing = [
         name
         for name, field in fields_of_kind.items()
-        if name not in item and field.default is MISSING
+        if name not in values and field.default is MISSING
     ]
     if missing:
         raise PlanError(f"{where} needs {missing[0]}, got none")
-    return kind(**item)
+    return kind(**values)
 
 
 def _layer(index: int, item: Any) -> LayerPlan:
     where = f"layers: layer {index}"
-    if not isinstance(item, dict):
+    values = _object(item)
+    if values is None:
         raise PlanError(f"{where} must be a JSON object, got {shortened(item)}")
-    if missing := sorted({"key_map", "value_map"} - set(item)):
+    if missing := sorted({"key_map", "value_map"} - set(values)):
         raise PlanError(f"{where} is incomplete: it has no {missing[0]}, got {shortened(item)}")
-    if unknown := sorted(set(item) - {"key_map", "value_map"}):
+    if unknown := sorted(set(values) - {"key_map", "value_map"}):
         raise PlanError(f"{where} has no field {unknown[0]!r}")
     for name in ("key_map", "value_map"):
-        if not isinstance(item[name], list):
+        if not isinstance(values[name], list):
             raise PlanError(
-                f"{where}: {name} must be a list of integers, got {shortened(item[name])}"
+                f"{where}: {name} must be a list of integers, got {shortened(values[name])}"
             )
     try:
-        return LayerPlan(tuple(item["key_map"]), tuple(item["value_map"]))
+        return LayerPlan(tuple(values["key_map"]), tuple(values["value_map"]))
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None

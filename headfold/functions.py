@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypedDict
@@ -257,7 +257,7 @@ def load(
 
 
 @contextlib.contextmanager
-def _source(model: ModelSource, tokenizer: Any) -> Iterator[str | Path | Checkpoint]:
+def _source(model: ModelSource, tokenizer: Any) -> Generator[str | Path | Checkpoint]:
     """Yield a model as tasks take it; one of transformers is in a folder while the body runs."""
     if not isinstance(model, PreTrainedModel):
         yield model
@@ -278,7 +278,7 @@ def _name_of(model: PreTrainedModel) -> str:
 
 
 @contextlib.contextmanager
-def _text_source(data: Data, options: Mapping[str, Any]) -> Iterator[str | None]:
+def _text_source(data: Data, options: Mapping[str, Any]) -> Generator[str | None]:
     """Yield texts as tasks take them; those in memory are in a file while the body runs."""
     if data is None or isinstance(data, str):
         yield data

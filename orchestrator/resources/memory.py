@@ -22,7 +22,8 @@ def layerwise_stages(conversion: Conversion, size: Size, width: int, tokens: int
     streams = 2 * width * tokens * g.hidden_size
     layer, statistics = width * size.layer, c.statistics()
     logits = most_logit_bytes(g.vocab_size, c.eval_tokens)
-    metric, planned = FLOAT * g.hidden_size**2, {}
+    metric = FLOAT * g.hidden_size**2
+    planned: dict[str, int] = {}
     if c.planned_on:
         carried = (width + FLOAT) * c.planned_on * g.hidden_size
         planned["sensitivity"] = carried + max(

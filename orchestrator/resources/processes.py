@@ -200,7 +200,7 @@ class Needs:
         named = [("training worker", self.config.train)]
         if self.config.promotion.enabled and self.config.promotion.steps:
             named.append(("promotion worker", self.config.promotion_train))
-        needs = []
+        needs: list[Need] = []
         for process, train in named:
             each = (self.training(process, settings) for settings in self.inputs.trainings(train))
             needs.append(max(each, key=lambda need: need.total))
@@ -408,7 +408,8 @@ def _zero(train: TrainSettings) -> dict[str, Any]:
 
 
 def _device(zero: Mapping[str, Any], what: str) -> str:
-    return (zero.get(what) or {}).get("device", "none")
+    section: Mapping[str, str] = zero.get(what) or {}
+    return section.get("device", "none")
 
 
 def _optimiser_bytes(train: TrainSettings) -> tuple[int, int]:

@@ -69,7 +69,9 @@ class SearchTime:
     price: float | None
 
     @classmethod
-    def of(cls, inputs: SearchInputs, needs: Needs, work: SearchWork, parallel: int) -> SearchTime:
+    def of_work(
+        cls, inputs: SearchInputs, needs: Needs, work: SearchWork, parallel: int
+    ) -> SearchTime:
         config = inputs.config
         train = inputs.config.train
         resources = inputs.config.resources
@@ -161,7 +163,7 @@ class SearchEstimate(SearchTime, SearchWork):
         processes = needs.all()
         total = parallel * (driver + train.num_workers * worker)
         memory = available_bytes() if alone and not train.gpus_per_worker else 0
-        problems = []
+        problems: list[str] = []
         if memory and total > SPARE * memory:
             problems.append(
                 f"memory: {parallel} trial(s) at a time take about {gib(total)}, and {gib(memory)} "
@@ -181,7 +183,7 @@ class SearchEstimate(SearchTime, SearchWork):
         disk = stored.disk(parallel)
         return cls(
             **asdict(work),
-            **asdict(SearchTime.of(inputs, needs, work, parallel)),
+            **asdict(SearchTime.of_work(inputs, needs, work, parallel)),
             parallel=parallel,
             worker_bytes=worker,
             driver_bytes=driver,

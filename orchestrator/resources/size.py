@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -75,7 +75,7 @@ class Size:
             getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
         )
         active = layer - experts + experts * getattr(config, "num_experts_per_tok", 1) // number
-        embedding = model.get_input_embeddings().weight.numel()  # type: ignore[union-attr]
+        embedding = cast(torch.Tensor, model.get_input_embeddings().weight).numel()
         outer = _numbers(model) - layer - (embedding if config.tie_word_embeddings else 0)
         return cls(
             attention,

@@ -184,7 +184,8 @@ def matmul_rate(dtype: torch.dtype, size: int = 1024) -> float:
 
     It is the fastest of ten, as others may be interrupted.
     """
-    a, seconds = torch.ones(size, size, dtype=dtype), []
+    a = torch.ones(size, size, dtype=dtype)
+    seconds: list[float] = []
     for _ in range(10):
         started = time.perf_counter()
         torch.mm(a, a)
@@ -233,7 +234,8 @@ def measured_rate(model_config: PretrainedConfig, train: TrainSettings, length: 
 
     device = torch.device(train.shape.device)
     dtype = DTYPES[train.dtype]
-    model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype).to(device)
+    classes: Any = AutoModelForCausalLM
+    model: Any = classes.from_config(model_config, dtype=dtype).to(device)
     if train.activation_checkpointing:
         model.train().activation_checkpointing_enable({"use_reentrant": False})
     rows = max(1, min(train.device_batch_size, FEW_TOKENS // length))
@@ -245,7 +247,7 @@ def measured_rate(model_config: PretrainedConfig, train: TrainSettings, length: 
     try:
         for _ in range(2):
             started = time.perf_counter()
-            loss_fn(model, batch).backward()
+            torch.autograd.backward(loss_fn(model, batch))
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started

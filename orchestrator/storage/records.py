@@ -143,6 +143,9 @@ _NOT_REPORTED = {
 """Fields that no report of a trial sets directly."""
 
 
+_NO_SCORES: Mapping[str, Any] = {}
+
+
 @dataclass
 class TrialRecord:
     """One candidate and its scores.
@@ -174,7 +177,7 @@ class TrialRecord:
     learning_rate: float
     choices: dict[str, Any]
     status: str = WAITING
-    rungs: list[RungRecord] = field(default_factory=list)
+    rungs: list[RungRecord] = field(default_factory=list[RungRecord])
     kv_bytes_per_token: int | None = None
     cache_bytes_measured: int | None = None
     cache_tokens: int | None = None
@@ -185,14 +188,14 @@ class TrialRecord:
     seed: int | None = None
     calibration_loss: float | None = None
     probe: bool = False
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
     error: str | None = None
     error_log: str | None = None
     run_id: str | None = None
-    relaxation: list[dict[str, Any]] = field(default_factory=list)
+    relaxation: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     similarity: dict[str, Any] | None = None
     conversion_cost: dict[str, float] | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list[str])
     copy_of: str | None = None
     label: str = ""
     name: str = ""
@@ -220,7 +223,7 @@ class TrialRecord:
     @property
     def last(self) -> Mapping[str, Any]:
         """The scores at the highest rung reached; empty before the first."""
-        return max(self.rungs, key=lambda rung: rung["step"], default={})
+        return max(self.rungs, key=lambda rung: rung["step"], default=_NO_SCORES)
 
     @property
     def best(self) -> Mapping[str, Any]:
@@ -236,7 +239,7 @@ class TrialRecord:
         for rung in rungs:
             if _is_finite(loss := rung.get("collapsed_loss")):
                 measured.append({"step": int(rung.get("relaxation_steps", 0)), "loss": loss})
-        return min(measured, key=lambda rung: (rung["loss"], rung["step"]), default={})
+        return min(measured, key=lambda rung: (rung["loss"], rung["step"]), default=_NO_SCORES)
 
     @property
     def loss(self) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -129,8 +129,8 @@ class FinetuneRequest(TrainingRequest):
 
 def _measure(folder: str, eval_file: str, settings: TrainSettings) -> dict[str, Any]:
     """Held-out loss of a checkpoint in the dtype that is trained in, and its size."""
-    model = checkpoint.load(folder, DTYPES[settings.dtype])
-    model.to(settings.shape.device)  # pyright: ignore[reportArgumentType]
+    model: Any = checkpoint.load(folder, DTYPES[settings.dtype])
+    model.to(settings.shape.device)
     measured = evaluate(model, read_sequences(eval_file)[:])
     return {"loss_before": measured.loss, "parameters": checkpoints.parameters(model)}
 
@@ -217,11 +217,12 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
         """
         options = self.options
         record = train_section({}, options)
-        train, distilled = record["train"], options.original is not None
+        train: Any = record["train"]
+        distilled = options.original is not None
         if isinstance(train, dict):
             if "tuning" in train:
                 raise ConfigError("train.tuning: it has an option of its own; give it as --tuning")
-            if not distilled and train.get("distillation", "none") != "none":
+            if not distilled and cast(dict[str, Any], train).get("distillation", "none") != "none":
                 raise ConfigError(
                     "train.distillation: it needs the model to learn from; give it as --original"
                 )

@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -90,5 +91,7 @@ def _shortage(first: FirstConfig, opened: Checkpoint) -> str | None:
 def _gpus_here() -> tuple[int, int]:
     """Return the GPUs of this machine, and the bytes of memory of the smallest; else 80 GiB."""
     count = torch.cuda.device_count()
-    sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(count)]
+    cuda: Any = torch.cuda
+    devices: list[Any] = [cuda.get_device_properties(number) for number in range(count)]
+    sizes: list[int] = [device.total_memory for device in devices]
     return count, min(sizes, default=80 * 2**30)

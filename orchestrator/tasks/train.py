@@ -224,8 +224,9 @@ def initial_model(architecture: str | Path, plan: AttentionPlan, seed: int) -> P
     Composition has that of Xiao 2024, sec. 4. The weights follow from `seed` alone; torch's own
     generator, which transformers initialises with, is left as it was.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    random: Any = torch.random
+    with random.fork_rng(devices=[]):
+        random.manual_seed(seed)
         model = build(Checkpoint.open(architecture).config, plan)
     reset(model, identity=False, generator=torch.Generator().manual_seed(seed))
     return model

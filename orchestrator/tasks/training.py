@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,10 +40,10 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
     def outputs(self) -> Mapping[str, str | Path | None]:
         return {"folder": self.options.out}
 
-    @property
-    @abstractmethod
+    @cached_property
     def request(self) -> TrainingRequest:
         """The training, checked once."""
+        raise NotImplementedError
 
     def check(self) -> None:
         require(self.request)
