@@ -377,8 +377,8 @@ class InspectOptions(ConversionOptions):
         typer.Option(
             "--cache",
             help=(
-                "Folder where measurements are kept (default: HEADFOLD_CACHE, or the folder "
-                "headfold of the user's cache)."
+                "Folder where measurements are kept (default: HEADFOLD_CACHE, or "
+                "~/.cache/headfold)."
             ),
         ),
     ] = None
