@@ -53,7 +53,7 @@ def test_the_script_runs_from_anywhere_and_hides_no_library(tmp_path: Path) -> N
     done = run(SCRIPT, "search", "nothing.yaml", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "no configuration file at 'nothing.yaml'" in done.stderr
-    ours = {path.stem for path in (REPOSITORY / "orchestrator").iterdir()}
+    ours = {path.stem for path in (REPOSITORY / "orchestrator").iterdir() if path.suffix in ("", ".py")}
     assert {"config", "search"} <= ours
     assert not ours & (set(metadata.packages_distributions()) | sys.stdlib_module_names)
 
