@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import yaml
@@ -225,7 +225,17 @@ def parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def cache_facts(model: PreTrainedModel, original_heads: int) -> dict[str, Any]:
+class CacheFacts(TypedDict):
+    """The KV cost of a model: `cache_bytes_measured` is of a cache of `cache_tokens` tokens."""
+
+    kv_ratio: float
+    kv_bytes_per_token: int
+    cache_bytes_measured: int
+    cache_tokens: int
+    parameters: int
+
+
+def cache_facts(model: PreTrainedModel, original_heads: int) -> CacheFacts:
     """Return the KV cost of a model as planned, and in bytes of a cache after a prefill.
 
     Args:

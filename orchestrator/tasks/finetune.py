@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -127,7 +127,12 @@ class FinetuneRequest(TrainingRequest):
         }
 
 
-def _measure(folder: str, eval_file: str, settings: TrainSettings) -> dict[str, Any]:
+class _Start(TypedDict):
+    loss_before: float
+    parameters: int
+
+
+def _measure(folder: str, eval_file: str, settings: TrainSettings) -> _Start:
     """Held-out loss of a checkpoint in the dtype that is trained in, and its size."""
     model: Any = checkpoint.load(folder, DTYPES[settings.dtype])
     model.to(settings.shape.device)
@@ -222,7 +227,10 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
         if isinstance(train, dict):
             if "tuning" in train:
                 raise ConfigError("train.tuning: it has an option of its own; give it as --tuning")
-            if not distilled and cast(dict[str, Any], train).get("distillation", "none") != "none":
+            if (
+                not distilled
+                and cast(Mapping[str, object], train).get("distillation", "none") != "none"
+            ):
                 raise ConfigError(
                     "train.distillation: it needs the model to learn from; give it as --original"
                 )

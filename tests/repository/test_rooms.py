@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -128,3 +129,25 @@ def test_a_shared_name_is_found(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / "p" / f"{name}.py").write_text(text)
     assert shared(tmp_path, ["p"]) == {"Run": ["p/a.py", "p/q/c.py"]}
+
+
+def sources(package: str) -> dict[str, str]:
+    """Return the text of each module of a package, by its path in the repository."""
+    files = (REPOSITORY / package).rglob("*.py")
+    return {str(file.relative_to(REPOSITORY)): file.read_text(encoding="utf-8") for file in files}
+
+
+def test_records_are_typed() -> None:
+    """A dictionary whose keys are known is a TypedDict or a dataclass; what is left of the others only shrinks."""
+    assert sum(text.count("dict[str, Any]") for text in sources("orchestrator").values()) < 80
+
+
+def test_no_public_function_takes_settings_of_any_kind() -> None:
+    loose = re.compile(r"^ *def [a-z]\w*\([^)]*\*\*(settings|options): Any", re.MULTILINE)
+    assert [path for package in PACKAGES for path, text in sources(package).items() if loose.search(text)] == []
+
+
+def test_options_are_declared_in_one_file() -> None:
+    """The runner makes the command line from the classes of options; `--version` is of no verb."""
+    declaring = [path for path, text in sources("orchestrator").items() if "typer.Option(" in text]
+    assert sorted(declaring) == ["orchestrator/config/options.py", "orchestrator/main.py"]
