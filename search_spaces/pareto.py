@@ -34,7 +34,7 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
         return _ranks_by_pairs(np.asarray(values, dtype=float))
     order = sorted(range(len(values)), key=lambda i: tuple(values[i]))
     levels = [0] * len(values)
-    lowest = []
+    lowest: list[float] = []
     previous = None
     for i in order:
         if previous is not None and tuple(values[i]) == tuple(values[previous]):

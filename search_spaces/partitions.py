@@ -56,7 +56,7 @@ def full_sizes(num_heads: int, groups: int) -> list[int]:
 
 def cut_into(order: Sequence[int], sizes: Sequence[int]) -> Partition:
     """Consecutive pieces of `order`, of these sizes."""
-    pieces = []
+    pieces: list[Sequence[int]] = []
     start = 0
     for size in sizes:
         pieces.append(order[start : start + size])

@@ -61,7 +61,9 @@ class LayerOutputScore:
     key_norm: Norm | None = None
     module: Any = None
     cache_bytes: int = CACHE_BYTES
-    _effects: OrderedDict[tuple[int, ...], Tensor] = field(default_factory=OrderedDict)
+    _effects: OrderedDict[tuple[int, ...], Tensor] = field(
+        default_factory=OrderedDict[tuple[int, ...], Tensor]
+    )
 
     @torch.no_grad()
     def __post_init__(self) -> None:
@@ -134,7 +136,7 @@ class LayerOutputScore:
 
         New groups are computed together, as many as may be remembered at a time.
         """
-        values = []
+        values: list[float] = []
         for some in self._fitting(partitions):
             self._make_known(
                 dict.fromkeys(group for partition in some for group in partition if len(group) > 1)
@@ -172,7 +174,7 @@ class LayerOutputScore:
 
     def _make_known(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Compute the effects of these groups, forgetting the oldest others to make room."""
-        missing = []
+        missing: list[tuple[int, ...]] = []
         count = len(self._effects)
         for group in groups:
             if group in self._effects:
@@ -196,7 +198,7 @@ class LayerOutputScore:
         flat = [h for group_members in members for h in group_members]
 
         def pooled(x_HSTd: Tensor) -> Tensor:
-            x = x_HSTd[flat].unflatten(0, (-1, size))
+            x = torch.unflatten(x_HSTd[flat], 0, (-1, size))
             return x.mean(1, keepdim=True).expand_as(x).flatten(0, 1)
 
         k = pooled(self._k) if "key" in self.sides else self._k[flat]
@@ -204,7 +206,7 @@ class LayerOutputScore:
         mixed = self._mixed(flat, self._rotated(k, self.key_norm), v) - self._own[flat]
         return [
             self._output(group_members, group_scores)
-            for group_members, group_scores in zip(members, mixed.split(size), strict=True)
+            for group_members, group_scores in zip(members, torch.split(mixed, size), strict=True)
         ]
 
     def _mixed(self, members: list[int], k_gSTd: Tensor, v_gSTd: Tensor) -> Tensor:
@@ -269,7 +271,7 @@ class ModelScore:
 
     plan_with: Callable[[Partition], AttentionPlan]
     measure: Callable[[AttentionPlan], float]
-    _known: dict[Partition, float] = field(default_factory=dict)
+    _known: dict[Partition, float] = field(default_factory=dict[Partition, float])
 
     def score(self, partition: Partition) -> float:
         if partition not in self._known:

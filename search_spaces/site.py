@@ -68,7 +68,7 @@ def plan_of_sites(
     """
     units = groups_of(geometry.kv_map)
     single_units = tuple((unit,) for unit in range(len(units)))
-    layers = []
+    layers: list[LayerPlan] = []
     for layer in range(geometry.num_layers):
         keys, values = (
             expand_units(partitions.get((layer, side), single_units), units) for side in SIDES

@@ -121,7 +121,7 @@ class Streams:
         self.model = model
         self.modules = modules
         self.layers = [layer_of(model, module) for module in modules]
-        self.batches = sequences.split(batch_of(sequences.shape[1], batch_size))
+        self.batches: Sequence[Tensor] = sequences.split(batch_of(sequences.shape[1], batch_size))
         self._restart()
 
     def _restart(self) -> None:

@@ -114,7 +114,7 @@ def dha(
     values = int(problem.total * (1 - key_share) + 1e-9)
     least = problem.num_layers
     most = problem.num_layers * problem.stored
-    sides = []
+    sides: list[tuple[int, ...]] = []
     for side, total in (("key", problem.total - values), ("value", values)):
         if not least <= total <= most:
             raise ValueError(

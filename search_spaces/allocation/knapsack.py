@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attention.axes import Knob
 from search_spaces.allocation.problem import AllocationProblem, Counts
@@ -42,7 +43,7 @@ def knapsack(
     """
     least = np.full(budget + 1, np.inf)
     least[0] = 0.0
-    steps = []
+    steps: list[tuple[list[int], NDArray[np.intp]]] = []
     for site, curve in enumerate(curves):
         options = sorted(curve.items())
         if not options or not all(np.isfinite(error) for _, error in options):
@@ -64,7 +65,7 @@ def knapsack(
             f"the sites take "
             f"{lowest} to {highest} in steps of their admissible counts"
         )
-    chosen = []
+    chosen: list[int] = []
     for counts, choice in reversed(steps):
         count = counts[int(choice[used])]
         chosen.append(count)
@@ -183,7 +184,7 @@ def usual_counts(stored: int, num_heads: int) -> tuple[int, ...]:
 
 def considered(problem: AllocationProblem, counts: str) -> list[int]:
     """Return the admissible counts of the kind `counts`; all heads may always be kept."""
-    kinds = {
+    kinds: dict[str, Callable[[int], bool]] = {
         "any": lambda g: not problem.usual or g in problem.usual,
         "all": lambda g: True,
         "powers_of_two": lambda g: g & (g - 1) == 0,

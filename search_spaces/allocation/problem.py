@@ -12,6 +12,9 @@ from fractions import Fraction
 from attention.ratios import whole_heads
 
 Counts = tuple[tuple[int, int], ...]
+SiteLoss = Callable[[int, str], float]
+SiteCurves = Callable[[Sequence[tuple[int, str]], Sequence[int]], list[dict[int, float]]]
+PlanLoss = Callable[[Counts], float]
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,9 @@ class AllocationProblem:
     stored: int
     kv_ratio: float | Fraction
     admissible: tuple[int, ...]
-    loss: Callable[[int, str], float] | None = None
-    curves: Callable[[Sequence[tuple[int, str]], Sequence[int]], list[dict[int, float]]] | None = (
-        None
-    )
-    final: Callable[[Counts], float] | None = None
+    loss: SiteLoss | None = None
+    curves: SiteCurves | None = None
+    final: PlanLoss | None = None
     usual: tuple[int, ...] = ()
 
     @property

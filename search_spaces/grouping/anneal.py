@@ -60,7 +60,7 @@ def best_of_runs(
 
     Each run starts from a random partition.
     """
-    runs = []
+    runs: list[tuple[Partition, float]] = []
     for temperatures in schedules:
         start = random_partition(num_heads, groups, generator)
         runs.append(swap_search(cost, start, temperatures, generator))

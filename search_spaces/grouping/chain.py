@@ -65,10 +65,10 @@ class Chain:
     counts: Sequence[tuple[int, int]]
     iterations: Mapping[SiteKey, int]
     generator: np.random.Generator
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    found: dict[SiteKey, Partition] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    found: dict[SiteKey, Partition] = field(default_factory=dict[SiteKey, Partition])
     score: float = -np.inf
-    history: list[tuple[SiteKey, Walk]] = field(default_factory=list)
+    history: list[tuple[SiteKey, Walk]] = field(default_factory=list[tuple[SiteKey, Walk]])
 
     def __post_init__(self) -> None:
         choices = searched_sites(self.counts, self.geometry.num_kv_heads)

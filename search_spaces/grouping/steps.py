@@ -84,7 +84,7 @@ class Walk:
     best: Partition | None = None
     best_score: float = -np.inf
     pending: Partition | None = None
-    trace: list[WalkStep] = field(default_factory=list)
+    trace: list[WalkStep] = field(default_factory=list[WalkStep])
     _was_reset: bool = False
 
     def __post_init__(self) -> None:

@@ -56,7 +56,7 @@ def exact_partition(
             group_cost.table(num_heads, range(1, largest + 1)), num_heads, max(requested_sizes)
         )
         return {g: programme.best(g) for g in requested_sizes}
-    results = {}
+    results: dict[int, Grouping] = {}
     for g in requested_sizes:
         largest = largest_group(num_heads, g, equal_sizes)
         size = largest if num_heads % g == 0 else None
@@ -124,7 +124,7 @@ class Programme:
 
     def best(self, groups: int) -> Grouping:
         """Return the cheapest partition into so many groups; its score is minus the cost."""
-        partition = []
+        partition: list[list[int]] = []
         mask = self.full
         for left in range(groups, 0, -1):
             options = _first_groups(mask, self.size)

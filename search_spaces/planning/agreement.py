@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.stats import spearmanr
+from scipy.stats import (  # pyright: ignore[reportMissingTypeStubs] - scipy has no types
+    spearmanr,  # pyright: ignore[reportUnknownVariableType]
+)
 
 from attention.base.progress import stage
 from search_spaces.costs import exchanged
@@ -90,13 +92,13 @@ def agreement(
         random_swaps(count, groups, moves, generator)
         for _ in range(2 * context.geometry.num_layers)
     ]
-    sites = []
+    sites: list[Agreement] = []
     with stage("scoring moves both ways", sum(map(len, swaps)), "moves") as progress:
         for index, candidates in enumerate(swaps):
             site = _site(context, index // 2, SIDES[index % 2], tokens)
             cheap = LayerOutputScore.from_site(site, tokens=tokens).scores(candidates)
             assert site.plan_with is not None and site.measure is not None
-            full = []
+            full: list[float] = []
             whole = ModelScore(site.plan_with, site.measure)
             for candidate in candidates:
                 full.append(whole.score(candidate))

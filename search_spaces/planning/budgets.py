@@ -18,7 +18,13 @@ from typing import Any
 from attention.geometry import HeadGeometry
 from attention.ratios import most_heads, own_cache, own_heads, percent
 from search_spaces.allocation.knapsack import BY_CURVES, considered, reachable, usual_counts
-from search_spaces.allocation.problem import AllocationProblem, Counts
+from search_spaces.allocation.problem import (
+    AllocationProblem,
+    Counts,
+    PlanLoss,
+    SiteCurves,
+    SiteLoss,
+)
 from search_spaces.recipes.recipe import AXES, Recipe
 from search_spaces.recipes.rules import keeps_everything, nothing_to_fuse, sharing_saves_no_cache
 from search_spaces.sharing.matching import share_count
@@ -53,19 +59,34 @@ def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]
     return tuple(g for g in range(1, stored + 1) if not equal or stored % g == 0)
 
 
-def problem_of(
-    recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry, **measures: Any
-) -> AllocationProblem:
-    """Return what the recipe's allocation is handed.
+def flat_loss(layer: int, side: str) -> float:
+    """Return 1, the loss of every site where only head counts matter."""
+    return 1.0
 
-    `measures`: `loss`, `curves` and `final` of the problem.
-    """
+
+def problem_of(
+    recipe: Recipe,
+    kv_ratio: float | Fraction,
+    geometry: HeadGeometry,
+    *,
+    loss: SiteLoss | None = None,
+    curves: SiteCurves | None = None,
+    final: PlanLoss | None = None,
+) -> AllocationProblem:
+    """Return what the recipe's allocation is handed."""
     counts = admissible_counts(recipe, geometry)
     usual = (
         usual_counts(geometry.num_kv_heads, geometry.num_heads) if recipe.equal_groups else counts
     )
     return AllocationProblem(
-        geometry.num_layers, geometry.num_kv_heads, kv_ratio, counts, **measures, usual=usual
+        geometry.num_layers,
+        geometry.num_kv_heads,
+        kv_ratio,
+        counts,
+        loss=loss,
+        curves=curves,
+        final=final,
+        usual=usual,
     )
 
 
@@ -182,7 +203,7 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
         recipe,
         kv_ratio,
         geometry,
-        loss=lambda *_: 1.0,
+        loss=flat_loss,
         curves=lambda sites, counts: [dict.fromkeys(counts, 0.0)] * len(sites),
     )
     if problem.total < 2 * geometry.num_layers:

@@ -16,7 +16,7 @@ from attention.geometry import HeadGeometry
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.partitions import Partition
-from search_spaces.planning.budgets import check_budget, problem_of
+from search_spaces.planning.budgets import check_budget, flat_loss, problem_of
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.curves import (
     CurvePoint,
@@ -68,9 +68,7 @@ def requested_counts(
         return [dict.fromkeys(counts, 0.0)] * len(sites)
 
     check_budget(recipe, kv_ratio, geometry)
-    recipe.apply(
-        "allocation", problem_of(recipe, kv_ratio, geometry, loss=lambda *_: 1.0, curves=flat)
-    )
+    recipe.apply("allocation", problem_of(recipe, kv_ratio, geometry, loss=flat_loss, curves=flat))
     return requested
 
 

@@ -63,14 +63,22 @@ class PlanningContext:
     output_metrics: Sequence[Tensor] | None = None
     original: Original | None = None
     first_layer: int = 0
-    work: list[FitWork] = field(default_factory=list, repr=False, compare=False)
+    work: list[FitWork] = field(default_factory=list[FitWork], repr=False, compare=False)
     increases: dict[AttentionPlan, list[float]] = field(
-        default_factory=dict, repr=False, compare=False
+        default_factory=dict[AttentionPlan, list[float]], repr=False, compare=False
     )
-    curves: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
-    _similarities: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
-    _trials: dict[int, LayerTrials] = field(default_factory=dict, repr=False, compare=False)
-    _metrics: dict[int, list[Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    curves: dict[str, dict[str, Any]] = field(
+        default_factory=dict[str, dict[str, Any]], repr=False, compare=False
+    )
+    _similarities: dict[Any, np.ndarray] = field(
+        default_factory=dict[Any, np.ndarray], repr=False, compare=False
+    )
+    _trials: dict[int, LayerTrials] = field(
+        default_factory=dict[int, LayerTrials], repr=False, compare=False
+    )
+    _metrics: dict[int, list[Tensor]] = field(
+        default_factory=dict[int, list[Tensor]], repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         layers = self.geometry.num_layers

@@ -269,7 +269,9 @@ def _read(file: Path | None) -> dict[str, CurvePoint]:
     None if it is missing or damaged, since they can be measured again.
     """
     try:
-        record = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+        record: dict[str, Any] = (
+            json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+        )
         return points_of(record)
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 @contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Generator[None, None, None]:
     """Make `folder` and hold a lock of it while the body runs.
 
     Where the file system has no locks, two that write at one moment may lose what one has written,

@@ -13,7 +13,6 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -104,13 +103,15 @@ class Planner:
     def counts(self) -> Counts:
         """Return (key heads, value heads) of each layer, by the allocation, within the budget."""
         recipe = self.recipe
-        measures: dict[str, Any] = {
-            "loss": self.grouper.cost_of_one_group,
-            "curves": lambda sites, counts: side_curves(self.curves, recipe, sites, counts),
-        }
-        if recipe.knobs("allocation").get("increases") == MEASURED_INCREASE:
-            measures["final"] = self._final
-        problem = problem_of(recipe, self.kv_ratio, self.context.geometry, **measures)
+        measured = recipe.knobs("allocation").get("increases") == MEASURED_INCREASE
+        problem = problem_of(
+            recipe,
+            self.kv_ratio,
+            self.context.geometry,
+            loss=self.grouper.cost_of_one_group,
+            curves=lambda sites, counts: side_curves(self.curves, recipe, sites, counts),
+            final=self._final if measured else None,
+        )
         counts = recipe.apply("allocation", problem)
         total = sum(keys + values for keys, values in counts)
         if total != problem.total:

@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import (
+    load_file,  # pyright: ignore[reportUnknownVariableType] - its PathLike has no parameter
+    save,
+)
 
 from attention.io.files import write_whole
 from search_spaces.planning.folder_lock import locked_folder

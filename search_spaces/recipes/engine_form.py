@@ -97,7 +97,7 @@ class EngineForm:
             The reasons; empty if there are none.
         """
         name = f"target {self.target}"
-        reasons = []
+        reasons: list[str] = []
         by_layer = (
             "by_layer" in ALLOCATION.get(record["allocation"]).needs
             if "allocation" in record

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from attention.axes import ALIGNMENT, FUSION, Axis, Part
 from attention.base.messages import near, one_of
@@ -73,7 +73,7 @@ class Recipe:
         settings = dict(self.settings)
         if self.by not in BY:
             raise RecipeError(f"recipe {self.name}: {one_of('by', BY, self.by)}")
-        if not isinstance(self.together, bool):
+        if type(self.together) is not bool:  # from JSON it may be anything
             raise RecipeError(
                 f"recipe {self.name}: together must be true or false, got {self.together!r}"
             )
@@ -116,7 +116,7 @@ class Recipe:
     @property
     def needs(self) -> frozenset[str]:
         """What the parts need: of "statistics", "model", "sequences" and internal marks."""
-        return frozenset().union(*(part.needs for part in self.parts().values()))
+        return frozenset(need for part in self.parts().values() for need in part.needs)
 
     @property
     def equal_groups(self) -> bool:
@@ -139,13 +139,9 @@ class Recipe:
             raise RecipeError(
                 f"a recipe has the fields {sorted(names)} and needs a name, got {sorted(record)}"
             )
-        settings = record.get("settings", {})
-        if not isinstance(settings, Mapping):
-            raise RecipeError(
-                f"recipe {record['name']}: settings must map 'axis.knob' to values, got "
-                f"{settings!r}"
-            )
-        return cls(**{**record, "settings": tuple(sorted(settings.items()))})
+        settings = _settings_of(record["name"], record)
+        values: dict[str, Any] = {**record, "settings": tuple(sorted(settings.items()))}
+        return cls(**values)
 
     @property
     def digest(self) -> str:
@@ -173,12 +169,8 @@ class Recipe:
                 f"are {list(_CHOSEN)}, and "
                 "settings like grouping.iterations"
             )
-        settings = changes.pop("settings", {})
-        if not isinstance(settings, Mapping):
-            raise RecipeError(
-                f"recipe {self.name}: settings must map 'axis.knob' to values, got {settings!r}"
-            )
-        new = {**settings, **dotted}
+        new = {**_settings_of(self.name, changes), **dotted}
+        changes.pop("settings", None)
         replaced = {
             axis for axis in AXES if axis in changes and changes[axis] != getattr(self, axis)
         }
@@ -192,3 +184,16 @@ class Recipe:
                 chosen[name] = changes[name] = None
                 old = {k: v for k, v in old.items() if not k.startswith(f"{name}.")}
         return replace(self, **changes, settings=tuple(sorted({**old, **new}.items())))
+
+
+def _settings_of(name: Any, record: Mapping[str, Any]) -> Mapping[str, Any]:
+    settings = record.get("settings", {})
+    if not _is_mapping(settings):
+        raise RecipeError(
+            f"recipe {name}: settings must map 'axis.knob' to values, got {settings!r}"
+        )
+    return settings
+
+
+def _is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping)

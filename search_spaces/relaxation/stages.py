@@ -123,7 +123,7 @@ def lagrangian(
     """
     if not halving:
         return (plan,)
-    stages = []
+    stages: list[AttentionPlan] = []
     size = 2
     while (stage := _in_groups_of(size, plan)) != plan:
         stages.append(stage)

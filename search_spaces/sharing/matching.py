@@ -52,7 +52,7 @@ def best_matches(cosines: np.ndarray, num_heads: int) -> list[HeadShare]:
     The best pairs come first.
     """
     rounded = np.round(cosines, DECIMALS)
-    matches = []
+    matches: list[tuple[float, HeadShare]] = []
     for index in range(num_heads, len(rounded)):
         layer, head = divmod(index, num_heads)
         earlier = rounded[index, : layer * num_heads]

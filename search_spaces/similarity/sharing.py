@@ -120,7 +120,7 @@ def sharing_similarity(
 
 def _pairs(groups: Iterable[Sequence[int]], kv_map: Sequence[int]) -> list[tuple[int, int]]:
     """Return the pairs of query heads that share a group, one query head per stored head."""
-    pairs = []
+    pairs: list[tuple[int, int]] = []
     for group in groups:
         stored = {kv_map[head]: head for head in reversed(group)}
         pairs += combinations(sorted(stored.values()), 2)

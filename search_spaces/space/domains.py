@@ -47,7 +47,9 @@ class Domain:
         if self.kind == "int":
             return int(generator.integers(int(self.low), int(self.high) + 1))
         if self.kind == "log_float":
-            return float(np.exp(generator.uniform(np.log(self.low), np.log(self.high))))
+            low = float(np.log(self.low))
+            high = float(np.log(self.high))
+            return float(np.exp(generator.uniform(low, high)))
         return float(generator.uniform(self.low, self.high))
 
 

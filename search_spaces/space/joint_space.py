@@ -55,14 +55,18 @@ class JointSpace:
 
     kv_ratios: Sequence[float | Fraction]
     geometry: HeadGeometry | None = None
-    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
     provided: Sequence[str] = PROVIDED
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     engine: EngineForm | None = None
     strict: bool = False
-    _feasible: dict[tuple[Any, ...], bool] = field(default_factory=dict, repr=False)
-    _budgets: dict[tuple[Any, ...], str | None] = field(default_factory=dict, repr=False)
-    _ceilings: set[float | Fraction] = field(default_factory=set, repr=False)
+    _feasible: dict[tuple[Any, ...], bool] = field(
+        default_factory=dict[tuple[Any, ...], bool], repr=False
+    )
+    _budgets: dict[tuple[Any, ...], str | None] = field(
+        default_factory=dict[tuple[Any, ...], str | None], repr=False
+    )
+    _ceilings: set[float | Fraction] = field(default_factory=set[float | Fraction], repr=False)
 
     def __post_init__(self) -> None:
         if not self.kv_ratios:
@@ -73,7 +77,11 @@ class JointSpace:
         if self.engine is not None:
             self.settings = self.engine.settings() | dict(self.settings)
             self.geometry = self.geometry and self.engine.limited(self.geometry)
-        self._options = {"kv_ratio": tuple(self.kv_ratios), "together": (False, True), "by": BY}
+        self._options: dict[str, tuple[Any, ...]] = {
+            "kv_ratio": tuple(self.kv_ratios),
+            "together": (False, True),
+            "by": BY,
+        }
         for name, axis in AXES.items():
             requested = self.choices.get(name, ())
             # A search phase of training steps goes before any plan of these: not unasked
@@ -263,7 +271,7 @@ class JointSpace:
         }
 
     def _knob_domains(self, full: SpacePoint) -> list[Domain]:
-        domains = []
+        domains: list[Domain] = []
         for name, knob in sorted(self._knobs(full).items()):
             if knob.searched and name not in self.settings:
                 # Knobs of one name on different parts of an axis are different domains: their
@@ -322,7 +330,7 @@ def _twice_the_same(full: SpacePoint) -> list[str]:
     if not {"grouping", "together"} <= set(full):
         return []
     searched = full["grouping"] != "neighbour"
-    reasons = []
+    reasons: list[str] = []
     allocation = full.get("allocation")
     same = allocation is not None and "apart" not in AXES["allocation"].get(allocation).needs
     if not searched and full["together"] is False and same:
