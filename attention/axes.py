@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from attention.base.messages import near, one_of
+from attention.base.messages import did_you_mean, one_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("int", "float", "log_float", "choice", "bool")
@@ -124,7 +124,8 @@ class Part:
         unknown = sorted(set(values) - set(knobs))
         if unknown:
             raise ValueError(
-                f"{self.axis}={self.name} has no setting {unknown[0]!r}{near(unknown[0], knobs)}; "
+                f"{self.axis}={self.name} has no setting {unknown[0]!r}"
+                f"{did_you_mean(unknown[0], knobs)}; "
                 f"it has "
                 f"{sorted(knobs) or 'none'}"
             )

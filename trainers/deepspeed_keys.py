@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attention.base.messages import near
+from attention.base.messages import did_you_mean
 
 DECIDED = {
     "train_batch_size": "set train.batch_size",
@@ -62,7 +62,7 @@ def check_keys(keys: Mapping[str, Any], known_keys: KeyTree | None = _KEYS, path
             raise ValueError(f"{name} is decided by Headfold; {DECIDED[name]}")
         if known_keys is not None and key not in known_keys:
             raise ValueError(
-                f"{name}: unknown key{near(key, known_keys)}; allowed here: "
+                f"{name}: unknown key{did_you_mean(key, known_keys)}; allowed here: "
                 f"{', '.join(sorted(known_keys))}"
             )
         kind = known_keys[key] if known_keys is not None else Any

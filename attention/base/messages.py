@@ -14,7 +14,7 @@ _LONGEST = 800
 """Characters of what a library says; a longer text loses its middle."""
 
 
-def near(word: Any, allowed: Iterable[Any]) -> str:
+def did_you_mean(word: Any, allowed: Iterable[Any]) -> str:
     """Return ` (did you mean gqa?)` if `word` is nearly an allowed name, else nothing."""
     names = {str(name).lower(): str(name) for name in allowed}
     close = get_close_matches(word.lower(), names, n=1) if isinstance(word, str) else []
@@ -24,7 +24,7 @@ def near(word: Any, allowed: Iterable[Any]) -> str:
 def one_of(what: str, allowed: Iterable[Any], value: Any) -> str:
     """Return the error message for a choice that does not exist."""
     names = list(allowed)
-    return f"{what} must be one of {names}, got {reprlib.repr(value)}{near(value, names)}"
+    return f"{what} must be one of {names}, got {reprlib.repr(value)}{did_you_mean(value, names)}"
 
 
 def reason(error: BaseException, hide: Callable[[str], str] = str) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from attention.base.messages import near
+from attention.base.messages import did_you_mean
 from orchestrator.config.parsing import BY_COMMA, NUMBERS
 from orchestrator.tasks.packages import install_message, is_missing
 
@@ -33,10 +33,12 @@ def usage_message(error: Any, arguments: Sequence[str]) -> str | None:
     elif context is not None and option and message.startswith("No such"):
         names = [name for parameter in context.command.params for name in parameter.opts]
         options = [name for name in names if name.startswith("--")]
-        message = f"no such option {option!r}{near(option, options)}"
+        message = f"no such option {option!r}{did_you_mean(option, options)}"
     elif context is not None and (verb := re.match("No such command '(.*?)'", message)):
         verbs = sorted(context.command.commands)
-        message = f"no such verb {verb[1]!r}{near(verb[1], verbs)}; there are {', '.join(verbs)}"
+        message = (
+            f"no such verb {verb[1]!r}{did_you_mean(verb[1], verbs)}; there are {', '.join(verbs)}"
+        )
     elif message.startswith("Invalid value") and (parameter := getattr(error, "param", None)):
         message += "".join(f", got {value!r}" for value in _values(parameter.opts, arguments)[-1:])
     if re.match(rf"[Gg]ot unexpected extra argument(s|\(s\))? \({NUMBERS.pattern}\)", message):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from attention.base.messages import near, reason
+from attention.base.messages import did_you_mean, reason
 
 _MOST_LINES = 12  # mistakes of one file that a message lists
 IN_WORDS = {
@@ -146,14 +146,14 @@ def _explain(item: Any, root: type[BaseModel]) -> str:
     if item["type"] == "extra_forbidden":
         allowed = sorted(_fields_at(location[:-1], root))
         return (
-            f"{path}: unknown key{near(str(location[-1]), allowed)}; allowed here: "
+            f"{path}: unknown key{did_you_mean(str(location[-1]), allowed)}; allowed here: "
             f"{', '.join(allowed)}"
         )
     if item["type"] == "missing":
         return f"{path}: required, but not given"
     message: str = IN_WORDS.get(item["type"]) or item["msg"].removeprefix("Value error, ")
     if item["type"] == "literal_error":
-        message += near(item["input"], re.findall("'(.*?)'", item["ctx"]["expected"]))
+        message += did_you_mean(item["input"], re.findall("'(.*?)'", item["ctx"]["expected"]))
     return f"{path}: got {shown(item['input'])}; {message[:1].lower()}{message[1:]}"
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from attention.base.messages import near
+from attention.base.messages import did_you_mean
 from attention.base.text import compact
 from attention.base.timing import duration
 from attention.ratios import percent
@@ -229,7 +229,8 @@ def _check_id(
         )
     if trial_id not in usable:
         raise ConfigError(
-            f"--trial: {trial_id!r} is no finished trial of this search{near(trial_id, usable)}; "
+            f"--trial: {trial_id!r} is no finished trial of this search"
+            f"{did_you_mean(trial_id, usable)}; "
             f"there are {sorted(usable) or 'none'}"
         )
     if usable[trial_id].recipe == baseline:

@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from attention.axes import AUTO_KNOB
-from attention.base.messages import cut, near
+from attention.base.messages import cut, did_you_mean
 from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
 from attention.ratios import ROUNDING, ratio_of_kv_heads
@@ -275,7 +275,7 @@ def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
     where = f"search.recipes: {arm.name}"
     fields = (*AXES, "together", "by")
     if unknown := next((name for name in arm.changes if name not in fields), None):
-        wrong = f"{cut(repr(unknown))}{near(unknown, fields)}"
+        wrong = f"{cut(repr(unknown))}{did_you_mean(unknown, fields)}"
         raise ConfigError(f"{where}: changes: no axis {wrong}; there are {', '.join(fields)}")
     try:
         recipe = named_recipe(arm.recipe, **arm.changes, settings=arm.params)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NotRequired
 
 import torch
 
-from attention.base.messages import near
+from attention.base.messages import did_you_mean
 from attention.checkpoint import Checkpoint
 from attention.conversion.convert import build
 from attention.io import checkpoint
@@ -158,7 +158,7 @@ class Train(TrainingTask[TrainOptions, TrainRecord]):
             if name not in defaults:
                 there_are = ", ".join(defaults)
                 raise ConfigError(
-                    f"composition.{name}: unknown setting{near(name, defaults)}; there are "
+                    f"composition.{name}: unknown setting{did_you_mean(name, defaults)}; there are "
                     f"{there_are}"
                 )
             if type(value) is not type(defaults[name]):

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeGuard
 
 from attention.axes import ALIGNMENT, FUSION, Axis, Part
-from attention.base.messages import near, one_of
+from attention.base.messages import did_you_mean, one_of
 from attention.conversion.refinement.refine import REFINEMENT
 from search_spaces.axes import (
     ALLOCATION,
@@ -93,7 +93,7 @@ class Recipe:
         if unknown:
             raise RecipeError(
                 f"recipe {self.name}: setting {unknown[0]!r} belongs to no chosen "
-                f"part{near(unknown[0], full)}; "
+                f"part{did_you_mean(unknown[0], full)}; "
                 f"there are {sorted(full) or 'none'}"
             )
         object.__setattr__(self, "settings", tuple(sorted(full.items())))
@@ -165,7 +165,8 @@ class Recipe:
         unknown = sorted(set(changes) - {*_CHOSEN, "settings"})
         if unknown:
             raise RecipeError(
-                f"recipe {self.name}: no field {unknown[0]!r}{near(unknown[0], _CHOSEN)}; there "
+                f"recipe {self.name}: no field {unknown[0]!r}"
+                f"{did_you_mean(unknown[0], _CHOSEN)}; there "
                 f"are {list(_CHOSEN)}, and "
                 "settings like grouping.iterations"
             )

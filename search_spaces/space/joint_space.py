@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from attention.axes import AUTO_KNOB, Knob
-from attention.base.messages import near
+from attention.base.messages import did_you_mean
 from attention.geometry import HeadGeometry
 from search_spaces.planning.budgets import nearest_budget, require_budget
 from search_spaces.recipes.catalogue import AXES, BY, RECIPES, Recipe, RecipeError
@@ -96,7 +96,7 @@ class JointSpace:
             if name not in self._options or name == "kv_ratio":
                 fields = sorted(set(self._options) - {"kv_ratio"})
                 raise ValueError(
-                    f"choices are for the fields {fields}, got {name!r}{near(name, fields)}"
+                    f"choices are for the fields {fields}, got {name!r}{did_you_mean(name, fields)}"
                 )
             if not allowed:
                 raise ValueError(
@@ -107,7 +107,8 @@ class JointSpace:
             if unknown:
                 options = list(self._options[name])
                 raise ValueError(
-                    f"{name} must be among {options}, got {unknown[0]!r}{near(unknown[0], options)}"
+                    f"{name} must be among {options}, got {unknown[0]!r}"
+                    f"{did_you_mean(unknown[0], options)}"
                 )
             # "Not used" stays open: whether a field is used is decided by the fields before it.
             unused = (None,) if name in OPTIONAL else ()
