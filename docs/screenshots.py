@@ -127,7 +127,7 @@ def shoot_mlflow(browser: Browser, search: SearchFolder, out: Path) -> None:
         keep("mlflow-runs")
         tracker = Tracker(server, run.info.experiment_id)
         page.goto(f"{server}{share_view(tracker, run.info.run_id)}")
-        page.locator(NOTICE).click()
+        page.locator(NOTICE).dispatch_event("click")  # it moves, which a click waits out
         page.locator(".js-plotly-plot .trace").first.wait_for(state="attached")
         keep("mlflow-charts")
         page.close()
