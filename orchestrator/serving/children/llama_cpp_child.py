@@ -9,8 +9,13 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+LOG_SECONDS = (
+    1.0  # llama.cpp's log, which has the reason of a failure, is written by another thread
+)
 
 
 def parameters(request, engine):
@@ -88,7 +93,11 @@ def main():
     """Answer the request."""
     engine: Any = importlib.import_module("xllamacpp")
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    server = engine.Server(parameters(request, engine))
+    try:
+        server = engine.Server(parameters(request, engine))
+    except RuntimeError:
+        time.sleep(LOG_SECONDS)
+        raise
     version = f"xllamacpp {engine.__version__}"
     if request["repetitions"]:
         # The first one touches memory that is not there yet

@@ -318,6 +318,10 @@ def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path, empty_store:
         assert not (tmp_path / "storage" / "mlflow.db").exists()
     finally:
         os.killpg(server.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # uvicorn may wait for a connection that is still open
+            server.wait(timeout=10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
         server.wait(timeout=30)
 
 
