@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 if TYPE_CHECKING:
     from attention.checkpoint import Checkpoint
@@ -688,6 +689,16 @@ class ExportOptions:
     dequantize: Dequantize = False
 
 
+def _train_tokens(limit: str) -> OptionInfo:
+    return typer.Option(
+        min=2, help=f"Tokens of training text (default: what the steps take, {limit} at most)."
+    )
+
+
+def _settings(examples: str) -> OptionInfo:
+    return typer.Option("--set", metavar="KEY=VALUE", help=f"e.g. {examples}; repeatable.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(EvalTextOptions):
     """What trainings outside of a search have in common."""
@@ -711,12 +722,7 @@ class TrainingOptions(EvalTextOptions):
             "files, a hub name, stdlib, or builtin (the default: prose and code of this Python).",
         ),
     ] = None
-    train_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Tokens of training text (default: what the steps take, 4M at most)."
-        ),
-    ] = None
+    train_tokens: Annotated[int | None, _train_tokens("4M")] = None
     eval_every: Annotated[
         int | None,
         typer.Option(min=1, help="Steps between measurements and checkpoints (default: a tenth)."),
@@ -724,11 +730,7 @@ class TrainingOptions(EvalTextOptions):
     overrides: Annotated[
         Sequence[str] | None,
         Typed(list[str] | None),
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="e.g. composition.rank=4, train.batch_size=32; repeatable.",
-        ),
+        _settings("composition.rank=4, train.batch_size=32"),
     ] = None
     overwrite: Overwrite = False
     device: Device = "auto"
@@ -791,20 +793,11 @@ class FinetuneOptions(TrainingOptions, DeviceOptions):
             help="Model to learn from too (distillation by KL), e.g. that before conversion."
         ),
     ] = None
-    train_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Tokens of training text (default: what the steps take, 100M at most)."
-        ),
-    ] = None
+    train_tokens: Annotated[int | None, _train_tokens("100M")] = None
     overrides: Annotated[
         Sequence[str] | None,
         Typed(list[str] | None),
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="e.g. train.batch_size=32, train.num_workers=8; repeatable.",
-        ),
+        _settings("train.batch_size=32, train.num_workers=8"),
     ] = None
 
     def __post_init__(self) -> None:

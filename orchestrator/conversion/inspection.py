@@ -25,6 +25,7 @@ from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.execution import convert_and_refine
 from orchestrator.conversion.memory_store import MemoryStore
+from orchestrator.conversion.record import OriginalFacts
 from orchestrator.conversion.request import ConversionRequest
 from search_spaces.planning.budgets import nearest_budget
 from search_spaces.planning.context import PlanningContext
@@ -79,14 +80,13 @@ class RecipeEntry(TypedDict):
     seconds: float
 
 
-class InspectionRecord(TypedDict):
+class InspectionRecord(OriginalFacts):
     """The JSON of `headfold inspect`. KV ratios are shares of the checkpoint's own KV cache.
 
     A ratio that a recipe cannot meet stands for the largest budget below it: `kv_ratio_asked` is
     the one, `kv_ratio` the other.
     """
 
-    model: str
     family: str
     layers: int
     heads: int
@@ -96,15 +96,6 @@ class InspectionRecord(TypedDict):
     rotary_dims: int
     parameters: int
     kv_bytes_per_token: int
-    original_loss: float
-    original_perplexity: float
-    calibration_data: str
-    eval_data: str
-    eval_documents_left_out: int
-    sequence_length: int
-    eval_tokens: int
-    calibration_tokens: int
-    recipe: Mapping[str, Any]
     sensitivity: list[Mapping[str, Any]]
     """Of each layer and side the loss increases by head count, when only that site is fused."""
     similarity: list[Mapping[str, Any]]

@@ -73,8 +73,8 @@ class ConversionPoint(TypedDict):
     """Seconds by phase."""
 
 
-class ConversionFacts(TypedDict):
-    """What the conversions of one run have in common."""
+class OriginalFacts(TypedDict):
+    """The original model on the texts of a conversion or an inspection."""
 
     model: str
     recipe: Mapping[str, Any]
@@ -86,6 +86,11 @@ class ConversionFacts(TypedDict):
     sequence_length: int
     eval_tokens: int
     calibration_tokens: int
+
+
+class ConversionFacts(OriginalFacts):
+    """What the conversions of one run have in common."""
+
     seed: int
     dtype: str
     kv_bytes_per_token_original: int

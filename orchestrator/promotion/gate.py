@@ -165,10 +165,13 @@ class _Gate:
         baseline_loss = entry.baseline.loss if entry.baseline else None
         margin = self.config.promotion.margin
         baseline = self.config.search.baseline
-        self.checks.update(entry.comparison)
-        self.checks["loss"] = loss
-        self.checks["shipped"] = self.trained.description
-        self.checks["margin"] = margin
+        self.checks = {
+            **self.checks,
+            **entry.comparison,
+            "loss": loss,
+            "shipped": self.trained.description,
+            "margin": margin,
+        }
         if entry.recipe == baseline:
             self.reasons.append(
                 f"it is the baseline {entry.recipe} itself; nothing was better at this KV ratio"

@@ -19,6 +19,7 @@ from orchestrator.storage.promotion_record import (
     FinalistScores,
     GateChecks,
     LineageRecord,
+    LossComparison,
     PromotionRecord,
 )
 from orchestrator.storage.records import TrialRecord
@@ -166,7 +167,7 @@ class PromotionEntry:
         return self.gate.kv_bytes_per_token if self.gate else None
 
     @property
-    def comparison(self) -> GateChecks:
+    def comparison(self) -> LossComparison:
         """The losses that a promotion compares with `loss`, and the steps of best models."""
         trained, baseline = self.trained, self.baseline
         return {
@@ -194,15 +195,10 @@ class PromotionEntry:
             "role": self.role,
             "status": self.status,
             "loss": self.loss,
+            **self.comparison,
             "kl": trained.kl if trained else None,
-            "best_step": trained.step if trained else None,
             "shipped": trained.description if trained else None,
-            "last_loss": trained.last_loss if trained else None,
-            "untrained_loss": trained.untrained_loss if trained else None,
-            "baseline_loss": baseline.loss if baseline else None,
-            "baseline_step": baseline.step if baseline else None,
             "baseline_folder": baseline.folder if baseline else None,
-            "original_loss": trained.original_loss if trained else None,
             "folder": trained.folder if trained else None,
             "data_position": trained.data_position if trained else None,
             "model": self.model,

@@ -6,6 +6,17 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 
+class LossComparison(TypedDict):
+    """The losses that a promotion compares with `loss`, and the steps of best models."""
+
+    untrained_loss: float | None
+    last_loss: float | None
+    baseline_loss: float | None
+    original_loss: float | None
+    best_step: int | None
+    baseline_step: int | None
+
+
 class GateChecks(TypedDict, total=False):
     """What the gate has measured. Losses are held out, in nats per token."""
 
