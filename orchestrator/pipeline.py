@@ -41,7 +41,7 @@ from orchestrator.search.prepare import (
 from orchestrator.search.setup import open_models
 from orchestrator.search.trials.context import SearchSession
 from orchestrator.search.tune_run import run_trials
-from orchestrator.search.validation import Prepared, check_epochs, validate_search
+from orchestrator.search.validation import Prepared, check_epochs, check_gpus, validate_search
 from orchestrator.search.waiting import report_waiting
 from orchestrator.storage import records
 from orchestrator.storage.journal import Journal, check_format, load_trials
@@ -93,6 +93,7 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
         prepared = validate_search(config)
         if folder is None:  # what has begun goes on as it was begun
             check_epochs(config)
+            check_gpus(config)
         uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
         opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
         with connected() as nodes:

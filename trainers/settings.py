@@ -36,11 +36,16 @@ there are."""
 AUTO_STRATEGY: Strategy = "auto"
 
 
+COLLECTIVE_SECONDS = 1800
+"""torch.distributed's own limit, by which a worker that waits for others fails."""
+
+
 class Shape(NamedTuple):
     """Workers of a training.
 
     How many, CPUs and GPUs of each, which accelerators (Ray's name; None: any), how they lie on
-    nodes, what they compute on ("cuda" or "cpu"), and how few of them are enough (None: no fewer).
+    nodes, what they compute on ("cuda" or "cpu"), how few of them are enough (None: no fewer), and
+    how long they wait for each other in a collective operation.
     """
 
     workers: int
@@ -50,6 +55,7 @@ class Shape(NamedTuple):
     strategy: Strategy = AUTO_STRATEGY
     device: str = "cpu"
     fewest: int | None = None
+    collective_seconds: int = COLLECTIVE_SECONDS
 
     @property
     def elastic(self) -> bool:
@@ -169,7 +175,10 @@ class TrainSettings(StrictModel):
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
     """CPUs of each worker."""
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs of each worker: a whole number, or a part of one for a single worker."""
+    """GPUs of each worker: 1, or a part of one for a single worker."""
+    collective_seconds: Annotated[int, Field(ge=1)] = COLLECTIVE_SECONDS
+    """How long workers wait for each other in a collective operation before they fail: more than
+    the first one takes to write the weights of a large model to a slow folder."""
     device: Literal["auto", "cpu"] = "auto"
     """What is computed on. auto: the GPUs that a process asked for, if it did. cpu: never a GPU,
     also where GPUs are asked for, so that a search of a GPU cluster can be rehearsed where Ray
@@ -256,6 +265,7 @@ class TrainSettings(StrictModel):
             self.gpus_per_worker,
             device=device,
             fewest=fewest,
+            collective_seconds=self.collective_seconds,
         )
 
     def device_with(self, gpus: float) -> str:

@@ -146,12 +146,43 @@ def layer_by_layer(
     streams = embed(weights, config, sequences, dtype, device, batch_size)
     same: dict[str, Any] = {"sampled": sampled, "batch_size": batch_size, "mixed": mixed}
     for layer in range(geometry.num_layers):
-        window = open_window(weights, config, layer, streams, dtype, device)
-        yield collect(window, rows_of(streams), run=partial(advance_rows, window, streams), **same)[
-            0
-        ]
-        del window
-        gc.collect()  # a window and the hooks that feed it know each other
+        yield one_layer(weights, config, layer, streams, dtype=dtype, device=device, **same)
+
+
+@torch.no_grad()
+def one_layer(
+    weights: LazyWeights,
+    config: PretrainedConfig,
+    layer: int,
+    streams: Tensor,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    sampled: int,
+    batch_size: int,
+    mixed: Mixed,
+) -> LayerStatistics:
+    """Return what `layer_by_layer` yields of one layer.
+
+    Args:
+        weights: As in `layer_by_layer`, and so are the others.
+        config: That of the checkpoint.
+        layer: Its number.
+        streams: `[N, T, D]`, what enters the layer; replaced in place by what leaves it.
+        dtype: What the layer runs in.
+        device: Where it runs.
+        sampled: Number of sequences whose inputs are stored.
+        batch_size: Most sequences at once.
+        mixed: How the mixed moments are stored.
+    """
+    window = open_window(weights, config, layer, streams, dtype, device)
+    run = partial(advance_rows, window, streams)
+    (statistics,) = collect(
+        window, rows_of(streams), sampled=sampled, batch_size=batch_size, mixed=mixed, run=run
+    )
+    del window, run
+    gc.collect()  # a window and the hooks that feed it know each other
+    return statistics
 
 
 def weights_of(model: PreTrainedModel) -> str:

@@ -16,11 +16,11 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypedDict, overload
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -36,6 +36,15 @@ _AGAIN = "delete the folder and calibrate again"
 ABANDONED = 24 * 3600
 """Seconds without a new layer after which an unfinished calibration is taken for that of a killed
 process."""
+
+
+class LayerEntry(TypedDict):
+    """What `calibration.json` holds of a layer's file; its stamp: size, time in nanoseconds."""
+
+    file: str
+    tokens: int
+    sha256: str
+    stamp: list[int]
 
 
 class CalibrationError(ValueError):
@@ -172,12 +181,41 @@ def write_calibration(
 ) -> Calibration:
     """Write a calibration, one layer at a time as `layers` yields them, and open it.
 
+    Args:
+        directory: The folder.
+        layers: Statistics of each layer.
+        tokens: Number of tokens.
+        digest: Of all that the calibration depends on.
+        weights: Digest of the weights alone.
+        mixed: How the mixed moments are stored.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+
+    def write(folder: Path) -> Iterable[LayerEntry]:
+        return (write_layer(folder, number, layer) for number, layer in enumerate(layers))
+
+    return assemble_calibration(directory, write, tokens, digest, weights, mixed)
+
+
+def assemble_calibration(
+    directory: str | Path,
+    write: Callable[[Path], Iterable[LayerEntry]],
+    tokens: int,
+    digest: str,
+    weights: str,
+    mixed: Mixed = "float32",
+) -> Calibration:
+    """Make a calibration of layers that are written in any process, and open it.
+
     The folder is put in place in one step when all is written, so that a kill, a full disk or
     another process that writes the same leave no half of it.
 
     Args:
         directory: The folder.
-        layers: Statistics of each layer.
+        write: Takes the folder that the layers are written into (`write_layer`), and yields their
+            entries in order.
         tokens: Number of tokens.
         digest: Of all that the calibration depends on.
         weights: Digest of the weights alone.
@@ -192,10 +230,7 @@ def write_calibration(
     fresh = unused(target)
     fresh.mkdir()
     try:
-        entries = [
-            _write_layer(fresh / f"layer-{i:04}.safetensors", layer)
-            for i, layer in enumerate(layers)
-        ]
+        entries = list(write(fresh))
         meta = {
             "format": _FORMAT,
             "digest": digest,
@@ -210,8 +245,9 @@ def write_calibration(
     return Calibration.load(target)
 
 
-def _write_layer(path: Path, layer: LayerStatistics) -> dict[str, Any]:
-    """Return what is kept of the file in `calibration.json`."""
+def write_layer(folder: Path, number: int, layer: LayerStatistics) -> LayerEntry:
+    """Write the statistics of layer `number`; return the entry of their file."""
+    path = folder / f"layer-{number:04}.safetensors"
     with written_whole(path) as fresh:
         save_file({name: getattr(layer, name).contiguous() for name in STATISTICS}, fresh)
         checksum = sha256(fresh)

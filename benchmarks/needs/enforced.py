@@ -102,7 +102,7 @@ def run(model: Path, place: Path, *, large: bool = False) -> Iterator[Step]:
         return done[0].answer, Step(name, need, max(each.peak for each in done), width * needs.size.total)
 
     files, cache = prepared.files, prepared.cache / "calibration"
-    given = (str(model), "bfloat16", "cpu", prepared.geometry, files, cache, config.train.device_batch_size, None)
+    given = (str(model), "bfloat16", "cpu", prepared.geometry, files, cache, config.train.device_batch_size)
     original, step = limited("original model", by_name["original model"], prepare.measure_original, *given)
     yield step
     context = prepare.trial_context(config, prepared, folder, original)

@@ -9,11 +9,18 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
 from orchestrator.cluster.placement import ACCELERATOR_PREFIX, Demand, ProcessResources
-from orchestrator.cluster.ray_internals import ended_autoscaler, free_resources, node_types
+from orchestrator.cluster.ray_internals import (
+    ended_autoscaler,
+    free_resources,
+    is_head,
+    node_type_of,
+    node_types,
+)
 from orchestrator.config.schema import ConfigError, SearchConfig
 from trainers.settings import AUTO_STRATEGY, Shape, Strategy
 
@@ -23,6 +30,7 @@ AUTOSCALER_ENDED = (
     "ended, and no node will be added; {} says why; restart it with `ray up --restart-only` and "
     "the cluster's file"
 )
+_SIZES = ("CPU", "GPU")
 _EPSILON = 1e-6  # of a CPU or GPU, by which sums of fractions may be off
 
 
@@ -49,13 +57,59 @@ class Nodes:
         )
 
 
+_NodeKind = tuple[tuple[str, float], ...]
+
+
 def cluster_nodes() -> list[Nodes]:
     """Return the nodes of the cluster, of an autoscaling one at its full size."""
-    live = Counter({_node_kind(nodes.resources): nodes.count for nodes in live_nodes()})
-    limits: Counter[tuple[tuple[str, float], ...]] = Counter()
-    for count, resources in node_types():
-        limits[_node_kind(resources)] += count
-    return [Nodes(count, dict(kind)) for kind, count in (live | limits).items()]
+    nodes = Counter(_node_kind(node["Resources"]) for node in ray.nodes() if node["Alive"])
+    for missing in addable_nodes():
+        nodes[_node_kind(missing.resources)] += missing.count
+    return [Nodes(count, dict(kind)) for kind, count in nodes.items()]
+
+
+def addable_nodes() -> list[Nodes]:
+    """Return the nodes that the autoscaler may still add.
+
+    Of each type as many as there are fewer than its most, whatever Ray finds on those that are
+    there: a node may have more `accelerator_type:` resources than its type says, and other CPUs.
+    """
+    types = node_types()
+    present: dict[str, list[Mapping[str, float]]] = {name: [] for name in types}
+    for node in ray.nodes() if types else ():
+        if node["Alive"] and (name := _type_of(node, types)) is not None:
+            present[name].append(node["Resources"])
+    addable = []
+    for name, (most, written) in types.items():
+        # More nodes of a type have what the first one has, where that is known
+        sizes = {
+            kind: amount for kind, amount in next(iter(present[name]), {}).items() if kind in _SIZES
+        }
+        if (count := most - len(present[name])) > 0:
+            addable.append(Nodes(count, {**written, **sizes}))
+    return addable
+
+
+def _type_of(
+    node: Mapping[str, Any], types: Mapping[str, tuple[int, Mapping[str, float]]]
+) -> str | None:
+    """Return the name of a node's type among `types`.
+
+    A node whose start did not tell Ray its type is of one with as many GPUs, whose accelerators it
+    has.
+    """
+    name = node_type_of(node)
+    if name is not None or is_head(node):
+        return name if name in types else None
+    resources = node["Resources"]
+    alike = [
+        name
+        for name, (_, written) in types.items()
+        if written.get("GPU", 0) == resources.get("GPU", 0)
+        and all(kind in resources for kind in written if kind.startswith(ACCELERATOR_PREFIX))
+        and (written.get("GPU") or written.get("CPU") == resources.get("CPU"))
+    ]
+    return next(iter(alike), None)
 
 
 def live_nodes() -> list[Nodes]:
@@ -69,12 +123,12 @@ def free_nodes() -> list[Nodes]:
     return [Nodes(1, dict(_node_kind(resources))) for resources in free_resources()]
 
 
-def _node_kind(resources: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+def _node_kind(resources: Mapping[str, float]) -> _NodeKind:
     """Return the resources of a node that count here."""
     counted = [
         (kind, float(amount))
         for kind, amount in resources.items()
-        if kind in ("CPU", "GPU") or kind.startswith(ACCELERATOR_PREFIX)
+        if kind in _SIZES or kind.startswith(ACCELERATOR_PREFIX)
     ]
     return tuple(sorted(counted))
 

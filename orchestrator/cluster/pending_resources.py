@@ -6,6 +6,7 @@ Waiting is no failure: nothing of it runs into a time limit.
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from orchestrator.cluster.ray_internals import (
     ended_autoscaler,
     pending_bundles,
 )
+from orchestrator.cluster.stall import StalledError, StallWatch
 
 STATUS_SECONDS = 5.0
 GRACE_SECONDS = 15.0
@@ -84,14 +86,21 @@ def _autoscaler(status: ClusterStatus) -> str:
 
 
 @contextlib.contextmanager
-def watch_pending(demand: Demand, on_change: Callable[[str | None], None]) -> Iterator[None]:
+def watch_pending(
+    demand: Demand, on_change: Callable[[str | None], None], stall: StallWatch | None = None
+) -> Iterator[None]:
     """While the body runs, report what a demand waits for.
 
     Args:
         on_change: Called in a thread of its own with `describe_pending`, once something has waited
             for GRACE_SECONDS and when that changes, and with None when nothing waits any more.
+        stall: Ends the body where nothing can go on, as Ctrl-C would.
+
+    Raises:
+        StalledError: If `stall` has ended the body.
     """
     ended = threading.Event()
+    reasons: list[str] = []
 
     def watch() -> None:
         reported: str | None = None
@@ -100,6 +109,9 @@ def watch_pending(demand: Demand, on_change: Callable[[str | None], None]) -> It
             pending = reported
             with contextlib.suppress(RayError):  # the head is busy or away
                 pending = describe_pending(demand)
+                if stall is not None and not reasons and (reason := stall.reason()) is not None:
+                    reasons.append(reason)
+                    signal.pthread_kill(caller, signal.SIGINT)
             if pending is None:
                 since = None
             else:
@@ -112,10 +124,18 @@ def watch_pending(demand: Demand, on_change: Callable[[str | None], None]) -> It
         if reported is not None:
             on_change(None)
 
+    caller = threading.get_ident()
+    if threading.current_thread() is not threading.main_thread():
+        stall = None  # a signal interrupts the main thread alone
     thread = threading.Thread(target=watch, name="pending-resources", daemon=True)
     thread.start()
     try:
         yield
+    except KeyboardInterrupt:
+        if not reasons:
+            raise
     finally:
         ended.set()
         thread.join()
+    if reasons:
+        raise StalledError(reasons[0])

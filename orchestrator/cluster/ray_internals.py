@@ -13,6 +13,7 @@ import yaml
 from ray._private import state, worker
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.utils import get_num_cpus
+from ray._raylet import RAY_NODE_GROUP_KEY
 from ray.autoscaler._private.kuberay.autoscaling_config import (
     _HEAD_GROUP_NAME,
     AutoscalingConfigProducer,
@@ -20,7 +21,12 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import RayError
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_list,
+    _internal_kv_put,
+)
 
 _HEAD_RESOURCE = "node:__internal_head__"  # that the head node alone has
 
@@ -64,22 +70,62 @@ def get_value(key: str) -> str:
     return ""
 
 
+def values() -> list[str]:
+    """Return all values that are stored, or none if the head node is away."""
+    with contextlib.suppress(RayError, RuntimeError):
+        keys = _internal_kv_list(b"", namespace=_NAMESPACE)
+        return [get_value(key.decode()) for key in sorted(keys)]
+    return []
+
+
+# ---- other jobs ----------------------------------------------------------------------------------
+
+
+def other_jobs_at_work() -> bool:
+    """Return whether a job other than this process' lives, or has left an actor that does."""
+    own = ray.get_runtime_context().get_job_id()
+    others = {
+        job["JobID"]: job["IsDead"]
+        for job in state.jobs()
+        if job["JobID"] != own
+        and not job["Config"].get("ray_namespace", "").startswith(_OF_RAY_ITSELF)
+    }
+    alive = state.actors(actor_state_name="ALIVE").values() if others else ()
+    return not all(others.values()) or any(actor["JobID"] in others for actor in alive)
+
+
+_OF_RAY_ITSELF = "_ray_internal"
+
+
 # ---- the autoscaler ------------------------------------------------------------------------------
 
 
-def node_types() -> list[tuple[int, dict[str, float]]]:
+def node_types() -> dict[str, tuple[int, dict[str, float]]]:
     """Return the types of worker nodes that the autoscaler may add.
 
     Returns:
-        The largest number and the resources of each; empty for a cluster that does not grow.
+        By name, the largest number and the resources of each; empty for a cluster that does not
+        grow.
     """
     config = autoscaling_config(ray.get_runtime_context().gcs_address)
     limit = config.get("max_workers", 0)
-    return [
-        (min(limit, node_type.get("max_workers", limit)), dict(node_type.get("resources", {})))
+    return {
+        name: (
+            min(limit, node_type.get("max_workers", limit)),
+            dict(node_type.get("resources", {})),
+        )
         for name, node_type in config.get("available_node_types", {}).items()
         if name != config.get("head_node_type")
-    ]
+    }
+
+
+def node_type_of(node: Mapping[str, Any]) -> str | None:
+    """Return the name of a node's type; None where its start did not tell Ray.
+
+    Args:
+        node: As `ray.nodes` has it.
+    """
+    return node.get("Labels", {}).get(RAY_NODE_GROUP_KEY)
 
 
 def autoscaling_config(gcs_address: str) -> dict[str, Any]:
@@ -133,7 +179,12 @@ def on_head() -> bool:
     """Return whether this process is on the head of the cluster that it is connected to."""
     node_id = ray.get_runtime_context().get_node_id()
     nodes = [node for node in ray.nodes() if node["NodeID"] == node_id]
-    return any(_HEAD_RESOURCE in node["Resources"] for node in nodes)
+    return any(map(is_head, nodes))
+
+
+def is_head(node: Mapping[str, Any]) -> bool:
+    """Return whether a node of `ray.nodes` is the head."""
+    return _HEAD_RESOURCE in node["Resources"]
 
 
 def _read_config(gcs_address: str) -> dict[str, Any] | None:

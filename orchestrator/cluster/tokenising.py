@@ -1,11 +1,13 @@
-"""A text tokenised by all CPUs of the cluster.
+"""A text tokenised by all CPUs of the cluster that are there.
 
 One process reads the documents and writes the shards of the token set, Ray tasks tokenise block by
-block.
+block. No more of them are requested than can run at once: an autoscaler would start nodes for the
+others, GPU nodes where it has no other type, for a text that one process reads.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -18,7 +20,7 @@ from trainers.text.data import SMALL_TEXT
 from trainers.text.tokenising import TokenBlock, Tokenise, tokenise, tokenise_here
 
 _BLOCKS_PER_CPU = 2
-"""In memory: one that is tokenised, one that waits, so that no CPU waits for the reader."""
+"""In memory: one that is tokenised, one that is done and waits for those before it."""
 
 
 def tokeniser(model: str, tokens: int) -> Tokenise:
@@ -40,19 +42,29 @@ def tokenise_on_cluster(model: str) -> Tokenise:
     """
     import ray
 
+    from orchestrator.cluster.capacity import live_nodes, slots
+
     if Path(model).is_dir() and not in_ray_job():  # a job's working folder is that of its tasks too
         model = str(Path(model).absolute())
 
     def on_cluster(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[TokenBlock]:
         task = ray.remote(num_cpus=1)(_tokenise)
-        running: deque[Any] = deque()
+        in_use = ray.cluster_resources().get("CPU", 0) - ray.available_resources().get("CPU", 0)
+        blocks: deque[Any] = deque()  # in order, running or done
+        running: list[Any] = []
         for block in texts:
-            running.append(task.remote(block, model))
-            cpus = max(1, ray.cluster_resources().get("CPU", 1))
-            if len(running) >= _BLOCKS_PER_CPU * cpus:
-                yield ray.get(running.popleft())
-        while running:
-            yield ray.get(running.popleft())
+            cpus = slots(live_nodes(), {"CPU": 1}) - math.ceil(in_use)
+            if cpus < 1 and not blocks:
+                yield tokenise(block, tokenizer)
+                continue
+            while len(running) >= max(1, cpus):
+                _, running = ray.wait(running, num_returns=1)
+            while len(blocks) >= _BLOCKS_PER_CPU * max(1, cpus):
+                yield ray.get(blocks.popleft())
+            blocks.append(task.remote(block, model))
+            running.append(blocks[-1])
+        while blocks:
+            yield ray.get(blocks.popleft())
 
     return on_cluster
 

@@ -167,6 +167,10 @@ class ResourcesSection(Section):
     """
     idle_seconds: PositiveFloat = 300.0
     """Reused workers end after so many seconds without a training."""
+    stall_minutes: PositiveFloat | None = 120.0
+    """A search fails, and says what waits for what, after so many minutes in which nothing has
+    moved while its own processes wait for each other and no node can be added; none: it waits on.
+    """
     tokens_per_second: PositiveFloat | None = None
     """What one worker trains on, for estimates; none: measured where it can be."""
     price_per_hour: PositiveFloat | None = None
@@ -254,6 +258,21 @@ class SearchConfig(Section):
             recipes
             if baseline in [arm.name for arm in recipes]
             else [ArmSection(recipe=baseline), *recipes]
+        )
+
+
+def check_worker_gpus(settings: TrainSettings, section: str) -> None:
+    """Raise ConfigError if each worker would have several GPUs, of which it uses one.
+
+    Args:
+        settings: Of the training.
+        section: Of the configuration that they come from.
+    """
+    if settings.gpus_per_worker > 1:
+        raise ConfigError(
+            f"{section}.gpus_per_worker: a worker computes on one GPU, got "
+            f"{settings.gpus_per_worker:g}, of which the others would be idle; set it to 1 and "
+            f"num_workers to {settings.num_workers * settings.gpus_per_worker:g}"
         )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import ray
 
-from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.session import last_error, prepare_process
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import SearchSession
@@ -167,7 +166,8 @@ def run_all(
     for training in (t for t in trainings if t.run is None):
         done(training, training.trial.last_loss, None)
     waiting = [t for t in trainings if t.run is not None]
-    task: Any = ray.remote(num_cpus=Demand.of(session.config).process_cpus, max_retries=0)(_train)
+    # It waits for workers, which may need every CPU that there is
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(_train)
     running: dict[Any, Training] = {}
     failures: dict[str, Failures] = {}
     while waiting or running:

@@ -19,6 +19,7 @@ import torch
 from ray.exceptions import RayError
 
 from attention.base.progress import stage
+from attention.calibration.store import Calibration
 from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
@@ -30,7 +31,7 @@ from orchestrator.cluster.placement import Demand, task_options, worker_options
 from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import dha_distances
-from orchestrator.conversion.calibration import Workers, checkpoint_calibration
+from orchestrator.conversion.calibration import Workers, checkpoint_calibration, is_shared
 from orchestrator.conversion.execution import planning_context
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
@@ -58,6 +59,10 @@ def prepare_original(
         return cast(OriginalRecord, read_json(folder.original))
     path = locate_model(config.model.path, folder)
     device = config.train.device_with(config.resources.trial_gpus)
+    tokens = read_sequences(prepared.files["calibration"])[:]
+    workers = calibration_workers(config)
+    if not is_shared(prepared.setup.model, tokens):
+        workers = None
     record: OriginalRecord = on_cluster(
         task_options(config),
         "original model",
@@ -69,8 +74,21 @@ def prepare_original(
         prepared.files,
         prepared.cache / "calibration",
         config.train.device_batch_size,
-        calibration_workers(config),
+        workers is None,
     )
+    if workers is not None:  # by now nothing holds what they need
+        started = time.perf_counter()
+        calibration = checkpoint_calibration(
+            Checkpoint(path, prepared.setup.model.config),
+            tokens,
+            prepared.cache / "calibration",
+            dtype=prepared.setup.dtype,
+            device=device,
+            weights=record["digests"]["weights"],
+            workers=workers,
+        )
+        add_calibration(record, calibration)
+        record["seconds"] += time.perf_counter() - started
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes per token"
     words = f"original model: held-out loss {record['loss']:.3f} nats per token, {size}"
@@ -86,13 +104,14 @@ def measure_original(
     files: dict[str, Path],
     cache: Path,
     rows: int,
-    workers: Workers | None,
+    calibrates: bool = True,
 ) -> OriginalRecord:
-    """Return the record of the original model, and leave its calibration in `cache`.
+    """Return the record of the original model.
 
     Args:
         rows: Sequences at a time.
-        workers: Tasks that share the calibration; None for this process alone.
+        calibrates: Whether to leave its calibration in `cache`, and its facts in the record; else
+            others do.
     """
     started = time.perf_counter()
     opened = Checkpoint.open(path)
@@ -101,11 +120,7 @@ def measure_original(
     cast_weights(model, checkpoints.dtype_of(dtype))  # bytes are those of what is written
     facts = checkpoints.cache_facts(model, own_heads(geometry))
     del model  # the calibration reads a layer at a time
-    tokens = read_sequences(files["calibration"])[:]
     weights = checkpoint.weights_digest(opened.folder, cache)
-    calibration = checkpoint_calibration(
-        opened, tokens, cache, dtype=dtype, device=device, weights=weights, workers=workers
-    )
     record: OriginalRecord = {
         "model": path,
         "dtype": dtype,
@@ -117,13 +132,26 @@ def measure_original(
         "cache_bytes_measured": facts["cache_bytes_measured"],
         "cache_tokens": facts["cache_tokens"],
         "parameters": facts["parameters"],
-        "digests": {"weights": weights, "calibration": calibration.digest},
-        "mixed_moments": calibration.mixed,
-        "seconds": time.perf_counter() - started,
+        "digests": {"weights": weights},
+        "mixed_moments": None,
+        "seconds": 0.0,
     }
+    if calibrates:
+        tokens = read_sequences(files["calibration"])[:]
+        calibration = checkpoint_calibration(
+            opened, tokens, cache, dtype=dtype, device=device, weights=weights
+        )
+        add_calibration(record, calibration)
     if scored.notes:
         record["notes"] = list(scored.notes)
+    record["seconds"] = time.perf_counter() - started
     return record
+
+
+def add_calibration(record: OriginalRecord, calibration: Calibration) -> None:
+    """Add the facts of its calibration to the record of the original model."""
+    record["digests"]["calibration"] = calibration.digest
+    record["mixed_moments"] = calibration.mixed
 
 
 def decode_times(
@@ -251,11 +279,11 @@ def slots_of(config: SearchConfig) -> int:
 
 
 def calibration_workers(config: SearchConfig) -> Workers | None:
-    """Return the tasks that share the calibration; None where one process makes it."""
-    cpus = config.train.cpus_per_worker
-    gpus = config.resources.trial_gpus
+    """Return the actors that share the calibration; None where one process makes it."""
     slots = slots_of(config)
-    return Workers(slots, cpus, gpus) if slots >= (2 if gpus else SEVERAL) else None
+    if slots < (2 if config.resources.trial_gpus else SEVERAL):
+        return None
+    return Workers(slots, task_options(config) | {"num_cpus": config.train.cpus_per_worker})
 
 
 def measure_increases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:

@@ -13,7 +13,12 @@ from attention.io.targets import target
 from orchestrator import checkpoints
 from orchestrator.cluster.capacity import search_concurrency
 from orchestrator.cluster.session import local_nodes, starts_ray
-from orchestrator.config.schema import ConfigError, SearchConfig, check_training
+from orchestrator.config.schema import (
+    ConfigError,
+    SearchConfig,
+    check_training,
+    check_worker_gpus,
+)
 from orchestrator.evaluation.generations import encode_prompts
 from orchestrator.evaluation.long_context import NUM_TEXTS, context_lengths
 from orchestrator.evaluation.task_files import ACCURACIES, accuracy_of
@@ -164,6 +169,13 @@ def check_epochs(config: SearchConfig) -> None:
     elif promoted:
         needed, steps = needed + promoted, "rungs.steps and promotion.steps"
     _check_epochs(config, "data.train.tokens", steps, needed, config.data.train.tokens // length)
+
+
+def check_gpus(config: SearchConfig) -> None:
+    """Raise ConfigError if workers of the trials or of the promotion would leave GPUs idle."""
+    check_worker_gpus(config.train, "train")
+    if config.promotion.enabled and config.promotion.steps:
+        check_worker_gpus(config.promotion_train, "promotion.train")
 
 
 def _check_epochs(config: SearchConfig, key: str, steps: str, needed: int, there: int) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 
 from orchestrator.cluster.pending_resources import watch_pending
 from orchestrator.cluster.placement import Demand
+from orchestrator.cluster.stall import StallWatch
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
@@ -24,6 +26,9 @@ def report_waiting(
 
     Args:
         run: Returns the run of the search as MLflow should have it now.
+
+    Raises:
+        StalledError: If it can never go on.
     """
 
     def report(text: str | None) -> None:
@@ -37,5 +42,16 @@ def report_waiting(
     gauges.set_gauge(gauges.WAITS, 0, search=folder.root.name)
     if waits_for(folder.waiting):  # of a driver that was killed
         report(None)
-    with watch_pending(Demand.of(config), report):
+    minutes = config.resources.stall_minutes
+    stall = None if minutes is None else StallWatch(60 * minutes, partial(_newest_line, folder))
+    with watch_pending(Demand.of(config), report, stall):
         yield
+
+
+def _newest_line(folder: SearchFolder) -> float:
+    """Return when the journal or the curve of a training was last written."""
+    newest = 0.0
+    for file in folder.root.rglob("*.jsonl"):
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, file.stat().st_mtime)
+    return newest

@@ -53,12 +53,13 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
     def rehearse(self) -> Iterator[Mapping[str, str]]:
         from orchestrator.search.estimate import check_disk, estimate_search, local_parallel
         from orchestrator.search.setup import open_models
-        from orchestrator.search.validation import check_epochs, rehearse_search
+        from orchestrator.search.validation import check_epochs, check_gpus, rehearse_search
         from orchestrator.storage.paths import SearchFolder, storage_path
 
         config = open_models(self.config, weights=False)
         setup = rehearse_search(config).setup
         check_epochs(config)
+        check_gpus(config)
         storage, parallel = storage_path(config.storage), local_parallel(config)
         estimate = estimate_search(setup, storage, parallel=parallel)
         yield estimate.describe(config)

@@ -14,7 +14,7 @@ from orchestrator import checkpoints
 from orchestrator.cluster.capacity import concurrency
 from orchestrator.cluster.session import connected, local_nodes, prepare_process, starts_ray
 from orchestrator.config.options import TrainingOptions
-from orchestrator.config.schema import apply_train_options
+from orchestrator.config.schema import apply_train_options, check_worker_gpus
 from orchestrator.resources.size import Size
 from orchestrator.resources.time import training_rate
 from orchestrator.tasks.task import RecordT, Task, advise_text, require
@@ -47,6 +47,8 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
 
     def check(self) -> None:
         require(self.request)
+        if not self.request.mark:  # what has begun goes on as it was begun
+            check_worker_gpus(self.request.settings, "train")
 
     def announce(self) -> None:
         advise_text(self.options.train_data, self.options.eval_data)

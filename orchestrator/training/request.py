@@ -254,7 +254,9 @@ class TrainingRequest(ABC):
             return
         # Fields that came later, which a mark may lack
         later = {f.name: f.default for f in fields(self) if f.default is not MISSING}
-        before, now = {**later, **mark}, json.loads(json.dumps(self.to_dict()))
+        settings = TrainSettings.model_validate(mark["settings"]).model_dump(mode="json")
+        before = {**later, **mark, "settings": settings}
+        now = json.loads(json.dumps(self.to_dict()))
         if changed := [name for name in now if before.get(name) != now[name]]:
             raise ConfigError(
                 f"out: {self.folder} holds a training with another {', '.join(changed)}; give "

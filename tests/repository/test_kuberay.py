@@ -62,7 +62,7 @@ def test_a_search_has_room_before_any_gpu_is_there(config: dict[str, Any], monke
 
     monkeypatch.setattr(ray_internals, "autoscaling_config", lambda address: config)
     monkeypatch.setattr(ray_internals.ray, "get_runtime_context", Context)
-    nodes = [Nodes(1, {"CPU": 8.0}), *(Nodes(*kind) for kind in ray_internals.node_types())]
+    nodes = [Nodes(1, {"CPU": 8.0}), *(Nodes(*kind) for kind in ray_internals.node_types().values())]
     assert concurrency(nodes, Demand.of(read_search_config(REPOSITORY / LLAMA))) == 2
 
 

@@ -60,12 +60,12 @@ def lower_micro_batch(job: TrainJob, cause: str, already: bool) -> None:
             "use more workers or "
             "memory"
         )
-    write_whole(_note(job), json.dumps({"rows": rows, "cause": cause}))
+    write_whole(memory_note(job), json.dumps({"rows": rows, "cause": cause}))
 
 
 def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
     """Return the job with the micro-batch that earlier starts found, and notes for its report."""
-    file = _note(job)
+    file = memory_note(job)
     if not file.exists():
         return job, []
     rows = json.loads(file.read_text())["rows"]
@@ -86,5 +86,6 @@ def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
     return replace(job, settings=settings, relaxation=relaxation), [message]
 
 
-def _note(job: TrainJob) -> Path:
+def memory_note(job: TrainJob) -> Path:
+    """Return the path of the note, which is there once a micro-batch was lowered."""
     return Path(f"{job.out_dir}.memory.json")

@@ -25,9 +25,16 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train import (
+    CheckpointConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainingFailedError,
+)
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from trainers.jobs.memory import memory_note
 from trainers.jobs.ray_link import RayLink, set_gauges
 from trainers.jobs.train_job import TrainJob
 from trainers.loop import TrainingDiverged
@@ -59,19 +66,26 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
     config = {"job": job.to_json()}
     minutes = job.checkpoint_minutes
     resize_seconds = RESIZE_SECONDS if minutes is None else 60 * minutes
-    keys = job.shape, job.run_name, job.storage_path
-    trainer = _trainer(
-        _work, config, *keys, job.max_failures, callbacks, resize_seconds=resize_seconds
-    )
+
+    def fit(max_failures: int) -> dict[str, Any] | None:
+        keys = job.shape, job.run_name, job.storage_path, max_failures, callbacks
+        return _trainer(_work, config, *keys, resize_seconds=resize_seconds).fit().return_value
+
+    lowered = memory_note(job).exists()
     # In the main thread Ray Train takes over Ctrl-C for good, and what it sets keeps the run's
     # controller, a process, alive for as long as this one [2.60]
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
     try:
-        return job_metrics(job, trainer.fit().return_value)
+        ended = fit(job.max_failures)
+    except TrainingFailedError:
+        if lowered or not memory_note(job).exists():
+            raise
+        ended = fit(0)  # one of its failures was the memory, which a smaller micro-batch has mended
     finally:
         if in_main_thread:
             signal.signal(signal.SIGINT, before)
+    return job_metrics(job, ended)
 
 
 def job_metrics(job: TrainJob, ended: dict[str, Any] | None) -> dict[str, Any]:
@@ -120,12 +134,14 @@ def _trainer(
     Args:
         resize_seconds: How often more workers may take the place of fewer.
     """
-    workers, cpus, gpus, accelerator_type, strategy, device, fewest = shape
+    workers, cpus, gpus, accelerator_type, strategy, device, fewest, timeout_s = shape
     resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     return TorchTrainer(
         function,
         train_loop_config=config,
-        torch_config=TorchConfig(backend="nccl" if device == "cuda" else "gloo"),
+        torch_config=TorchConfig(
+            backend="nccl" if device == "cuda" else "gloo", timeout_s=timeout_s
+        ),
         scaling_config=ScalingConfig(
             num_workers=workers if fewest is None else (fewest, workers),
             elastic_resize_monitor_interval_s=resize_seconds,

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from orchestrator.cluster import capacity
-from orchestrator.cluster.capacity import ConcurrencyLimit, Nodes, concurrency, resolve_strategy, search_concurrency
+from orchestrator.cluster.capacity import (
+    ConcurrencyLimit,
+    Nodes,
+    cluster_nodes,
+    concurrency,
+    resolve_strategy,
+    search_concurrency,
+)
 from orchestrator.cluster.placement import Demand
 from orchestrator.config.schema import ConfigError, SearchConfig
 from trainers.settings import Shape
@@ -138,3 +145,52 @@ def test_the_room_follows_the_cluster(capsys: pytest.CaptureFixture[str], monkey
     assert rested.trials() == 64
     nodes["CPU"] = 2.0
     assert rested.trials() == 64  # not asked for every trial
+
+
+def node(resources: dict[str, float], name: str | None) -> dict[str, Any]:
+    """A node as `ray.nodes` has it."""
+    return {"Alive": True, "Resources": resources, "Labels": {"ray.io/node-group": name} if name else {}}
+
+
+LARGER = A100 | {"accelerator_type:A100-80G": 1.0}
+FEWER = A100 | {"CPU": 90.0}
+HEAD_NODE = node({"CPU": 8.0, "node:__internal_head__": 1.0}, "head")
+
+
+@pytest.mark.parametrize(
+    ("written", "up", "name", "full"),
+    [
+        # The node has Ray's own accelerator_type besides that of its type
+        pytest.param({"CPU": 96.0, "GPU": 8.0, "accelerator_type:A100-80G": 1.0}, LARGER, "p4de", 16, id="type"),
+        pytest.param({"CPU": 96.0, "GPU": 8.0, "accelerator_type:A100-80G": 1.0}, LARGER, None, 16, id="no-name"),
+        # A container of the node has fewer CPUs than the machine that its type describes
+        pytest.param(A100, FEWER, "p4de", 16, id="cpus"),
+        pytest.param(A100, FEWER, None, 16, id="cpus-no-name"),
+        pytest.param(A100, A100, "p4de", 16, id="alike"),
+        # Added by hand, of no type
+        pytest.param(A10G, A100, None, 24, id="another"),
+    ],
+)
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_no_node_counts_twice(
+    written: dict[str, float],
+    up: dict[str, float],
+    name: str | None,
+    full: int,
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a type of two nodes, of which `count` are up, there are two; what is of no type comes on top."""
+    monkeypatch.setattr(capacity.ray, "nodes", lambda: [HEAD_NODE, *[node(up, name)] * count])
+    monkeypatch.setattr(capacity, "node_types", lambda: {"p4de": (2, written)})
+    gpus = capacity.total(cluster_nodes(), "GPU")
+    assert gpus == (16 if full == 16 else 8 + 8 * count)
+    trials = concurrency(cluster_nodes(), replace(LARGE, workers=4, trial_gpus=0, cpus_per_worker=1))
+    assert trials == gpus // 4
+
+
+def test_more_nodes_than_the_most_are_counted_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray up` with a lower number than before takes none away that is busy."""
+    monkeypatch.setattr(capacity.ray, "nodes", lambda: [HEAD_NODE, *[node(A100, "p4d")] * 3])
+    monkeypatch.setattr(capacity, "node_types", lambda: {"p4d": (2, A100), "g5": (4, A10G)})
+    assert {(some.count, some.resources.get("GPU", 0)) for some in cluster_nodes()} == {(1, 0), (3, 8), (4, 4)}

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
+import yaml
+from ray.autoscaler._private.resource_demand_scheduler import _default_utilization_scorer, get_nodes_for
 
 from benchmarks.needs.texts import LENGTH, MEGA, process, result, write_text
+from orchestrator.cluster import tokenising
+from orchestrator.cluster.ray_internals import cluster_status, pending_bundles
 from orchestrator.cluster.tokenising import tokenise_on_cluster, tokeniser
 from trainers.text.data import SMALL_TEXT, TextCut, token_set
 from trainers.text.token_sets import is_complete, read_sequences
 from trainers.text.tokenising import tokenise_here
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 FEW, MANY = 2_000_000, 20_000_000
 
 
@@ -28,6 +35,38 @@ def test_tasks_make_the_set_that_one_process_makes(
     together = token_set(cut, demo_tokenizer, tmp_path / "together", shard_tokens=40_000, tokenise=tasks)
     assert len(list(together.glob("*.safetensors"))) == 4
     assert read_sequences(together).digest == read_sequences(alone).digest
+
+
+def test_no_task_waits_for_a_cpu_that_is_not_there(
+    ray_cluster: None, demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else Ray's autoscaler starts nodes with GPUs where it has no others (`cluster.yaml`), for a text that one
+    process reads."""
+    gate = tmp_path / "gate"
+
+    def wait(texts: list[str], model: str) -> list[str]:
+        while not gate.exists():
+            time.sleep(0.1)
+        return texts
+
+    def read() -> Iterator[list[str]]:
+        for number in range(12):
+            blocks.append(number)
+            yield [str(number)]
+
+    blocks: list[int] = []
+    monkeypatch.setattr(tokenising, "_tokenise", wait)
+    tokenised: list[Any] = []
+    thread = Thread(target=lambda: tokenised.extend(tokenise_on_cluster(str(demo_dir))(read(), None)))
+    thread.start()
+    time.sleep(3)
+    demand = [dict(bundle) for count, bundle in pending_bundles(cluster_status()) for _ in range(count)]
+    gate.touch()
+    thread.join(60)
+    assert tokenised == [[str(number)] for number in range(12)] == [[str(number)] for number in blocks]
+    types = yaml.safe_load((REPOSITORY / "cluster.yaml").read_text())["available_node_types"]
+    nodes, _ = get_nodes_for(types, {"head": 1}, "head", 6, demand, _default_utilization_scorer)
+    assert not nodes, f"for {demand}"
 
 
 def test_a_small_text_waits_for_no_processes(demo_dir: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +21,14 @@ from attention.calibration import calibrate as calibrating_module
 from attention.calibration.calibrate import calibrate
 from attention.calibration.moments import STATISTICS, LayerStatistics
 from attention.calibration.sizes import MIXED, layer_bytes
-from attention.calibration.store import META, Calibration
+from attention.calibration.store import META, Calibration, assemble_calibration
 from attention.checkpoint import Checkpoint
 from attention.families import geometry_of
 from attention.io import checkpoint
 from benchmarks.models import llama
 from benchmarks.needs.memory import random_checkpoint
-from orchestrator.conversion.calibration import CalibrationPass, Workers, checkpoint_calibration, layers_by_workers
+from orchestrator.conversion import calibration
+from orchestrator.conversion.calibration import CalibrationPass, Workers, calibrate_on_workers, checkpoint_calibration
 
 Tiny = Callable[..., PreTrainedModel]
 FAMILIES = ["gemma", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"]
@@ -206,15 +208,59 @@ def test_memory_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < 2 * one, "nine layers more, of which more than one would be held"
 
 
+def dying(marks: Path) -> type:
+    """A class of actors that end their process at the calls of which there is a file, once each."""
+
+    def die_once(call: str) -> None:
+        if (mark := marks / call).exists():
+            mark.unlink()
+            os._exit(1)
+
+    class Dying(calibration._CalibrationActor):
+        def advance(self, number: int, layer: int, entering: Any) -> Any:
+            die_once(f"advance-{number}-{layer}")
+            return super().advance(number, layer, entering)
+
+        def merge(self, layer: int, folder: Path, *sums: Any) -> Any:
+            die_once(f"merge-{layer}")
+            return super().merge(layer, folder, *sums)
+
+    return Dying
+
+
+def by_workers(task: CalibrationPass, tokens: Tensor, count: int, folder: Path) -> list[LayerStatistics]:
+    """The statistics of 7 sampled sequences of these, made by so many actors."""
+    shared = partial(calibrate_on_workers, task, tokens, 7, Workers(count, {"num_cpus": 1 / count}))
+    made = assemble_calibration(folder, shared, tokens.numel(), "digest", "weights", task.mixed)
+    return list(made.layers)
+
+
+@pytest.mark.slow
+def test_statistics_are_the_same_for_any_number_of_workers_also_if_some_are_lost(
+    ray_cluster: None, tiny_model: Tiny, tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("llama", num_hidden_layers=3).save_pretrained(tmp_path / "model")
+    task = CalibrationPass(Checkpoint.open(tmp_path / "model"), "float32", "cpu", "float32")
+    one = by_workers(task, tokens[:11], 1, tmp_path / "one")
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    for call in ("advance-0-0", "advance-3-1", "merge-1"):
+        (marks / call).touch()
+    monkeypatch.setattr(calibration, "_CalibrationActor", dying(marks))
+    two = by_workers(task, tokens[:11], 2, tmp_path / "two")
+    for layer, other in zip(one, two, strict=True):
+        assert all(torch.equal(getattr(layer, name), getattr(other, name)) for name in STATISTICS)
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("mixed", ["float32", "bfloat16", "pooled"])
-def test_tasks_that_share_the_sequences_are_one_process(
+def test_workers_that_share_the_sequences_are_one_process(
     mixed: Any, ray_cluster: None, tiny_model: Tiny, tokens: Tensor, tmp_path: Path
 ) -> None:
     model = tiny_model("llama", num_hidden_layers=3)
     model.save_pretrained(tmp_path / "model")
     task = CalibrationPass(Checkpoint.open(tmp_path / "model"), "float32", "cpu", mixed)
-    shared = list(layers_by_workers(task, tokens[:11], 7, Workers(2, 1, 0)))  # 6 and 5 sequences, 6 and 1 sampled
+    shared = by_workers(task, tokens[:11], 2, tmp_path / "calibration")
     alone = calibrate(model, tokens[:11], sample_tokens=7 * 24, mixed=mixed)
     assert len(shared) == 3
     for one, other in zip(shared, alone.layers, strict=True):

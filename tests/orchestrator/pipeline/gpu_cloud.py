@@ -30,6 +30,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
 from ray.util.state import list_actors, list_tasks
 
+from orchestrator.cluster.capacity import cluster_nodes, total
 from orchestrator.cluster.session import DASHBOARD, free_port
 from orchestrator.storage.journal import REPORT, read_events
 
@@ -38,6 +39,13 @@ MARK = "HEADFOLD_GPU_CLOUD"
 TYPE = "accelerator_type:"
 PATIENCE = 1500.0
 """Seconds that the whole search may take."""
+LARGE = """
+from orchestrator.conversion import calibration
+from orchestrator.main import run
+calibration.SHARED_BYTES = 0
+run()
+"""
+"""The command line, to which the statistics of any model are large: several workers make them."""
 SETTINGS = {
     "RAY_FAKE_CLUSTER": "1",
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
@@ -196,7 +204,7 @@ def misplaced(made: Cloud) -> list[str]:
 
 
 def main(folder: Path, losses: Mapping[str, int], settings: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, "orchestrator/main.py", "search", "configs/llama2-7b.yaml", *settings]
+    command = [sys.executable, "-c", LARGE, "search", "configs/llama2-7b.yaml", *settings]
     command += [f"storage={folder / 'runs'}", "--json", str(folder / "outcome.json")]
     with cloud() as made, (folder / "log").open("wb") as log:
         out: dict[str, Any] = {"at_first": sorted(kind or "head" for kind in _kinds(made)), "trained_on": []}
@@ -220,6 +228,7 @@ def main(folder: Path, losses: Mapping[str, int], settings: Sequence[str]) -> di
             os.killpg(search.pid, signal.SIGKILL)
         out |= {"code": search.wait(), "misplaced": misplaced(made), "log": (folder / "log").read_text()}
         out["nodes"] = {kind: list(made.kinds.values()).count(kind) for kind in ("A10G", "A100")}
+        out["gpus"] = total(cluster_nodes(), "GPU")  # whatever nodes are up
     return out
 
 

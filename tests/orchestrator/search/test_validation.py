@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config.schema import ConfigError, parse_config, read_search_config
-from orchestrator.search.validation import check_epochs, validate_search
+from orchestrator.search.validation import check_epochs, check_gpus, validate_search
 from orchestrator.storage.paths import SearchFolder, storage_path
 from orchestrator.tasks.search import split_overrides
 from trainers.text.token_sets import is_complete
@@ -156,6 +156,28 @@ def test_a_text_is_trained_on_once_unless_more_is_asked_for(demo_dir: Path, tmp_
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_no_configuration_of_ours_sees_a_text_twice_unasked(config: Path) -> None:
     check_epochs(read_search_config(config))
+
+
+def test_gpus_that_a_worker_would_leave_idle_are_refused(demo_dir: Path, tmp_path: Path) -> None:
+    """DeepSpeed takes GPU number LOCAL_RANK, whatever Ray has given the worker."""
+
+    def check(**sections: Any) -> None:
+        check_gpus(parse_config(record(demo_dir, tmp_path, data=SMALL, **sections)))
+
+    two = {"gpus_per_worker": 2, "num_workers": 2}
+    check(train={"gpus_per_worker": 1, "num_workers": 2})
+    check(train={"gpus_per_worker": 0.5})
+    check(promotion={"steps": 0, "train": two})
+    for key, sections in (
+        ("train", {"train": two}),
+        ("promotion.train", {"promotion": {"steps": 1, "train": two}}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check(**sections)
+        assert str(caught.value) == (
+            f"{key}.gpus_per_worker: a worker computes on one GPU, got 2, of which the others would be idle; set it "
+            "to 1 and num_workers to 4"
+        )
 
 
 # ---- folders ----------------------------------------------------------------------------------------------------

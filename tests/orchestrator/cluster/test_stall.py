@@ -1,0 +1,102 @@
+"""When a search counts as stalled. What Ray tells is made up here: no machine has an autoscaler or other jobs."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator.cluster import stall
+from orchestrator.cluster.capacity import Nodes
+from orchestrator.cluster.stall import StallWatch
+
+GPU = {"GPU": 1.0, "CPU": 8.0}
+
+
+class Status:
+    """A cluster of one node whose GPU is in use, and one bundle that waits for it."""
+
+    def __init__(self) -> None:
+        self.used = 1.0
+        self.pending: list[tuple[int, dict[str, float]]] = [(1, GPU)]
+        self.pending_nodes: list[Any] = []
+        self.pending_launches: list[Any] = []
+        self.idle_nodes: list[Any] = []
+
+    @property
+    def active_nodes(self) -> list[Any]:
+        used = {"GPU": self.used, "CPU": 8.0, "memory": time.time()}
+        node = SimpleNamespace(node_id="a", used_resources=lambda: used, total_resources=lambda: GPU)
+        return [node]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What `StallWatch` sees; everything in it can be changed."""
+    seen = SimpleNamespace(
+        status=Status(), lines=["planning: 3 of 9 layers, 1:05 left"], jobs=False, addable=[], log=None
+    )
+    monkeypatch.setattr(stall, "cluster_status", lambda: seen.status)
+    monkeypatch.setattr(stall, "pending_bundles", lambda status: status.pending)
+    monkeypatch.setattr(stall, "values", lambda: seen.lines)
+    monkeypatch.setattr(stall, "other_jobs_at_work", lambda: seen.jobs)
+    monkeypatch.setattr(stall, "addable_nodes", lambda: seen.addable)
+    monkeypatch.setattr(stall, "ended_autoscaler", lambda: seen.log)
+    monkeypatch.setattr(stall, "_processes", lambda *states: "")
+    seen.clock = 0.0
+    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: seen.clock, time=time.time))
+    return seen
+
+
+def watch(cluster: Any, newest: float = 0.0) -> StallWatch:
+    """A watch that has looked once, and 100 of its 60 seconds ago."""
+    watching = StallWatch(60, lambda: newest)
+    assert watching.reason() is None
+    cluster.clock = 100.0
+    return watching
+
+
+def test_it_is_stalled_when_nothing_moves_and_nothing_can(cluster: Any) -> None:
+    watching = watch(cluster)
+    cluster.lines = ["planning: 3 of 9 layers, 2:45 left"]  # the clock alone
+    assert watching.reason() == (
+        "nothing has moved for 2 min, nothing else uses the cluster, and no node can be added: "
+        "1 x 1 GPU + 8 CPU requested; 8 of 8 CPU and 1 of 1 GPU in use"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cluster: setattr(cluster.status, "pending", []),
+        lambda cluster: setattr(cluster.status, "pending", [(2, GPU)]),
+        lambda cluster: setattr(cluster.status, "used", 0.0),
+        lambda cluster: setattr(cluster.status, "pending_nodes", ["p4d"]),
+        lambda cluster: setattr(cluster.status, "pending_launches", ["p4d"]),
+        lambda cluster: setattr(cluster, "lines", ["planning: 4 of 9 layers, 1:00 left"]),
+        lambda cluster: setattr(cluster, "jobs", True),
+        lambda cluster: setattr(cluster, "addable", [Nodes(1, GPU)]),
+    ],
+    ids=["nothing-waits", "more-waits", "less-in-use", "starting", "launching", "progress", "other-job", "grows"],
+)
+def test_it_is_not_while_anything_moves_or_may(cluster: Any, change: Any) -> None:
+    watching = watch(cluster)
+    change(cluster)
+    assert watching.reason() is None
+
+
+def test_lines_that_its_processes_write_are_progress(cluster: Any) -> None:
+    watching = watch(cluster, newest=time.time() - 10)
+    assert watching.reason() is None
+    cluster.clock = 145.0  # 55 seconds after the line
+    assert watching.reason() is None
+
+
+def test_an_autoscaler_that_has_ended_or_has_no_such_node_adds_none(cluster: Any) -> None:
+    watching = watch(cluster)
+    cluster.addable = [Nodes(4, {"CPU": 8.0})]
+    assert watching.reason()
+    cluster.addable, cluster.log = [Nodes(4, GPU)], "monitor.log"
+    assert watching.reason()
