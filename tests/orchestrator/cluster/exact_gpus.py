@@ -98,10 +98,11 @@ class FanOuts:
         return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
     def increases(self) -> int:
-        """Files of layers whose increases of the loss were measured."""
+        """Layers whose increases of the loss were measured."""
         prepare.SEVERAL = 1
         prepare.measure_increases(self.config, self.prepared, self.context)
-        return len(list(self.cache.glob("curves-*/*")))
+        records = [json.loads(file.read_text()) for file in self.cache.glob("*.json")]
+        return len({point.partition("/")[0] for record in records for point in record if point[0].isdigit()})
 
     def search_phases(self) -> int:
         """Search phases of dha, one a seed."""

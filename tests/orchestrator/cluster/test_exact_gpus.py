@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("exact_gpus.py")
 REPOSITORY = SCRIPT.parents[3]
 
 
-def run(folder: Path, gpus: int, *fan_outs: str, seconds: float = 120) -> tuple[dict[str, Any], str]:
+def run(folder: Path, gpus: int, *fan_outs: str, seconds: float = 400) -> tuple[dict[str, Any], str]:
     """What the fan-outs come to, and all that is printed. One that waits for ever is a failure."""
     command = [sys.executable, str(SCRIPT), str(folder), str(gpus), *fan_outs]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
@@ -45,9 +45,9 @@ def test_a_calibration_has_the_same_bits_on_any_number_of_gpus(tmp_path: Path) -
 @pytest.mark.extended
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_every_fan_out_before_the_trials_ends(gpus: int, tmp_path: Path) -> None:
-    told, _ = run(tmp_path, gpus, "calibration", "increases", "search_phases", "similarities", seconds=400)
+    told, _ = run(tmp_path, gpus, "calibration", "increases", "search_phases", "similarities", seconds=900)
     assert len(told["calibration"]) == 4
-    assert told["increases"] > 0
+    assert told["increases"] == 4
     assert (told["search_phases"], told["similarities"]) == (3, 8)
 
 
