@@ -5,6 +5,7 @@ DeepSpeed is not loaded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ from trainers.settings import TrainSettings
 ADAM_BYTES = (
     12  # of each trained parameter besides weight and gradient: a float32 copy and two moments
 )
+LAYOUT = "layout.json"
+"""File of a training checkpoint: what its other files depend on (`layout_of`)."""
+DECAY = "weight_decay_of"  # in a layout: the parameters that decay, where they are a group apart
 WRITTEN = {
     "zero_optimization": (
         "sub_group_size", "round_robin_gradients", "parameter_alignment", "legacy_stage1",
@@ -60,11 +64,21 @@ def layout_of(settings: TrainSettings) -> dict[str, Any]:
     from.
     """
     layout: dict[str, Any] = {"zero_stage": settings.zero_stage, "dtype": settings.dtype}
+    if settings.weight_decay:
+        layout[DECAY] = "matrices"
     lora = {"tuning": "lora", "lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha}
     layout |= (
         lora if settings.tuning == "lora" else {"tuning": "kv"} if settings.tuning == "kv" else {}
     )
     return layout | ({"deepspeed": from_user} if (from_user := _written_by(settings)) else {})
+
+
+def decays_everything(layout: str | None) -> bool:
+    """Whether a training checkpoint with this layout file was written by an optimiser of one group.
+
+    So were all before weight decay left vectors and embeddings alone; None: there is none.
+    """
+    return layout is not None and DECAY not in json.loads(layout)
 
 
 def _written_by(settings: TrainSettings) -> dict[str, Any]:

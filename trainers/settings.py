@@ -106,11 +106,12 @@ class TrainSettings(StrictModel):
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     """Peak of the schedule: a linear warm-up, then a cosine."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """AdamW's."""
+    """AdamW's, of matrices: norms, biases and embeddings have none."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """AdamW's; Xiao 2024 (App. C) trains from scratch with 0.9."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """AdamW's; Xiao 2024 (App. C) trains from scratch with 0.95."""
+    """AdamW's; Xiao 2024 (App. C) trains from scratch with 0.95, and so do most trainings with
+    batches of half a million tokens or more, where the default averages over too many steps."""
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the steps in which the learning rate rises."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
