@@ -18,6 +18,7 @@ from trainers.adapters import add_adapters
 from trainers.deepspeed_config import DECAY, LAYOUT, config_of, layout_of
 from trainers.freezing import freeze_all_but_keys_and_values
 from trainers.loop import LossFunction, ParameterGroup
+from trainers.recomputation import compile_layers, recompute
 from trainers.settings import TrainSettings
 
 TAG = "engine"
@@ -61,8 +62,7 @@ class TrainEngine:
         self.total_steps = total_steps
         self.schedule_offset = schedule_offset
         self.steps_done = 0  # by this engine and those that it continues, from the offset on
-        if settings.activation_checkpointing:
-            cast(Any, model).activation_checkpointing_enable({"use_reentrant": False})
+        recompute(model, settings)
         self._layout = layout_of(settings)
         if decay_everything:
             self._layout.pop(DECAY, None)
@@ -74,11 +74,14 @@ class TrainEngine:
             )
         if settings.tuning == "kv":
             freeze_all_but_keys_and_values(cast(Any, model))
+        if settings.compile:
+            compile_layers(cast(Any, model))
         self._engine: Any = zero.initialize(
             model,
             config_of(settings),
             _parameter_groups(model, settings, groups, decay_everything=decay_everything),
         )
+        zero.agree_on_chunks(self._engine.device)
 
     @property
     def model(self) -> nn.Module:
@@ -200,8 +203,7 @@ class TrainEngine:
         for group, options in zip(self._engine.optimizer.param_groups, group_options, strict=True):
             # As the settings say; with ZeRO 3 split anew all groups have the first one's [0.19].
             group |= options
-        if anew:
-            zero.count_apart(self._engine.basic_optimizer)
+        zero.restore_counts(self._engine.basic_optimizer)
         if path is None:
             raise ValueError(
                 f"expected a training checkpoint with tag {TAG!r} in {folder}, found none to read"

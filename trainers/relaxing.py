@@ -228,7 +228,8 @@ class _Stage(WorkerShare):
 def _claim(root: Path, job: TrainJob, spec: RelaxationSpec) -> None:
     """Clear what a different job may have left in `root`, and mark it as this job's."""
     # May be lowered on the way.
-    settings = job.relaxation_settings.model_dump(exclude={"micro_batch_size"})
+    settings = job.relaxation_settings.identity()
+    del settings["micro_batch_size"]
     parts: list[Any] = [spec.to_dict() | {"settings": settings}, job.schedule_steps]
     parts += [job.model_dir, job.teacher_dir, job.train_file, job.seed]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -255,6 +255,8 @@ class TrainingRequest(ABC):
         # Fields that came later, which a mark may lack
         later = {f.name: f.default for f in fields(self) if f.default is not MISSING}
         before, now = {**later, **mark}, json.loads(json.dumps(self.to_dict()))
+        before["settings"] = TrainSettings.model_validate(before["settings"]).identity()
+        now["settings"] = self.settings.identity()
         if changed := [name for name in now if before.get(name) != now[name]]:
             raise ConfigError(
                 f"out: {self.folder} holds a training with another {', '.join(changed)}; give "
