@@ -135,7 +135,10 @@ class _Stage(WorkerShare):
         with closing(engine), teacher_of(self.job, self.settings, engine.device) as teacher:
             start = 0 if state_folder is None else self._resume(engine, state_folder)
             loss_fn = objective(
-                self.settings.distillation, self.settings.distillation_weight, teacher
+                self.settings.distillation,
+                self.settings.distillation_weight,
+                teacher,
+                self.positions,
             )
             steps = train_model(
                 engine,

@@ -153,6 +153,9 @@ class TrainSettings(StrictModel):
     compile: bool = False
     """Compiles the decoder layers (torch.compile): fewer and larger kernels on a GPU, for some
     minutes at the first step. Not with zero_stage 3, whose hooks would break them up."""
+    document_mask: bool = False
+    """The documents of a sequence do not attend to each other, and their positions start again.
+    Evaluation reads sequences as they are."""
     deepspeed: Annotated[dict[str, JsonValue], AfterValidator(_known)] = {}
     """Keys of DeepSpeed's own configuration that are merged into Headfold's last, e.g.
     `{zero_optimization: {overlap_comm: false}}`; what a setting here says already is refused
@@ -251,7 +254,7 @@ class TrainSettings(StrictModel):
         """
         record = self.model_dump(mode="json")
         record["activation_checkpointing"] = self.activation_checkpointing is True
-        for name in ("compile",):
+        for name in ("document_mask", "compile"):
             if not record[name]:
                 del record[name]
         return record

@@ -437,8 +437,9 @@ class Needs:
         memory = most_memory_of(kind) if train.gpus_per_worker > 0 else 0
         several = tokens > positions_at_once(g.vocab_size, memory)
         slope = self.size.embedding * width if several else 0
+        masks = tokens * self.config.data.sequence_length if train.document_mask else 0
         return {
-            "activations": width * tokens * layers,
+            "activations": width * tokens * layers + masks,
             "logits": most_logit_bytes(g.vocab_size, tokens, memory) + slope,
         }
 
