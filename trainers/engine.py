@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from trainers import resharding, zero
 from trainers.adapters import add_adapters
-from trainers.deepspeed_config import config_of, layout_of
+from trainers.deepspeed_config import DECAY, LAYOUT, config_of, layout_of
 from trainers.freezing import freeze_all_but_keys_and_values
 from trainers.loop import LossFunction, ParameterGroup
+from trainers.recomputation import compile_layers, recompute
 from trainers.settings import TrainSettings
 
 TAG = "engine"
-LAYOUT = "layout.json"
 SCALE = "rate_scale"  # in a group of the optimiser: its learning rate over the settings'
 _OWN = (SCALE, "weight_decay")  # what a group has of its own
 
@@ -33,7 +33,9 @@ class TrainEngine:
     training that is one part of a longer one (below 0: the schedule begins later, with what `load`
     goes on from). Parameters in `groups` have rates of their own on the same schedule. What
     `settings.tuning` leaves out is frozen here; with LoRA the model is given its adapters. Without
-    a process group, as in a notebook, a group of one is made.
+    a process group, as in a notebook, a group of one is made. `decay_everything`: as trainings
+    began before weight decay left vectors and embeddings alone, to go on from one of their
+    checkpoints.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class TrainEngine:
         groups: Sequence[ParameterGroup] = (),
         *,
         schedule_offset: int = 0,
+        decay_everything: bool = False,
     ) -> None:
         if schedule_offset > total_steps:
             raise ValueError(
@@ -59,8 +62,10 @@ class TrainEngine:
         self.total_steps = total_steps
         self.schedule_offset = schedule_offset
         self.steps_done = 0  # by this engine and those that it continues, from the offset on
-        if settings.activation_checkpointing:
-            cast(Any, model).activation_checkpointing_enable({"use_reentrant": False})
+        recompute(model, settings)
+        self._layout = layout_of(settings)
+        if decay_everything:
+            self._layout.pop(DECAY, None)
         self._adapters = None
         if settings.tuning == "lora":
             generator = torch.Generator().manual_seed(settings.seed)
@@ -69,9 +74,14 @@ class TrainEngine:
             )
         if settings.tuning == "kv":
             freeze_all_but_keys_and_values(cast(Any, model))
+        if settings.compile:
+            compile_layers(cast(Any, model))
         self._engine: Any = zero.initialize(
-            model, config_of(settings), _parameter_groups(model, settings, groups)
+            model,
+            config_of(settings),
+            _parameter_groups(model, settings, groups, decay_everything=decay_everything),
         )
+        zero.agree_on_chunks(self._engine.device)
 
     @property
     def model(self) -> nn.Module:
@@ -112,8 +122,7 @@ class TrainEngine:
         When the loss is not finite the weights are left as they were.
         """
         rank = dist.get_rank()
-        # A seed for each step and worker, so that dropout after a resume is what it would have been
-        torch.manual_seed((self.settings.seed * 1_000_003 + self.steps_done) * 65_537 + rank)
+        torch.manual_seed(_step_seed(self.settings.seed, self.steps_done, rank))
         self._engine.train()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = self.rate * group[SCALE]
@@ -157,7 +166,7 @@ class TrainEngine:
                 str(folder), tag=TAG, client_state=state, exclude_frozen_parameters=frozen
             )
         if dist.get_rank() == 0:
-            layout = {"num_workers": self.settings.num_workers} | layout_of(self.settings)
+            layout = {"num_workers": self.settings.num_workers} | self._layout
             (folder / LAYOUT).write_text(json.dumps(layout))
 
     def load(self, folder: str | Path) -> dict[str, Any]:
@@ -171,12 +180,11 @@ class TrainEngine:
         if not file.is_file():
             raise ValueError(f"expected a training checkpoint in {folder}, found no {LAYOUT} there")
         written = json.loads(file.read_text())
-        layout = layout_of(self.settings)
         workers = written.pop("num_workers")
-        if written != layout:
+        if written != self._layout:
             raise ValueError(
                 f"training checkpoint {folder} was written with {written}, these settings are "
-                f"{layout}; use the same, "
+                f"{self._layout}; use the same, "
                 "or start from the finished weights instead (model_dir) with a fresh optimiser"
             )
         anew = self.settings.zero_stage > 0 and workers != dist.get_world_size()
@@ -195,8 +203,7 @@ class TrainEngine:
         for group, options in zip(self._engine.optimizer.param_groups, group_options, strict=True):
             # As the settings say; with ZeRO 3 split anew all groups have the first one's [0.19].
             group |= options
-        if anew:
-            zero.count_apart(self._engine.basic_optimizer)
+        zero.restore_counts(self._engine.basic_optimizer)
         if path is None:
             raise ValueError(
                 f"expected a training checkpoint with tag {TAG!r} in {folder}, found none to read"
@@ -234,12 +241,22 @@ class TrainEngine:
         self._engine = None
 
 
+def _step_seed(seed: int, step: int, rank: int) -> int:
+    """Return a seed for each step and worker, so that dropout does not depend on resumes."""
+    return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**64  # all that a generator takes
+
+
 def _parameter_groups(
-    model: nn.Module, settings: TrainSettings, groups: Sequence[ParameterGroup]
+    model: nn.Module,
+    settings: TrainSettings,
+    groups: Sequence[ParameterGroup],
+    *,
+    decay_everything: bool,
 ) -> list[dict[str, Any]]:
     """Return the optimiser's groups.
 
-    Those given, after one of all other parameters that are trained.
+    Those given, after all other parameters that are trained: the matrices that decay, and what does
+    not. Without weight decay these are one group.
     """
     special = {id(p) for group in groups for p in group.parameters}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -249,8 +266,37 @@ def _parameter_groups(
             f"trained"
         )
     rest = [p for p in trained if id(p) not in special]
-    result = [{"params": rest, "weight_decay": settings.weight_decay, SCALE: 1.0}] if rest else []
+    decay = settings.weight_decay
+    undecayed = set() if decay_everything or not decay else _undecayed(model)
+    parts = [
+        ([p for p in rest if id(p) not in undecayed], decay),
+        ([p for p in rest if id(p) in undecayed], 0.0),
+    ]
+    result = [
+        {"params": parameters, "weight_decay": decay, SCALE: 1.0}
+        for parameters, decay in parts
+        if parameters
+    ]
     for group in groups:
         scale, decay = group.options(settings.learning_rate)
         result.append({"params": list(group.parameters), "weight_decay": decay, SCALE: scale})
     return result
+
+
+def _undecayed(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that weight decay leaves alone.
+
+    Vectors (norms, sinks), biases of any shape, and embeddings.
+    """
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    return embeddings | {
+        id(parameter)
+        for name, parameter in model.named_parameters()
+        # Of one that ZeRO 3 has split, `shape` is that of nothing.
+        if len(getattr(parameter, "ds_shape", parameter.shape)) < 2 or name.endswith("bias")
+    }

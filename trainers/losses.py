@@ -58,7 +58,10 @@ def _differences(logits: Tensor) -> Tensor:
 
 
 def objective(
-    distillation: str = "none", weight: float = 0.5, teacher: Any = None
+    distillation: str = "none",
+    weight: float = 0.5,
+    teacher: Any = None,
+    positions: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[[Any, Tensor], Tensor]:
     """Return the training loss as the loop wants it, `f(model, batch [B, T]) -> scalar`.
 
@@ -66,6 +69,10 @@ def objective(
     the same predictions. "kl_bild": KL + BiLD in the place of KL (Jin 2024, Eq. 30; its k is
     `bild`'s default, its weight 1). Of a teacher only the hidden states are computed before the
     model runs (`attention.modeling.predictions`).
+
+    Args:
+        positions: Of the tokens of a batch, where documents are kept apart
+            (`trainers.text.documents`); both models are given them.
     """
     if distillation not in DISTILLATIONS:
         raise ValueError(f"distillation must be one of {DISTILLATIONS}, got {distillation!r}")
@@ -82,9 +89,10 @@ def objective(
 
     def loss(model: Any, batch: Tensor) -> Tensor:
         reference = None
+        more = {} if positions is None else {"position_ids": positions(batch)}
         if distillation != "none":
             with torch.no_grad():
-                reference = final(teacher, batch)
-        return mean_cost(model, batch, cost, reference)
+                reference = final(teacher, batch, **more)
+        return mean_cost(model, batch, cost, reference, **more)
 
     return loss

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from attention.io import checkpoint
 from attention.io.files import write_whole
 from attention.plan import AttentionPlan
+from trainers.deepspeed_config import LAYOUT, decays_everything
 from trainers.engine import TrainEngine
 from trainers.fusion_search import next_stage
 from trainers.jobs.checkpoints import CheckpointStore
@@ -120,11 +121,24 @@ class _Stage(WorkerShare):
         if self.spec.own_schedule:
             offset = 0
             total = self.spec.steps
-        engine = TrainEngine(relaxation.model, self.settings, total, groups, schedule_offset=offset)
+        newest, _, _ = self.store.newest_whole()
+        state_folder = self.store.folder(newest) if newest is not None else None
+        engine = TrainEngine(
+            relaxation.model,
+            self.settings,
+            total,
+            groups,
+            schedule_offset=offset,
+            decay_everything=state_folder is not None
+            and decays_everything((state_folder / LAYOUT).read_text()),
+        )
         with closing(engine), teacher_of(self.job, self.settings, engine.device) as teacher:
-            start = self._resume(engine)
+            start = 0 if state_folder is None else self._resume(engine, state_folder)
             loss_fn = objective(
-                self.settings.distillation, self.settings.distillation_weight, teacher
+                self.settings.distillation,
+                self.settings.distillation_weight,
+                teacher,
+                self.positions,
             )
             steps = train_model(
                 engine,
@@ -193,11 +207,8 @@ class _Stage(WorkerShare):
             dist.barrier()
         return AttentionPlan.from_json(file.read_text())
 
-    def _resume(self, engine: TrainEngine) -> int:
-        newest, _, _ = self.store.newest_whole()
-        if newest is None:
-            return 0
-        state = engine.load(self.store.folder(newest))
+    def _resume(self, engine: TrainEngine, folder: Path) -> int:
+        state = engine.load(folder)
         self.stream.load_state_dict(state["stream"])
         self.history = state["history"]
         self.seconds = state["seconds"]
@@ -220,7 +231,8 @@ class _Stage(WorkerShare):
 def _claim(root: Path, job: TrainJob, spec: RelaxationSpec) -> None:
     """Clear what a different job may have left in `root`, and mark it as this job's."""
     # May be lowered on the way.
-    settings = job.relaxation_settings.model_dump(exclude={"micro_batch_size"})
+    settings = job.relaxation_settings.identity()
+    del settings["micro_batch_size"]
     parts: list[Any] = [spec.to_dict() | {"settings": settings}, job.schedule_steps]
     parts += [job.model_dir, job.teacher_dir, job.train_file, job.seed]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -112,11 +112,12 @@ class TrainSettings(StrictModel):
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     """Peak of the schedule: a linear warm-up, then a cosine."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """AdamW's."""
+    """AdamW's, of matrices: norms, biases and embeddings have none."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """AdamW's; Xiao 2024 (App. C) trains from scratch with 0.9."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """AdamW's; Xiao 2024 (App. C) trains from scratch with 0.95."""
+    """AdamW's; Xiao 2024 (App. C) trains from scratch with 0.95, and so do most trainings with
+    batches of half a million tokens or more, where the default averages over too many steps."""
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the steps in which the learning rate rises."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -150,9 +151,17 @@ class TrainSettings(StrictModel):
     """Rank of the adapters."""
     lora_alpha: Annotated[float, Field(gt=0)] = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
-    activation_checkpointing: bool = False
-    """The inner values of a decoder layer are computed anew on the way back and not kept, which
-    takes more time and far less memory."""
+    activation_checkpointing: bool | Literal["selective", "auto"] = "auto"
+    """Inner values of a decoder layer that are computed anew on the way back and not kept: none
+    (false), all of them (true), which takes a third more time and far less memory, or all but the
+    results of matrix products and attention (selective). auto: as few as the estimate says that a
+    search's GPUs have the memory for, and none elsewhere."""
+    compile: bool = False
+    """Compiles the decoder layers (torch.compile): fewer and larger kernels on a GPU, for some
+    minutes at the first step. Not with zero_stage 3, whose hooks would break them up."""
+    document_mask: bool = False
+    """The documents of a sequence do not attend to each other, and their positions start again.
+    Evaluation reads sequences as they are."""
     deepspeed: Annotated[dict[str, JsonValue], AfterValidator(_known)] = {}
     """Keys of DeepSpeed's own configuration that are merged into Headfold's last, e.g.
     `{zero_optimization: {overlap_comm: false}}`; what a setting here says already is refused
@@ -216,6 +225,16 @@ class TrainSettings(StrictModel):
                 f"workers on one GPU; set "
                 "gpus_per_worker=1 or num_workers=1"
             )
+        if self.compile and self.zero_stage == 3:
+            raise ValueError(
+                "compile needs zero_stage 0, 1 or 2, got 3: the weights of a layer come and go "
+                "within it; set compile=false or a lower zero_stage"
+            )
+        if self.compile and self.activation_checkpointing == "selective":
+            raise ValueError(
+                "activation_checkpointing selective: a compiled layer chooses by itself what it "
+                "computes anew; set it to false or true, or compile=false"
+            )
         size = self.device_batch_size
         if self.min_workers is not None:
             if not self.min_workers <= self.num_workers <= self.batch_size:
@@ -235,6 +254,19 @@ class TrainSettings(StrictModel):
     def __hash__(self) -> int:
         # A mapping in it has none of its own.
         return hash(json.dumps(self.model_dump(), sort_keys=True))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings in the form in which records of trainings compare them.
+
+        Keys that came later are left out where they change nothing, so that a training that was
+        begun without them goes on.
+        """
+        record = self.model_dump(mode="json")
+        record["activation_checkpointing"] = self.activation_checkpointing is True
+        for name in ("document_mask", "compile"):
+            if not record[name]:
+                del record[name]
+        return record
 
     @property
     def device_batch_size(self) -> int:

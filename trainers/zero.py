@@ -43,6 +43,7 @@ from attention.base.messages import reason
 from attention.io import checkpoint, piecewise
 from attention.io.layers.windows import LazyWeights
 from attention.io.precision import DTYPES
+from attention.modeling.predictions import agree_on_chunk_memory, chunk_memory
 from trainers.deepspeed_config import config_of
 from trainers.settings import TrainSettings
 
@@ -89,6 +90,17 @@ def initialize(
     A model that is not trained has no groups of parameters; that takes ZeRO 3.
     """
     return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]  # pyright: ignore[reportArgumentType]
+
+
+def agree_on_chunks(device: torch.device) -> None:
+    """Have all workers make logits of as many positions at once, whatever GPUs they have.
+
+    They must call a head that ZeRO 3 has split equally often. All call this together.
+    """
+    if dist.get_world_size() > 1:
+        least = torch.tensor([chunk_memory(device)], dtype=torch.int64, device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        agree_on_chunk_memory(device, int(least.item()))
 
 
 def load_trainable(folder: str | Path, settings: TrainSettings) -> PreTrainedModel:
@@ -162,14 +174,19 @@ def write_universal(source: Path, target: Path) -> None:
         ds_to_universal.main(settings)
 
 
-def count_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Give each part of the weights its own count of steps.
+def restore_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Give each part of the weights its own count of steps, after a checkpoint was read.
 
-    Of ZeRO 3 in the universal form they share one, which each of them then counts up [0.19].
+    Of ZeRO 3 in the universal form they share one, which each of them then counts up, and it is a
+    number or lies in the host's memory, where a fused Adam does not take it [0.19].
     """
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].clone()
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    for parameter, state in optimizer.state.items():
+        step = state.get("step")
+        if step is not None and fused:
+            step = torch.as_tensor(step, dtype=torch.float32, device=parameter.device)
+        if isinstance(step, Tensor):
+            state["step"] = step.clone()
 
 
 class SplitModel:

@@ -2,7 +2,7 @@
 
 The logits of a whole batch would be the largest tensor of a training step or an evaluation: 0.5 GB
 in float32 for one sequence of 4,096 tokens and a vocabulary of 32,000, several times over. So only
-the hidden states are computed for all positions; logits exist for `CHUNK_BYTES` of them, and with
+the hidden states are computed for all positions; logits exist for `chunk_bytes` of them, and with
 gradients are made again in the backward pass.
 
 Legend: B sequences, T tokens, D model dim, V vocabulary, P positions.
@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 64 * 2**20  # of float32 logits of one model
+CHUNK_SHARE = 160  # of a GPU's memory: one part in so many
+CHUNK_POSITIONS = 1024
+"""On a GPU: with fewer at once the head's weights are read, and their gradient added, too often."""
 CHUNKS_AT_ONCE = (
     8  # as many bytes at once, at most: logits of two models, logarithms, and what KL makes of them
 )
@@ -42,14 +45,43 @@ class Final(NamedTuple):
     vocabulary: int
 
 
-def positions_at_once(vocabulary: int) -> int:
-    """Positions of which the logits of one model exist at the same time."""
-    return max(1, CHUNK_BYTES // (_FLOAT * vocabulary))
+_agreed: dict[torch.device, int] = {}
 
 
-def most_logit_bytes(vocabulary: int, positions: int) -> int:
+def chunk_memory(device: torch.device) -> int:
+    """Return the memory of a GPU that `chunk_bytes` goes by, in bytes; 0 for any other device."""
+    if device.type != "cuda":
+        return 0
+    return _agreed.get(device) or torch.cuda.get_device_properties(device).total_memory
+
+
+def agree_on_chunk_memory(device: torch.device, memory: int) -> None:
+    """Have this process compute as many logits at once as workers with GPUs of `memory` bytes."""
+    _agreed[device] = memory
+
+
+def chunk_bytes(vocabulary: int, gpu_memory: int = 0) -> int:
+    """Return the bytes of float32 logits of one model that exist at the same time.
+
+    On a GPU they grow with its memory, and are those of `CHUNK_POSITIONS` positions at least,
+    unless all that is made of them would take more than an eighth of it.
+
+    Args:
+        gpu_memory: Of the device, in bytes; 0 for the host.
+    """
+    fewest = min(CHUNK_POSITIONS * _FLOAT * vocabulary, gpu_memory // (8 * CHUNKS_AT_ONCE))
+    return max(CHUNK_BYTES, gpu_memory // CHUNK_SHARE, fewest)
+
+
+def positions_at_once(vocabulary: int, gpu_memory: int = 0) -> int:
+    """Positions of which the logits of one model exist at the same time (see `chunk_bytes`)."""
+    return max(1, chunk_bytes(vocabulary, gpu_memory) // (_FLOAT * vocabulary))
+
+
+def most_logit_bytes(vocabulary: int, positions: int, gpu_memory: int = 0) -> int:
     """Return the most bytes of all logits, and of what is made of them, for so many positions."""
-    return CHUNKS_AT_ONCE * _FLOAT * vocabulary * min(positions, positions_at_once(vocabulary))
+    at_once = min(positions, positions_at_once(vocabulary, gpu_memory))
+    return CHUNKS_AT_ONCE * _FLOAT * vocabulary * at_once
 
 
 def final(model: Any, ids: Tensor, **more: Any) -> Final:
@@ -63,7 +95,12 @@ def final(model: Any, ids: Tensor, **more: Any) -> Final:
 
 
 def mean_cost(
-    model: Any, ids: Tensor, cost: _Cost, reference: Final | None = None, rows: int | None = None
+    model: Any,
+    ids: Tensor,
+    cost: _Cost,
+    reference: Final | None = None,
+    rows: int | None = None,
+    **more: Any,
 ) -> Tensor:
     """Return the mean of `cost` over the next-token predictions of the first `rows` sequences.
 
@@ -74,6 +111,7 @@ def mean_cost(
     Args:
         ids: `[B, T]`.
         rows: By default all sequences.
+        more: Arguments of the model.
     """
     head = model.get_output_embeddings()
     finish = _finishing(model)
@@ -83,7 +121,7 @@ def mean_cost(
             Final(states, finish(head.forward), head.out_features), ids, cost, reference, rows
         )
 
-    return _at_the_head(model, ids, of_states)
+    return _at_the_head(model, ids, of_states, **more)
 
 
 def in_chunks(
@@ -103,7 +141,7 @@ def in_chunks(
     """
     labels = ids[:, 1:].flatten()
     counted = (len(ids) if rows is None else rows) * (ids.shape[1] - 1)
-    size = positions_at_once(predicting.vocabulary)
+    size = positions_at_once(predicting.vocabulary, chunk_memory(ids.device))
     parts = [predicting.states[:, :-1].flatten(0, 1).split(size)]
     if reference is not None:
         parts.append(reference.states[:, :-1].flatten(0, 1).split(size))

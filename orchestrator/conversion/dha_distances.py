@@ -50,7 +50,7 @@ class SearchPhase:
             return None
         knobs = recipe.knobs("objective")
         # One process: the phase is short, and the start of several workers costs more than it saves
-        single = settings.model_dump(mode="json") | {"num_workers": 1, "distillation": "none"}
+        single = settings.identity() | {"num_workers": 1, "distillation": "none"}
         return cls(model, train_file, single, int(knobs["steps"]), float(knobs["rate"]), seed)
 
     def file(self, cache: str | Path) -> Path:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.modeling.predictions import final, positions_at_once
+from attention.modeling.predictions import chunk_memory, final, positions_at_once
 from attention.modeling.running import evaluating
 from orchestrator.config.schema import ConfigError
 from trainers.text.tokenising import beginning
@@ -84,7 +84,8 @@ def loss_by_position(model: Any, sequences: Tensor) -> list[PositionLoss]:
     with evaluating(model):
         for ids in sequences.to(device).split(max(1, _TOKENS_AT_ONCE // length)):
             states, head, vocabulary = final(model, ids)
-            parts = states[:, :-1].split(max(1, positions_at_once(vocabulary) // len(ids)), dim=1)
+            at_once = positions_at_once(vocabulary, chunk_memory(ids.device))
+            parts = states[:, :-1].split(max(1, at_once // len(ids)), dim=1)
             losses = []
             start = 1
             for part in parts:

@@ -46,6 +46,15 @@ def memory_of(accelerator_type: str) -> int | None:
     return None if gigabytes is None else gigabytes * GIGA
 
 
+def most_memory_of(accelerator_type: str | None) -> int:
+    """Return the bytes that one accelerator may have at most, driver and CUDA included.
+
+    For what is sized by them; of an unknown type those of an H100.
+    """
+    memory = memory_of(accelerator_type) if accelerator_type else None
+    return round(1.07 * (memory or GIGABYTES["H100"] * GIGA))
+
+
 def memory_in_words(accelerator_type: str) -> str:
     """Return the memory of a type in words, and what to do if there are larger cards of it."""
     memory = memory_of(accelerator_type)

@@ -146,9 +146,12 @@ class ConversionEstimate:
         base = memory_now() if base is None else base
         width, written = conversion.working.itemsize, conversion.dtype.itemsize
         tokens = conversion.used_tokens + conversion.eval_tokens
+        gpu_memory = machine.memory if machine.on_gpu else 0
         stages = {
             name: base + READ + bytes_in_stage
-            for name, bytes_in_stage in layerwise_stages(conversion, size, width, tokens).items()
+            for name, bytes_in_stage in layerwise_stages(
+                conversion, size, width, tokens, gpu_memory
+            ).items()
         }
         stages["texts"] = base + READING
         flops = operations(conversion, size, tokens)
@@ -162,7 +165,7 @@ class ConversionEstimate:
             kv_bytes_per_token=round(original * conversion.kv_ratio),
             kv_bytes_per_token_original=original,
             parameters=size.total,
-            resident=base + READ + resident_peak(conversion, size, width),
+            resident=base + READ + resident_peak(conversion, size, width, gpu_memory),
             layerwise=max(stages.values()),
             stages=stages,
             layerwise_possible=not why_not,

@@ -16,12 +16,18 @@ from search_spaces.recipes.recipe import AXES
 from trainers.evaluation import TEACHER_BYTES
 
 
-def layerwise_stages(conversion: Conversion, size: Size, width: int, tokens: int) -> dict[str, int]:
-    """Return the bytes of each stage of a conversion layer by layer, less the process itself."""
+def layerwise_stages(
+    conversion: Conversion, size: Size, width: int, tokens: int, gpu_memory: int = 0
+) -> dict[str, int]:
+    """Return the bytes of each stage of a conversion layer by layer, less the process itself.
+
+    Args:
+        gpu_memory: Of the GPU that it runs on; 0 for the CPU.
+    """
     g, c = conversion.geometry, conversion
     streams = 2 * width * tokens * g.hidden_size
     layer, statistics = width * size.layer, c.statistics()
-    logits = most_logit_bytes(g.vocab_size, c.eval_tokens)
+    logits = most_logit_bytes(g.vocab_size, c.eval_tokens, gpu_memory)
     metric = FLOAT * g.hidden_size**2
     planned: dict[str, int] = {}
     if c.planned_on:
@@ -41,7 +47,7 @@ def layerwise_stages(conversion: Conversion, size: Size, width: int, tokens: int
     }
 
 
-def in_memory_stages(conversion: Conversion, size: Size) -> dict[str, int]:
+def in_memory_stages(conversion: Conversion, size: Size, gpu_memory: int = 0) -> dict[str, int]:
     """Return the bytes of each stage of a conversion in memory, the two models left out.
 
     Heads are lifted a layer at a time: lifted, aligned, fused.
@@ -52,7 +58,7 @@ def in_memory_stages(conversion: Conversion, size: Size) -> dict[str, int]:
     at_once = layers_at_once(c.geometry.num_layers, size.attention, CPU)
     fitted = c.fitting(size, at_once) if c.planned_on else 0
     drawn = (
-        c.gradients(size) + most_logit_bytes(c.geometry.vocab_size, c.planned_on)
+        c.gradients(size) + most_logit_bytes(c.geometry.vocab_size, c.planned_on, gpu_memory)
         if c.planned_on
         else 0
     )
@@ -77,16 +83,18 @@ def converted_attention(conversion: Conversion, size: Size) -> int:
     return c.working.itemsize * g.num_layers * (size.attention + measured * whole)
 
 
-def resident_peak(conversion: Conversion, size: Size, width: int) -> int:
+def resident_peak(conversion: Conversion, size: Size, width: int, gpu_memory: int = 0) -> int:
     """Return the bytes of the largest stage of a conversion in memory, less the process itself."""
     g, c = conversion.geometry, conversion
     model, layers = width * size.total + converted_attention(c, size), g.num_layers
     model += c.recorded() + min(TEACHER_BYTES, c.working.itemsize * c.eval_tokens * g.hidden_size)
     others = c.statistics() * (0 if c.in_files else layers - 1)
-    logits = most_logit_bytes(g.vocab_size, min(c.eval_tokens, 8 * c.sequence_length))
+    evaluated = min(c.eval_tokens, 8 * c.sequence_length)
+    logits = most_logit_bytes(g.vocab_size, evaluated, gpu_memory)
     rounded = c.dtype.itemsize * size.total if c.dtype != c.working else 0
     calibrating = c.statistics() + (1 if c.in_files else layers) * c.sums() + c.calibrating()
-    return model + others + max(calibrating, *in_memory_stages(c, size).values(), logits, rounded)
+    stages = in_memory_stages(c, size, gpu_memory).values()
+    return model + others + max(calibrating, *stages, logits, rounded)
 
 
 def available_bytes(device: torch.device = CPU) -> int:

@@ -25,11 +25,16 @@ from attention.io.precision import DTYPES
 from attention.modeling.predictions import most_logit_bytes, positions_at_once
 from orchestrator.cluster.placement import Demand
 from orchestrator.config.schema import SearchConfig
-from orchestrator.resources.accelerators import GIGABYTES, memory_in_words, memory_of
+from orchestrator.resources.accelerators import (
+    GIGABYTES,
+    memory_in_words,
+    memory_of,
+    most_memory_of,
+)
 from orchestrator.resources.memory import converted_attention, in_memory_stages
-from orchestrator.resources.size import READING, Conversion, SearchInputs, Size
+from orchestrator.resources.size import READING, SPARE, Conversion, SearchInputs, Size
 from trainers.adapters import adaptable
-from trainers.deepspeed_config import config_of
+from trainers.deepspeed_config import config_of, sums_in_float32
 from trainers.evaluation import TEACHER_BYTES
 from trainers.freezing import key_value_parameters
 from trainers.settings import TrainSettings
@@ -190,21 +195,48 @@ class Needs:
         permanent["converted attention"] = converted_attention(conversion, self.size)
         permanent["records of layers"] = conversion.recorded()
         moments = [
-            {name: number} for name, number in in_memory_stages(conversion, self.size).items()
+            {name: number}
+            for name, number in in_memory_stages(
+                conversion, self.size, self._trial_gpu_memory
+            ).items()
         ]
         measured = self.evaluating() | {"teacher's states": min(TEACHER_BYTES, width * states)}
         return self._task("planning", permanent, *moments, measured)
 
     def trainings(self) -> list[Need]:
         """Return the needs of the workers of trials and promotion, with the most costly recipe."""
+        needs: list[Need] = []
+        chosen = self.recomputations()
+        for process, train in self._trained_by():
+            update = {"activation_checkpointing": chosen[process]}
+            settings = self.inputs.trainings(train.model_copy(update=update))
+            each = (self.training(process, one) for one in settings)
+            needs.append(max(each, key=lambda need: need.total))
+        return needs
+
+    def _trained_by(self) -> list[tuple[str, TrainSettings]]:
+        """Return the processes that train, with their settings."""
         named = [("training worker", self.config.train)]
         if self.config.promotion.enabled and self.config.promotion.steps:
             named.append(("promotion worker", self.config.promotion_train))
-        needs: list[Need] = []
-        for process, train in named:
-            each = (self.training(process, settings) for settings in self.inputs.trainings(train))
-            needs.append(max(each, key=lambda need: need.total))
-        return needs
+        return named
+
+    def recomputations(self) -> dict[str, bool | str]:
+        """Return what `activation_checkpointing` comes to, by process.
+
+        For auto the first that leaves room: nothing, all but matrix products, all is computed anew.
+        """
+        return {process: self._recomputation(process, t) for process, t in self._trained_by()}
+
+    def _recomputation(self, process: str, train: TrainSettings) -> bool | str:
+        if train.activation_checkpointing != "auto":
+            return train.activation_checkpointing
+        for choice in (False,) if train.compile else (False, "selective"):
+            changed = train.model_copy(update={"activation_checkpointing": choice})
+            needs = [self.training(process, each) for each in self.inputs.trainings(changed)]
+            if all(need.limit is None or need.total <= SPARE * need.limit for need in needs):
+                return choice
+        return True
 
     def training(self, process: str, train: TrainSettings) -> Need:
         """Return the need of a worker; where their number may change, with the largest share."""
@@ -270,6 +302,12 @@ class Needs:
         """
         return 0 if self.config.resources.trial_gpus else PROCESS
 
+    @property
+    def _trial_gpu_memory(self) -> int:
+        """Return the bytes of the GPU that plans and measures; 0 for CPUs."""
+        demand = Demand.of(self.config)
+        return most_memory_of(demand.task_type) if demand.trial_gpus else 0
+
     def _task(
         self, process: str, permanent: Mapping[str, int], *moments: Mapping[str, int]
     ) -> Need:
@@ -286,18 +324,30 @@ class Needs:
 
         Norms, projections, attention's output, the MLP's inner values.
         """
-        g, config_of_model = self.geometry, self.inputs.model
+        g = self.geometry
+        return 6 * g.hidden_size + 4 * g.num_heads * g.head_dim + 4 * self._inner_size
+
+    @property
+    def _layer_products(self) -> int:
+        """Numbers per token that the matrix products and the attention of a layer result in."""
+        g = self.geometry
+        return 2 * g.hidden_size + 4 * g.num_heads * g.head_dim + 2 * self._inner_size
+
+    @property
+    def _inner_size(self) -> int:
+        """Width of the MLP."""
+        model = self.inputs.model
         inner = (
-            getattr(config_of_model, "intermediate_size", None)
-            or getattr(config_of_model, "ffn_dim", 0)
-            or 4 * g.hidden_size
+            getattr(model, "intermediate_size", None)
+            or getattr(model, "ffn_dim", 0)
+            or 4 * self.geometry.hidden_size
         )
-        return 6 * g.hidden_size + 4 * g.num_heads * g.head_dim + 4 * int(inner)
+        return int(inner)
 
     def evaluating(self) -> Parts:
         """Return the parts of an evaluation before any training, of the trials' micro-batch."""
         tokens = self.config.train.device_batch_size * self.config.data.sequence_length
-        logits = most_logit_bytes(self.geometry.vocab_size, tokens)
+        logits = most_logit_bytes(self.geometry.vocab_size, tokens, self._trial_gpu_memory)
         return {"activations": self._inner(tokens, self.working.itemsize), "logits": logits}
 
     # ---- a training worker -----------------------------------------------------------------------
@@ -319,10 +369,13 @@ class Needs:
             for name, stage in _ZERO_STAGES.items()
         }
         master, state = _optimiser_bytes(train)
+        summed = FLOAT if sums_in_float32(train) else width
+        if summed != width and train.zero_stage == 1:
+            summed += width  # those of one pass beside their sum
         permanent = {
             "libraries": 0 if on_gpu else PROCESS,
             "weights": self.size.total * width / share["weights"],
-            "gradients": trained * width / share["gradients"],
+            "gradients": trained * summed / share["gradients"],
             "optimiser": trained * (master + 2 * state) / share["optimiser"],
         }
         if train.distillation != "none":
@@ -352,7 +405,8 @@ class Needs:
         # torch's Adam: a root and a quotient, on GPUs in place
         temporary = state * (1 if on_gpu else 2)
         step = at_once * (temporary + (max(master, width) if train.zero_stage else 0))
-        step += part * width if train.zero_stage in (1, 2) else 0  # gradients, flat
+        # Gradients, flat, and in the optimiser's dtype where that is another one
+        step += part * width if train.zero_stage in (1, 2) and summed == width else 0
         if on_gpu and _device(zero, "offload_optimizer") != "none":
             permanent["optimiser"] = step = 0
         if on_gpu and _device(zero, "offload_param") != "none":
@@ -374,13 +428,19 @@ class Needs:
         """
         g, tokens = self.geometry, train.device_batch_size * self.config.data.sequence_length
         layers = g.num_layers * self._layer_values
-        # What enters each layer, and the inner values of the one made again
-        if train.activation_checkpointing:
+        # What enters each layer, results of products, and the inner values of the one made again
+        if train.activation_checkpointing is True:
             layers = g.num_layers * g.hidden_size + self._layer_values
-        slope = self.size.embedding * width if tokens > positions_at_once(g.vocab_size) else 0
+        elif train.activation_checkpointing == "selective":
+            layers = g.num_layers * (g.hidden_size + self._layer_products) + self._layer_values
+        kind = self.config.resources.accelerator_type
+        memory = most_memory_of(kind) if train.gpus_per_worker > 0 else 0
+        several = tokens > positions_at_once(g.vocab_size, memory)
+        slope = self.size.embedding * width if several else 0
+        masks = tokens * self.config.data.sequence_length if train.document_mask else 0
         return {
-            "activations": width * tokens * layers,
-            "logits": most_logit_bytes(g.vocab_size, tokens) + slope,
+            "activations": width * tokens * layers + masks,
+            "logits": most_logit_bytes(g.vocab_size, tokens, memory) + slope,
         }
 
     def _trained(self, train: TrainSettings) -> int:

@@ -33,6 +33,7 @@ from search_spaces.grouping.merge_anneal import PRICES
 from search_spaces.grouping.subsets import EXACT_HEADS
 from search_spaces.planning.budgets import problem_of
 from trainers.losses import objective
+from trainers.recomputation import recompute
 from trainers.settings import TrainSettings
 
 MEASURABLE = 300_000_000  # parameters up to which a rate is measured here
@@ -236,8 +237,7 @@ def measured_rate(model_config: PretrainedConfig, train: TrainSettings, length: 
     dtype = DTYPES[train.dtype]
     classes: Any = AutoModelForCausalLM
     model: Any = classes.from_config(model_config, dtype=dtype).to(device)
-    if train.activation_checkpointing:
-        model.train().activation_checkpointing_enable({"use_reentrant": False})
+    recompute(model.train(), train)
     rows = max(1, min(train.device_batch_size, FEW_TOKENS // length))
     batch = torch.zeros(rows, length, dtype=torch.long, device=device)
     before = torch.get_num_threads()

@@ -33,6 +33,7 @@ from orchestrator.config.schema import SearchConfig
 from orchestrator.conversion import dha_distances
 from orchestrator.conversion.calibration import Workers, checkpoint_calibration, is_shared
 from orchestrator.conversion.execution import planning_context
+from orchestrator.resources.processes import Needs
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.trials.untrained import shared_parts
@@ -227,6 +228,7 @@ def trial_context(
         placement_strategy=config.resources.placement_strategy,
         checkpoint_address=folder.train_address,
         task=task_options(config) if config.resources.trial_gpus else None,
+        recomputation=Needs(prepared.setup.inputs, "pooled").recomputations(),
         decode_times=decode_times(config, original, prepared.setup.dtype, folder),
     )
 

@@ -15,6 +15,7 @@ from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import SearchConfig
 from trainers.text.corpora import DataError
 from trainers.text.data import SMALL_TEXT, SPLITS, Split, TextCut, token_set
+from trainers.text.documents import check_documents
 from trainers.text.token_sets import is_complete
 
 _PROMOTION = "promotion"
@@ -49,7 +50,12 @@ class SearchTexts:
             with _named(name, source):
                 cuts[name] = TextCut(source, split, tokens, length, config.search.seed, field)
                 cuts[name].check()
-        return cls(model.path, checkpoints.load_tokenizer(model), cache, cuts)
+        tokenizer = checkpoints.load_tokenizer(model)
+        if config.train.document_mask or config.promotion_train.document_mask:
+            for name in {"train", _PROMOTION} & set(cuts):
+                with _named(name, cuts[name].source):
+                    check_documents(cuts[name], tokenizer)
+        return cls(model.path, tokenizer, cache, cuts)
 
     @cached_property
     def folders(self) -> dict[str, Path]:

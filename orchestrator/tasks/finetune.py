@@ -35,6 +35,7 @@ from orchestrator.training.run import TrainingReport
 from trainers.evaluation import evaluate
 from trainers.settings import TrainSettings
 from trainers.text.data import Texts, read_sequences
+from trainers.text.documents import check_documents
 
 _TRAIN_TOKENS = 100_000_000  # of text at most, unless the options say more
 _DISTILLATION = "kl"
@@ -205,6 +206,8 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
         )
         for cut in request.cuts:
             cut.check()
+        if request.settings.document_mask:
+            check_documents(request.cuts[0], tokenizer)
         request.check_folders(options.overwrite)
         return request
 

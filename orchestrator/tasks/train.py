@@ -42,6 +42,7 @@ from orchestrator.training.run import TrainingReport
 from search_spaces.composition.dcmha import composition_of
 from trainers.text import synthetic_corpus
 from trainers.text.data import Texts
+from trainers.text.documents import check_documents
 from trainers.text.tokenising import beginning
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Train(TrainingTask[TrainOptions, TrainRecord]):
             sequence_length=options.sequence_length,
             weights=False,
         )
-        checkpoints.load_tokenizer(opened)
+        tokenizer = checkpoints.load_tokenizer(opened)
         eval_every = steps_between(options.steps, options.eval_every)
         composed = composition_of(section.composition) if section.recipe == "dcformer" else None
         plan = replace(opened.plan, composition=composed)
@@ -147,6 +148,8 @@ class Train(TrainingTask[TrainOptions, TrainRecord]):
         )
         for cut in request.cuts:
             cut.check()
+        if request.settings.document_mask:
+            check_documents(request.cuts[0], tokenizer)
         request.check_folders(options.overwrite)
         return request
 

@@ -254,9 +254,10 @@ class TrainingRequest(ABC):
             return
         # Fields that came later, which a mark may lack
         later = {f.name: f.default for f in fields(self) if f.default is not MISSING}
-        settings = TrainSettings.model_validate(mark["settings"]).model_dump(mode="json")
-        before = {**later, **mark, "settings": settings}
+        before = {**later, **mark}
+        before["settings"] = TrainSettings.model_validate(mark["settings"]).identity()
         now = json.loads(json.dumps(self.to_dict()))
+        now["settings"] = self.settings.identity()
         if changed := [name for name in now if before.get(name) != now[name]]:
             raise ConfigError(
                 f"out: {self.folder} holds a training with another {', '.join(changed)}; give "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from contextlib import closing
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from parameters import extended
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from attention.conversion.convert import convert
 from attention.families import families, family_of
@@ -17,6 +19,7 @@ from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan
 from trainers.engine import TrainEngine
 from trainers.loop import train_model
 from trainers.losses import objective
+from trainers.recomputation import compile_layers, recompute
 from trainers.relaxations.stage import RelaxationSpec, relaxed_objective
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
@@ -55,9 +58,9 @@ def trained(model: Any, ids: Tensor, spec: RelaxationSpec | None = None, **given
         return losses, engine.weights(), runs[0]
 
 
-def assert_alike(model: Any, ids: Tensor, **given: Any) -> None:
+def assert_alike(model: Any, ids: Tensor, mode: Any = True, **given: Any) -> None:
     (losses, weights, runs), (again, others, more) = (
-        trained(model, ids, activation_checkpointing=on, **given) for on in (False, True)
+        trained(model, ids, activation_checkpointing=on, **given) for on in (False, mode)
     )
     assert more == 2 * runs == 2 * STEPS * 2, "every pass runs once more"
     assert again == pytest.approx(losses, abs=1e-6)
@@ -69,6 +72,56 @@ def assert_alike(model: Any, ids: Tensor, **given: Any) -> None:
 @pytest.mark.parametrize("family", [f if f in ("llama", "gpt2") else extended(f) for f in families()])
 def test_every_family(tiny_model: Any, ids: Tensor, family: str) -> None:
     assert_alike(tiny_model(family), ids)
+
+
+@pytest.mark.parametrize(
+    ("family", "stage"),
+    [(f, stage) if (f, stage) == ("llama", 1) else extended(f, stage) for f in families() for stage in (1, 3)],
+)
+def test_all_but_products(tiny_model: Any, ids: Tensor, family: str, stage: int) -> None:
+    assert_alike(tiny_model(family), ids, "selective", zero_stage=stage)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", extended("gpt_oss"), extended("olmoe")])
+def test_no_product_is_made_twice(tiny_model: Any, ids: Tensor, family: str) -> None:
+    """Counted operations of matrix products and attention, forward and backward."""
+
+    def operations(mode: Any) -> int:
+        model = convert(tiny_model(family), UNEVEN).train()
+        recompute(model, TrainSettings(activation_checkpointing=mode))
+        with FlopCounterMode(display=False) as counter:
+            objective()(model, ids).backward()
+        return counter.get_total_flops()
+
+    assert operations(False) == operations("auto") <= operations("selective") < operations(True)
+    if family in ("llama", "gpt2"):  # others compute all scores, which are made again
+        assert operations("selective") == operations(False)
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's backend for CPUs needs g++")
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_compiled_layers_train_alike(tiny_model: Any, ids: Tensor, family: str, mode: Any) -> None:
+    model = convert(tiny_model(family), UNEVEN)
+    losses, weights, _ = trained(model, ids)
+    again, others, _ = trained(model, ids, compile=True, activation_checkpointing=mode)
+    assert again == pytest.approx(losses, abs=1e-5)
+    assert set(others) == set(weights)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, atol=1e-4, rtol=0)
+
+
+def test_each_layer_is_compiled_and_none_with_split_weights(tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    before = set(model.state_dict())
+    compile_layers(model)  # at its first run
+    assert sum(module._compiled_call_impl is not None for module in model.modules()) == 2
+    assert set(model.state_dict()) == before
+    with pytest.raises(ValueError, match=r"compile needs zero_stage 0, 1 or 2, got 3"):
+        TrainSettings(compile=True, zero_stage=3)
+    with pytest.raises(ValueError, match=r"selective: a compiled layer chooses by itself"):
+        TrainSettings(compile=True, activation_checkpointing="selective")
 
 
 @pytest.mark.parametrize(

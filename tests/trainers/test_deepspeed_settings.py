@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_grad
 from parameters import extended
 from torch import Tensor
 
@@ -92,6 +94,34 @@ def test_adam_gives_way_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_torchs(optimizer={"params": {"torch_adam": False}})
 
 
+def test_adam_is_fused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that only says that it has a GPU: the configuration is made, nothing is started."""
+
+    def fused(device: Any = "auto", **params: Any) -> Any:
+        settings = TrainSettings(device=device, deepspeed={"optimizer": {"params": params}})
+        return config_of(settings)["optimizer"]["params"].get("fused")
+
+    assert fused() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert fused() is True
+    assert [fused("cpu"), fused(fused=False), fused(foreach=True), fused(torch_adam=False)] == [None, False, None, None]
+
+
+@pytest.mark.parametrize("stage", [1, extended(0), extended(3)])
+def test_a_fused_adam_trains_and_goes_on_alike(engine: Any, ids: Tensor, tmp_path: Path, stage: int) -> None:
+    """torch's fused kernel, which the CPU has too."""
+    given = {"optimizer": {"params": {"fused": True}}}
+    fused = engine(zero_stage=stage, deepspeed=given)
+    whole = losses(fused, ids)
+    assert whole == pytest.approx(losses(engine(zero_stage=stage), ids), abs=1e-5)
+    fused.save(tmp_path)
+    on = engine(zero_stage=stage, deepspeed=given)
+    on.load(tmp_path)
+    states = on._engine.basic_optimizer.state
+    assert all(state["step"].device == p.device and state["step"].dtype == torch.float32 for p, state in states.items())
+    assert on.step(ids, objective()) == fused.step(ids, objective())
+
+
 @pytest.mark.parametrize("name", DECIDED)
 def test_what_headfold_decides_is_refused_with_the_setting_to_use(name: str) -> None:
     given: Any = 1
@@ -148,3 +178,46 @@ def test_a_training_checkpoint_knows_what_changes_its_files(engine: Any, tmp_pat
     engine().load(tmp_path)
     with pytest.raises(ValueError, match="'round_robin_gradients': True"):
         engine(deepspeed={"zero_optimization": {"round_robin_gradients": True}}).load(tmp_path)
+
+
+@pytest.mark.parametrize("stage", [2, extended(3)])
+def test_gradients_in_bfloat16_are_summed_in_float32(tiny_model: Any, stage: int) -> None:
+    """Against the gradients of 64 passes of one sequence, as they are in bfloat16, summed in float64."""
+    ids = torch.randint(0, 64, (64, 16), generator=torch.Generator().manual_seed(0))
+    model = tiny_model("llama").bfloat16()
+    expected = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    for row in ids:
+        model.zero_grad()
+        (objective()(model, row[None]) / len(ids)).backward()
+        for name, p in model.named_parameters():
+            expected[name] += p.grad
+    norm = torch.cat([grad.flatten() for grad in expected.values()]).norm()
+
+    def error(**given: Any) -> float:
+        options: dict[str, Any] = {"batch_size": 64, "micro_batch_size": 1, "max_grad_norm": 1e9}
+        settings = TrainSettings(dtype="bfloat16", zero_stage=stage, deepspeed=given, **options)
+        with closing(TrainEngine(tiny_model("llama").bfloat16(), settings, STEPS)) as built:
+            found: dict[str, Tensor] = {}
+            take_step = built._engine.step
+
+            def step() -> None:
+                if built._engine.is_gradient_accumulation_boundary():
+                    found.update((n, safe_get_full_grad(p)) for n, p in built._engine.module.named_parameters())
+                take_step()
+
+            built._engine.step = step
+            built.step(ids, objective())
+        apart = [(found[name].double() - grad).flatten() for name, grad in expected.items()]
+        return float(torch.cat(apart).norm() / norm)
+
+    assert error() < 1e-5 < 3e-3 < error(data_types={"grad_accum_dtype": "bf16"})
+
+
+def test_where_gradients_are_summed_in_float32() -> None:
+    def summed(**given: Any) -> Any:
+        return config_of(TrainSettings(**given)).get("data_types", {}).get("grad_accum_dtype")
+
+    assert [summed(dtype="bfloat16", zero_stage=stage) for stage in (1, 2, 3)] == [None, "fp32", "fp32"]
+    assert summed(zero_stage=3) is None
+    assert summed(dtype="bf16", zero_stage=2, deepspeed={"data_types": {"grad_accum_dtype": "bf16"}}) == "bf16"
+    assert summed(dtype="bf16", zero_stage=2, deepspeed={"bf16": {"bf16_master_weights_and_grads": True}}) is None

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from attention.conversion.convert import convert
 from attention.plan import AttentionPlan, LayerPlan
-from trainers.engine import TrainEngine
+from trainers.deepspeed_config import DECAY, LAYOUT, decays_everything
+from trainers.engine import TrainEngine, _step_seed
 from trainers.evaluation import evaluate
 from trainers.loop import TrainingDiverged, train_model
 from trainers.losses import objective
@@ -44,10 +45,18 @@ def engine(tiny_model: Any) -> Iterator[Callable[..., TrainEngine]]:
     """Engines on a converted tiny model with unequal key and value heads; closed afterwards."""
     made = []
 
-    def make(model: Any = None, *, total_steps: int = STEPS, schedule_offset: int = 0, **settings: Any) -> TrainEngine:
+    def make(
+        model: Any = None,
+        *,
+        total_steps: int = STEPS,
+        schedule_offset: int = 0,
+        decay_everything: bool = False,
+        **settings: Any,
+    ) -> TrainEngine:
         model = convert(tiny_model("llama"), PLAN) if model is None else model
         chosen = TrainSettings(**{"learning_rate": 3e-3, **settings})
-        made.append(TrainEngine(model, chosen, total_steps, schedule_offset=schedule_offset))
+        options: Any = {"schedule_offset": schedule_offset, "decay_everything": decay_everything}
+        made.append(TrainEngine(model, chosen, total_steps, **options))
         return made[-1]
 
     yield make
@@ -68,7 +77,10 @@ def run(
 
 def plain_torch(model: Any, ids: Tensor, settings: TrainSettings) -> list[float]:
     """The same training without DeepSpeed."""
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=settings.weight_decay)
+    matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and "embed_tokens" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed_tokens" in name]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
     stream, losses, loss_fn = BatchStream(ids, 8), [], objective()
     for step in range(STEPS):
         for group in optimizer.param_groups:
@@ -129,6 +141,50 @@ def test_the_betas_are_those_of_the_settings(engine: Any) -> None:
         assert tuple(engine(**given)._engine.optimizer.param_groups[0]["betas"]) == expected
 
 
+@pytest.mark.parametrize(
+    ("stage", "family"), [(1, "qwen2"), (3, "gpt2"), extended(0, "gpt_oss"), extended(2, "opt"), extended(3, "gpt_oss")]
+)
+def test_weight_decay_is_on_matrices_alone(engine: Any, tiny_model: Any, ids: Tensor, stage: int, family: str) -> None:
+    """Where no gradient flows a step is the decay: of matrices, and not of norms, biases, embeddings and sinks."""
+    model = tiny_model(family)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    embeddings = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, torch.nn.Embedding)}
+    tied = model.config.tie_word_embeddings
+    rate, decay = 1e-2, 0.5
+    built = engine(model, learning_rate=rate, warmup_fraction=0.0, weight_decay=decay, zero_stage=stage)
+    built.step(ids[:8], lambda model, batch: objective()(model, batch) * 0)
+    after = built.weights()
+    trained = {name for name, _ in model.named_parameters()}
+    shares = {}
+    for name in trained:
+        plain = before[name].ndim < 2 or name.endswith("bias") or name in embeddings
+        shares[name] = 1 if plain else 1 - rate * decay
+        torch.testing.assert_close(after[name], before[name] * shares[name], rtol=1e-5, atol=1e-7)
+    assert set(shares.values()) == {1, 1 - rate * decay}
+    assert tied or shares["lm_head.weight"] < 1
+
+
+@pytest.mark.parametrize("stage", [1, extended(0), extended(2), extended(3)])
+def test_a_checkpoint_from_before_goes_on_as_it_was_begun(engine: Any, ids: Tensor, tmp_path: Path, stage: int) -> None:
+    def former(**settings: Any) -> TrainEngine:
+        return engine(zero_stage=stage, weight_decay=0.5, decay_everything=True, **settings)
+
+    whole = run(former(), ids)
+    first, stream = former(), BatchStream(ids, 8)
+    head = run(first, ids, 0, 3, stream)
+    first.save(tmp_path)
+    layout = (tmp_path / LAYOUT).read_text()
+    assert DECAY not in layout and decays_everything(layout)
+    with pytest.raises(ValueError, match="written with .*, these settings are .*matrices"):
+        engine(zero_stage=stage, weight_decay=0.5).load(tmp_path)
+    second = former()
+    second.load(tmp_path)
+    assert head + run(second, ids, 3, STEPS, stream) == whole
+    assert whole != run(engine(zero_stage=stage, weight_decay=0.5), ids)
+    engine(zero_stage=stage).save(tmp_path / "now")
+    assert not decays_everything((tmp_path / "now" / LAYOUT).read_text())
+
+
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_accumulated_passes_are_one_step(engine: Any, ids: Tensor, micro_batch_size: int) -> None:
     assert run(engine(micro_batch_size=micro_batch_size), ids) == pytest.approx(run(engine(), ids), abs=1e-4)
@@ -162,6 +218,14 @@ def test_dropout_after_a_resume_is_what_it_would_have_been(
     second.load(tmp_path)
     assert run(second, ids, 3, STEPS, stream) == whole[3:]
     assert whole != run(engine(tiny_model("llama")), ids)
+
+
+def test_every_seed_that_settings_allow_can_be_trained_with(engine: Any, ids: Tensor) -> None:
+    seeds = [281_469_837, 2**32 - 1]  # of the first the product fits into 64 bits, as of all before it
+    for seed in seeds:
+        assert run(engine(seed=seed), ids, 0, 1) == run(engine(), ids, 0, 1)  # nothing is random here
+    assert _step_seed(3, 7, 1) == (3 * 1_000_003 + 7) * 65_537 + 1
+    assert len({_step_seed(seed, step, 0) for seed in seeds for step in range(9)}) == 18
 
 
 def test_another_split_over_workers_is_refused(engine: Any, ids: Tensor, tmp_path: Path) -> None:

@@ -139,3 +139,15 @@ def test_gpus_are_computed_on_unless_the_cpu_is_asked_for() -> None:
     assert TrainSettings(gpus_per_worker=1).shape.device == "cuda"
     assert TrainSettings(gpus_per_worker=1, device="cpu").shape.device == "cpu"
     assert TrainSettings().shape.device == TrainSettings(device="cpu").shape.device == "cpu"
+
+
+def test_a_training_is_known_by_what_decides_its_result() -> None:
+    """Records of trainings that were begun before some keys were there stay true."""
+    before = TrainSettings().model_dump(mode="json") | {"activation_checkpointing": False}
+    for name in ("document_mask", "compile"):
+        del before[name]
+    same = ({}, {"activation_checkpointing": "selective"}, {"activation_checkpointing": False})
+    assert all(TrainSettings(**given).identity() == before for given in same)
+    other = ({"document_mask": True}, {"compile": True}, {"activation_checkpointing": True}, {"seed": 1})
+    assert all(TrainSettings(**given).identity() != before for given in other)
+    assert TrainSettings.model_validate(TrainSettings(compile=True).identity()).compile

@@ -241,6 +241,18 @@ class CheckpointStore:
         yield self._scratch / Path(path).name
         self.release()
 
+    def text(self, path: str, file: str) -> str | None:
+        """Return a text file of a checkpoint of this run, by its path in a report.
+
+        None where it is not there; nothing is fetched.
+        """
+        folder = self.root / Path(path).name if self.remote else Path(path)
+        try:
+            with self.files.open_input_stream(str(folder / file)) as stream:
+                return stream.read().decode()
+        except FileNotFoundError:
+            return None
+
     def _send(self, scratch: Path, name: str) -> None:
         try:
             copy_folder(scratch, self.files, str(self.root / name))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from attention.base.memory import freeze_garbage
 from attention.base.messages import reason
 from attention.io import checkpoint
+from trainers.deepspeed_config import LAYOUT, decays_everything
 from trainers.jobs import best, memory
 from trainers.jobs.checkpoints import CheckpointStore, SavedCheckpoint, gather_objects
 from trainers.jobs.link import Link
@@ -85,7 +87,11 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
         engine = stack.enter_context(
             closing(
                 TrainEngine(
-                    model, job.settings, job.schedule_steps, schedule_offset=job.schedule_offset
+                    model,
+                    job.settings,
+                    job.schedule_steps,
+                    schedule_offset=job.schedule_offset,
+                    decay_everything=_agreed(link, lambda: _decays_everything(job, store, newest)),
                 )
             )
         )
@@ -93,6 +99,18 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
         return WorkerTraining(job, engine, teacher, link, store, relaxed, [*notes, *damage]).run(
             newest, reports
         )
+
+
+def _decays_everything(
+    job: TrainJob, store: CheckpointStore, newest: SavedCheckpoint | None
+) -> bool:
+    """Whether weight decay is on all parameters, as where the job goes on from."""
+    if newest is not None:
+        return decays_everything(store.text(str(store.named / newest.name), LAYOUT))
+    if job.resume_from is None:
+        return False
+    earlier = store.of_run(Path(job.resume_from).parent.name)
+    return decays_everything(earlier.text(job.resume_from, LAYOUT))
 
 
 def _ended_before(

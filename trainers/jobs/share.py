@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.io import checkpoint
@@ -47,6 +48,16 @@ class WorkerShare:
         self.held_out = read_sequences(job.eval_file)[:]
         self.seconds = 0.0
         self._last = time.perf_counter()
+
+    @property
+    def positions(self) -> Callable[[Tensor], Tensor] | None:
+        """Return how positions are counted where documents are kept apart; None elsewhere."""
+        if not self.settings.document_mask:
+            return None
+        from attention.io.tokenizers import read_tokenizer  # here, and not above: few need it
+        from trainers.text.documents import DocumentStarts
+
+        return DocumentStarts.of(read_tokenizer(self.job.model_dir)).positions
 
     def lap(self) -> float:
         """Seconds since the last call."""

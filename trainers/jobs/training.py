@@ -98,7 +98,10 @@ class WorkerTraining(WorkerShare):
                 until=lambda: self.stopped,
                 losses=self.losses,
                 loss_fn=objective(
-                    job.settings.distillation, job.settings.distillation_weight, self.teacher
+                    job.settings.distillation,
+                    job.settings.distillation_weight,
+                    self.teacher,
+                    self.positions,
                 ),
             )
         except TrainingDiverged as error:

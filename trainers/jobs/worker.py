@@ -174,6 +174,10 @@ def _prepare_worker(device: str) -> None:
     transformers_logging.disable_progress_bar()
     os.environ["DS_ACCELERATOR"] = device
     if device == "cuda":
+        if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(os.environ):
+            # What chunks of logits of any size leave free can be used by others. Read at the first
+            # use of a GPU.
+            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         # Collectives come before DeepSpeed chooses.
         torch.cuda.set_device(ray.train.torch.get_device())
 

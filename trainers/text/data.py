@@ -171,6 +171,10 @@ class TextCut:
             "tokenizer": tokenizer_digest(tokenizer),
         }
 
+    def first_document(self) -> str | None:
+        """Return the document that the sequences begin with; None where there is none."""
+        return next(self._texts(), None)
+
     def _texts(self, left_out: list[str] | None = None) -> Iterator[str]:
         """Documents in order. `left_out`: takes those that also stand in `apart_from`."""
         seed = self.seed + (CALIBRATION_SEED if self.split == "calibration" else 0)

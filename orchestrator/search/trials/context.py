@@ -41,6 +41,7 @@ class TrialContext:
         accelerator_type: Of the workers.
         checkpoint_address: Where training checkpoints lie, if storage is an address.
         decode_times: Of the engine that the search is for, where decode time is an objective.
+        recomputation: What `train.activation_checkpointing: auto` comes to, by process.
         task: `ray.remote` options of the task that plans a trial which trains; None: its own
             process does.
     """
@@ -66,6 +67,7 @@ class TrialContext:
     placement_strategy: Strategy = AUTO_STRATEGY
     decode_times: DecodeTimes | None = None
     task: Mapping[str, Any] | None = field(default=None, hash=False)
+    recomputation: Mapping[str, bool | str] = field(default_factory=dict, hash=False)
 
     def calibration(self, tokens: Tensor) -> Calibration:
         """Return the original model's statistics over calibration `tokens` `[N, T]`.
@@ -94,9 +96,17 @@ class TrialContext:
 
         That is the search's settings with what the recipe's recovery changes.
         """
-        return TrainSettings.model_validate(
+        settings = TrainSettings.model_validate(
             {**self.train, **recipe.apply("recovery"), "learning_rate": learning_rate}
         )
+        return self.recomputing(settings, "training worker")
+
+    def recomputing(self, settings: TrainSettings, process: str) -> TrainSettings:
+        """Return settings in which `activation_checkpointing: auto` is what it comes to."""
+        if settings.activation_checkpointing != "auto":
+            return settings
+        choice = self.recomputation.get(process, False)
+        return settings.model_copy(update={"activation_checkpointing": choice})
 
     def relaxation_steps(self, recipe: Recipe) -> int:
         """Return the steps of a trial's relaxation, by the function of that name."""

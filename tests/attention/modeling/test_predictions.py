@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,3 +212,28 @@ def test_the_watch_sees_the_logits_of_a_batch(tiny_model: Any) -> None:
     with Watch(1, LARGE) as watch:
         language_modelling(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert watch.most == ROWS * LENGTH * LARGE
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 128_256, 262_144])
+@pytest.mark.parametrize("gigabytes", [0, 24, 40, 80, 141])
+def test_a_gpu_makes_as_many_logits_at_once_as_its_memory_allows(gigabytes: int, vocabulary: int) -> None:
+    memory = gigabytes * 10**9
+    positions = predictions.positions_at_once(vocabulary, memory)
+    whole = predictions.most_logit_bytes(vocabulary, 10**9, memory)
+    if not memory:  # of the host, as it was
+        assert positions == 64 * 2**20 // (4 * vocabulary) == predictions.positions_at_once(vocabulary)
+        return
+    assert whole <= memory / 8
+    assert positions >= 1024 or whole > 0.99 * memory / 8
+    assert gigabytes < 80 or positions >= 1024
+    assert predictions.most_logit_bytes(vocabulary, 7, memory) == 8 * 4 * vocabulary * 7
+
+
+def test_workers_agree_on_the_memory_that_logits_are_made_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that there is only by name."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
+    monkeypatch.setattr(predictions, "_agreed", {})
+    assert (predictions.chunk_memory(torch.device("cpu")), predictions.chunk_memory(device)) == (0, 80 * 10**9)
+    predictions.agree_on_chunk_memory(device, 40 * 10**9)
+    assert predictions.chunk_memory(device) == 40 * 10**9

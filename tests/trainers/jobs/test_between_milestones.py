@@ -16,7 +16,7 @@ from test_carrying import PLAN, Alone
 from attention.io import checkpoint
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.curve import read_curve
-from trainers.jobs.run import run_job
+from trainers.jobs.run import _decays_everything, run_job
 from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
@@ -72,6 +72,23 @@ def test_killed_at_any_step_it_loses_as_many_as_lie_between_two_checkpoints_at_m
     assert step - 1 - max([0, *steps_kept(job)]) <= 1
     metrics = run_job(job, Alone())["metrics"]
     assert {name: metrics[name] for name in SAME} == {name: whole[name] for name in SAME}
+
+
+def test_a_job_from_before_goes_on_with_its_weight_decay(
+    make: Callable[..., TrainJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was begun when weight decay was on all parameters ends with the weights that it would have had."""
+    with monkeypatch.context() as patch:
+        patch.setattr("trainers.jobs.run._decays_everything", lambda *_: True)
+        expected = run_job(make("former"), Alone())["metrics"]
+        job = make("former-killed", checkpoint_steps=2)
+        killed_before_step(job, 6, monkeypatch)
+    later = make("former-later", start_step=2, resume_from=expected["checkpoint_path"])
+    assert run_job(job, Alone())["metrics"]["weights_digest"] == expected["weights_digest"]
+    store = CheckpointStore(job.storage_path, job.run_name)
+    assert store.text(str(store.named / "none"), "layout.json") is None
+    assert _decays_everything(later, store, None)
+    assert not _decays_everything(make("new"), store, None)
 
 
 def test_by_the_clock(make: Callable[..., TrainJob], whole: dict[str, Any]) -> None:
