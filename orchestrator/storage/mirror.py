@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import parse_qs, urlparse
 
 from attention.base.messages import reason
@@ -66,6 +66,7 @@ logger = logging.getLogger(__name__)
 
 _SECRET_SETTINGS = ("access_key", "secret_key", "session_token", "token", "password")
 _PROBE = ".headfold-probe"
+_Result = TypeVar("_Result")
 _SMALL = 1 << 20
 """Files of trials up to this size, in bytes, are fetched with the records that name them."""
 _ON_DEMAND = ("trials", "promoted", "train", "data", "calibration", "tune")
@@ -562,8 +563,14 @@ class Mirror:
                     continue
                 if not (self.local / name).exists():
                     wanted.append(name)
-            self._fetch(wanted)
             if wanted:
+                size = sum(self._open()["files"][name]["size"] for name in wanted)
+                print(
+                    f"storage  {len(wanted)} file(s) of {unit}, {size / 2**30:.2f} GiB, come from "
+                    f"{self.address}",
+                    flush=True,
+                )
+                self._fetch(wanted)
                 self._save_state()
             return len(wanted)
 
@@ -844,7 +851,7 @@ def mirrored(
     beat_seconds = min(6.0, seconds)
     mirror = Mirror.of(storage, local)
     address = mirror.address
-    mirror.claim(beat_seconds)
+    _at_start(address, partial(mirror.claim, beat_seconds))
     all_ended = threading.Event()
     if urlparse(storage).scheme in ("s3", "gs", "gcs") and not mirror.objects.atomic:
         print(
@@ -901,15 +908,19 @@ def _beat(mirror: Mirror) -> None:
             mirror.lease.beat()
 
 
-def _fill(mirror: Mirror, side: Side | None) -> None:
-    """Bring the working folder up to date, and say so."""
+def _at_start(address: str, action: Callable[[], _Result]) -> _Result:
+    """Return what a use of an address at the start gives; it must not fail there."""
     try:
-        count = mirror.pull(side)
+        return action()
     except ConfigError:
         raise
     except Exception as error:  # each file system raises its own kinds
-        raise ConfigError(f"storage: cannot read {mirror.address}: {reason(error)}") from None
-    if count:
+        raise ConfigError(f"storage: cannot use {address}: {reason(error)}") from None
+
+
+def _fill(mirror: Mirror, side: Side | None) -> None:
+    """Bring the working folder up to date, and say so."""
+    if count := _at_start(mirror.address, partial(mirror.pull, side)):
         print(
             f"storage  {count} file(s) fetched from {mirror.address} to {mirror.local}", flush=True
         )

@@ -474,7 +474,14 @@ class Killer:
     def _refill(self) -> None:
         """The head is lost with its disk; another one has the address alone."""
         self.place.kill_driver(signal.SIGKILL)
-        shutil.rmtree(self.place.storage)
+        self._lose_folder()
+
+    def _lose_folder(self) -> None:
+        def gone() -> bool:
+            shutil.rmtree(self.place.storage, ignore_errors=True)  # trials end a moment after their driver
+            return not self.place.storage.exists()
+
+        wait_for("the end of the working folder", gone)
 
     def _stale(self) -> None:
         """The head is replaced by one with a disk of its own, then comes back with what it had."""
@@ -487,7 +494,7 @@ class Killer:
         self._interrupt()
         behind = len(read_events(kept / place.name / "journal.jsonl"))
         assert len(read_events(place.journal)) > behind
-        shutil.rmtree(place.storage)
+        self._lose_folder()
         kept.rename(place.storage)
 
     def _overtaken(self) -> None:
