@@ -26,7 +26,7 @@ import tempfile
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 from urllib.parse import urlparse
 
 from attention.io.replacing import checkpoint_around, parents_made
@@ -90,6 +90,20 @@ def check_writable(folder: Path, key: str = "storage") -> None:
             f"{key}: cannot write to {str(folder)!r} ({error.strerror or error}); give a folder "
             "that can be written"
         ) from None
+
+
+class SearchState(TypedDict, total=False):
+    """The content of `state.json`; a search that has ended says how."""
+
+    started: str
+    """In ISO 8601."""
+    command: str
+    tracking: str
+    """Address of the MLflow store, without a password."""
+    parent_run: str
+    seconds: float
+    """Of all its drivers."""
+    ended: str
 
 
 @dataclass
@@ -215,13 +229,13 @@ class SearchFolder:
             return datetime.fromisoformat(self.read_state()["started"]).timestamp()
         return 0.0
 
-    def read_state(self) -> dict[str, Any]:
+    def read_state(self) -> SearchState:
         """Return `state.json`; empty if there is none, or if something else lies there."""
         try:
             state = json.loads(self.state.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return state if isinstance(state, dict) else {}
+        return cast(SearchState, state) if isinstance(state, dict) else {}
 
     @property
     def ended(self) -> bool:
