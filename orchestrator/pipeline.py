@@ -48,7 +48,7 @@ from orchestrator.storage import records
 from orchestrator.storage.journal import Journal, check_format, load_trials
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.lock import SearchLock
-from orchestrator.storage.manifest import Side
+from orchestrator.storage.manifest import SyncSide
 from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
 from orchestrator.storage.records import best_per_budget, waits_for
@@ -74,7 +74,7 @@ SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
 
 
 def search(
-    config: SearchConfig, *, resume: bool | str = False, sync_from: Side | None = None
+    config: SearchConfig, *, resume: bool | str = False, sync_from: SyncSide | None = None
 ) -> SearchOutcome:
     """Run a search from its configuration to its report.
 

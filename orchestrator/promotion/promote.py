@@ -43,7 +43,7 @@ from orchestrator.search.waiting import report_waiting
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import read_json
 from orchestrator.storage.lock import SearchLock
-from orchestrator.storage.manifest import Side
+from orchestrator.storage.manifest import SyncSide
 from orchestrator.storage.mirror import mirrored
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.promotion_record import PromotionRecord
@@ -59,7 +59,7 @@ def promote_search(
     *,
     trials: Iterable[str] = (),
     top: int | None = None,
-    sync_from: Side | None = None,
+    sync_from: SyncSide | None = None,
 ) -> PromoteOutcome:
     """Promote from the folder of a search that has run: `headfold promote`.
 

@@ -26,9 +26,9 @@ from orchestrator.storage.manifest import (
     FileEntry,
     FileStamp,
     Manifest,
-    Side,
     State,
     SyncedFile,
+    SyncSide,
     compare_records,
     is_bulk,
     is_decisive,
@@ -44,7 +44,7 @@ _ON_DEMAND = ("trials", "promoted", "train", "data", "calibration", "tune")
 class FetchedFolder(AddressFolder):
     """A working folder that is brought up to date with its copy at an address."""
 
-    def pull(self, side: Side | None = None) -> int:
+    def pull(self, side: SyncSide | None = None) -> int:
         """Bring the working folder up to date; return the number of files fetched.
 
         Records and small files come first, and large files of the storage itself; those of a search
@@ -59,7 +59,7 @@ class FetchedFolder(AddressFolder):
         with file_lock(self.local / STATE_FOLDER / "lock"):
             return self._pull(side)
 
-    def _pull(self, side: Side | None) -> int:
+    def _pull(self, side: SyncSide | None) -> int:
         remote = self._open()
         listing = self._listing()
         entries = self._entries(remote, listing)

@@ -33,7 +33,7 @@ _DERIVED = ("waiting.json", "estimate.json", "report.html", "front.png", "rungs.
 
 FileStamp = tuple[int, int]
 """Size in bytes, and time of the last change in nanoseconds."""
-Side = Literal["address", "folder"]
+SyncSide = Literal["address", "folder"]
 State = Literal["same", "ahead", "behind", "diverged"]
 """Of what a working folder has, seen from the address."""
 

@@ -44,7 +44,7 @@ from orchestrator.storage.manifest import (
     STATE_FOLDER,
     FileEntry,
     FileStamp,
-    Side,
+    SyncSide,
     digest,
     is_bulk,
 )
@@ -275,7 +275,7 @@ def _repeatedly(
 
 @contextlib.contextmanager
 def mirrored(
-    storage: str, local: Path, seconds: float | None = None, side: Side | None = None
+    storage: str, local: Path, seconds: float | None = None, side: SyncSide | None = None
 ) -> Iterator[Mirror | None]:
     """Keep the address of a `storage` setting up to date with its working folder.
 
@@ -366,7 +366,7 @@ def _at_start(address: str, action: Callable[[], _Result]) -> _Result:
         raise ConfigError(f"storage: cannot use {address}: {reason(error)}") from None
 
 
-def _fill(mirror: Mirror, side: Side | None) -> None:
+def _fill(mirror: Mirror, side: SyncSide | None) -> None:
     """Bring the working folder up to date, and say so."""
     if count := _at_start(mirror.address, partial(mirror.pull, side)):
         print(

@@ -32,7 +32,7 @@ from orchestrator.storage.conditional import (
 )
 from orchestrator.storage.journal import Journal, read_events
 from orchestrator.storage.lease import AddressTakenError
-from orchestrator.storage.manifest import Side
+from orchestrator.storage.manifest import SyncSide
 from orchestrator.storage.mirror import Mirror, mirrored, open_address
 
 BEAT = 0.05
@@ -52,7 +52,7 @@ def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @contextmanager
-def driver(address: str, folder: Path, side: Side | None = None) -> Iterator[Mirror]:
+def driver(address: str, folder: Path, side: SyncSide | None = None) -> Iterator[Mirror]:
     with mirrored(address, folder, seconds=BEAT, side=side) as mirror:
         assert mirror is not None
         yield mirror
@@ -102,7 +102,7 @@ def test_a_folder_that_lags_behind_is_brought_up_to_date(address: str, tmp_path:
 
 
 @pytest.mark.parametrize("side", ["address", "folder"])
-def test_where_both_have_gone_on_somebody_must_choose(address: str, tmp_path: Path, side: Side) -> None:
+def test_where_both_have_gone_on_somebody_must_choose(address: str, tmp_path: Path, side: SyncSide) -> None:
     with driver(address, tmp_path / "a"):
         search_in(tmp_path / "a", 1)
     with driver(address, tmp_path / "b"):
