@@ -22,7 +22,7 @@ from orchestrator.storage.conditional import (
 )
 from orchestrator.storage.databases import back_up
 from orchestrator.storage.file_lock import file_lock
-from orchestrator.storage.lease import AddressHolder, AddressLease, AddressTakenError, read_record
+from orchestrator.storage.lease import AddressLease, AddressTakenError, describe_holder, read_record
 from orchestrator.storage.manifest import (
     FORMAT,
     MANIFEST,
@@ -58,7 +58,6 @@ class AddressFolder:
     Attributes:
         objects: The same place, for writes that refer to what was read.
         lease: The right to write there, once it was claimed.
-        former: Who had it before.
         synced: The files of which both have the same content, by their path in the folder.
         remote: The manifest at the address; None before it was read.
     """
@@ -78,7 +77,6 @@ class AddressFolder:
         self.objects = objects or ComparedObjects(filesystem)
         self.address = without_query(address or root)
         self.lease: AddressLease | None = None
-        self.former: AddressHolder | None = None
         self.synced: dict[str, SyncedFile] = {}
         self.remote: Manifest | None = None
         self._remote_tag: str | None = None
@@ -133,7 +131,7 @@ class AddressFolder:
             beat_seconds=beat_seconds,
         )
         try:
-            self.former = lease.acquire()
+            lease.acquire()
         except BaseException:
             self._users.close()
             self._users = None
@@ -201,7 +199,7 @@ class AddressFolder:
             self.remote = (
                 read_record(found, Manifest, self._path(MANIFEST))
                 if found is not None
-                else {"format": FORMAT, "generation": 0, "epoch": 0, "files": {}}
+                else {"format": FORMAT, "generation": 0, "epoch": 0, "writer": "", "files": {}}
             )
             self.synced = self._read_state()["files"]
             self._state_stamp = stamp
@@ -223,6 +221,7 @@ class AddressFolder:
         remote["generation"] += 1
         if self.lease is not None:
             remote["epoch"] = self.lease.epoch
+            remote["writer"] = describe_holder(self.lease.record)
         # Copied in one step: files are being sent meanwhile
         record = {**remote, "files": dict(remote["files"])}
         content = json.dumps(record, sort_keys=True).encode()

@@ -218,27 +218,33 @@ class FetchedFolder(AddressFolder):
             unit: Its folder in the storage.
             trials: Ids of those that are open or may be promoted.
         """
+        if not self._wanted(unit, trials):
+            return 0
         with file_lock(self.local / STATE_FOLDER / "lock"):
-            wanted = []
-            for name in self._open()["files"]:
-                parts = PurePosixPath(name).parts
-                if unit_of(name) != unit or len(parts) < 2 or parts[1] == "tune":
-                    continue
-                of_trial = parts[1] in ("trials", "promoted", "train")
-                if of_trial and not any(trial in parts[2] for trial in trials):
-                    continue
-                if not (self.local / name).exists():
-                    wanted.append(name)
-            if wanted:
-                size = sum(self._open()["files"][name]["size"] for name in wanted)
-                print(
-                    f"storage  {len(wanted)} file(s) of {unit}, {size / 2**30:.2f} GiB, come from "
-                    f"{self.address}",
-                    flush=True,
-                )
-                self._fetch(wanted)
-                self._save_state()
+            remote = self._open()
+            wanted = self._wanted(unit, trials)
+            size = sum(remote["files"][name]["size"] for name in wanted)
+            print(
+                f"storage  {len(wanted)} file(s) of {unit}, {size / 2**30:.2f} GiB, come from "
+                f"{self.address}",
+                flush=True,
+            )
+            self._fetch(wanted)
+            self._save_state()
             return len(wanted)
+
+    def _wanted(self, unit: str, trials: Collection[str]) -> list[str]:
+        names = []
+        for name in list(self._open_entries()):
+            parts = PurePosixPath(name).parts
+            if unit_of(name) != unit or parts[1] == "tune":
+                continue
+            of_trial = parts[1] in ("trials", "promoted", "train")
+            if of_trial and not any(trial in parts[2] for trial in trials):
+                continue
+            if not (self.local / name).exists():
+                names.append(name)
+        return names
 
     def _fetch(self, names: Iterable[str]) -> None:
         """Fetch files, several at a time: what is not bulk before the rest."""
@@ -285,12 +291,8 @@ class FetchedFolder(AddressFolder):
             lines.append(f"  {unit}: {', '.join(PurePosixPath(n).name for n in differing)} differ")
             lines.append(f"    in the folder:  {_describe(unit, local)}")
             lines.append(f"    at the address: {_describe(unit, remote)}")
-        if self.former is not None:
-            holder = self.former
-            lines.append(
-                f"  the address was last used by process {holder['pid']} on {holder['host']}, "
-                f"since {holder['since']}"
-            )
+        if writer := self._open()["writer"]:
+            lines.append(f"  the address was last written by {writer}")
         lines.append(
             "go on with one of the two: --sync-from address (what the folder has instead is moved "
             f"to {self._aside}), or --sync-from folder (the address keeps its records in "

@@ -83,8 +83,8 @@ class AddressLease:
         """The number of takeovers of the address up to this one."""
         return self.record["epoch"]
 
-    def acquire(self) -> AddressHolder | None:
-        """Take the address; return who had it before, None if nobody had.
+    def acquire(self) -> None:
+        """Take the address.
 
         Raises:
             AddressTakenError: If a driver with another working folder uses it.
@@ -111,14 +111,13 @@ class AddressLease:
             now = self._read()
             if now is None or now[0]["folder"] != self.record["folder"]:
                 raise AddressTakenError(self._refusal(now))
-        return before
 
     def _wait_for_end(self, holder: AddressHolder, tag: str) -> str:
         """Wait until a holder has missed its heartbeats; return the tag of its last."""
         seconds = holder["beat_seconds"]
         print(
-            f"storage  {self._address} was not released by process {holder['pid']} on "
-            f"{holder['host']}: looking for {_MISSED_BEATS * seconds:.0f} s whether it still runs",
+            f"storage  {self._address} was not released by {describe_holder(holder)}: looking for "
+            f"{_MISSED_BEATS * seconds:.0f} s whether it still runs",
             flush=True,
         )
         deadline = time.monotonic() + _MISSED_BEATS * seconds
@@ -135,8 +134,7 @@ class AddressLease:
     def _refusal(self, found: tuple[AddressHolder, str] | None) -> str:
         process = "another process"
         if found is not None:
-            holder = found[0]
-            process = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+            process = describe_holder(found[0])
         return (
             f"storage: {self._address} is being used by {process}, with a working folder of its "
             "own; wait for it or stop it, or give this search another storage"
@@ -207,9 +205,8 @@ class AddressLease:
 
     def _lose(self, holder: AddressHolder) -> None:
         self.lost = (
-            f"storage: {self._address} was taken over by process {holder['pid']} on "
-            f"{holder['host']}, since {holder['since']}, with a working folder of its own; this "
-            "driver stops, and sends nothing more"
+            f"storage: {self._address} was taken over by {describe_holder(holder)}, with a working "
+            "folder of its own; this driver stops, and sends nothing more"
         )
 
     def _write(self) -> None:
@@ -219,6 +216,11 @@ class AddressLease:
     def _read(self) -> tuple[AddressHolder, str] | None:
         found = self._objects.read(self._path)
         return None if found is None else (read_record(found, AddressHolder, self._path), found.tag)
+
+
+def describe_holder(holder: AddressHolder) -> str:
+    """Return who holds an address, in words."""
+    return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
 
 
 def read_record(found: StoredObject, kind: Callable[..., _Record], path: str) -> _Record:

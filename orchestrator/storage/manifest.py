@@ -63,6 +63,8 @@ class Manifest(TypedDict):
     format: int
     generation: int
     epoch: int
+    writer: str
+    """Process, host and time, in words."""
     files: dict[str, FileEntry]
 
 

@@ -166,10 +166,14 @@ def test_an_address_that_goes_away_is_told_once_and_the_search_goes_on(
     address.before = away
     with mirrored(storage, work, seconds=0.02) as mirror:
         assert mirror is not None
+        mirror.push()
         there, mirror.filesystem = mirror.filesystem, fs.PyFileSystem(fs.FSSpecHandler(address))
         caplog.clear()
         write(work, demo__trials_json="[a, d]")
-        time.sleep(0.3)
+        deadline = time.monotonic() + 20
+        while "the bucket is away" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)
         assert caplog.text.count("the bucket is away") == 1
         mirror.filesystem = there
 
