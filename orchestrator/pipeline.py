@@ -31,6 +31,7 @@ from orchestrator.reporting.figures.drawing import save_png
 from orchestrator.reporting.figures.search import front_figure, rungs_figure
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.search.estimate import announce, check_disk
+from orchestrator.search.leftovers import open_trials
 from orchestrator.search.outcome import SearchOutcome, print_outcome
 from orchestrator.search.prepare import (
     measure_increases,
@@ -39,7 +40,7 @@ from orchestrator.search.prepare import (
     trial_context,
 )
 from orchestrator.search.setup import open_models
-from orchestrator.search.trials.context import SearchSession
+from orchestrator.search.trials.context import SearchControl, SearchSession
 from orchestrator.search.tune_run import run_trials
 from orchestrator.search.validation import Prepared, check_epochs, check_gpus, validate_search
 from orchestrator.search.waiting import report_waiting
@@ -47,6 +48,7 @@ from orchestrator.storage import records
 from orchestrator.storage.journal import Journal, check_format, load_trials
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.lock import SearchLock
+from orchestrator.storage.manifest import SyncSide
 from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
 from orchestrator.storage.records import best_per_budget, waits_for
@@ -71,13 +73,16 @@ _PACKAGES = (
 SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
 
 
-def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome:
+def search(
+    config: SearchConfig, *, resume: bool | str = False, sync_from: SyncSide | None = None
+) -> SearchOutcome:
     """Run a search from its configuration to its report.
 
     Everything that a user can get wrong is checked before the first process of a trial starts;
     raises ConfigError, DataError or TrackingError. A trial that fails does not end the search.
     Interrupted by Ctrl-C, it keeps its state: run it again with `resume`, which goes on with the
-    newest search of the name, or with the one whose folder it names.
+    newest search of the name, or with the one whose folder it names. `sync_from`: which to go on
+    with where the address of the storage and its working folder have both changed.
     """
     storage = storage_path(config.storage)
     if in_ray_job() and not is_remote(config.storage) and str(storage) != config.storage:
@@ -88,8 +93,10 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
         )
         config = config.model_copy(update={"storage": str(storage)})
     config = open_models(config)
-    with mirrored(config.storage, storage):
+    with mirrored(config.storage, storage, side=sync_from) as mirror:
         folder = _search_to_resume(config, storage, resume)
+        if folder is not None and mirror is not None:
+            mirror.fetch_search(folder.root.name, open_trials(folder, config))
         prepared = validate_search(config)
         if folder is None:  # what has begun goes on as it was begun
             check_epochs(config)
@@ -102,7 +109,7 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
                 check_disk(prepared.setup, parallel)
             prepared.texts.make_all()
             folder = folder or _new_folder(config, storage)
-            with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"):
+            with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}") as lock:
                 folder.sweep()
                 _save_start(config, folder, uri, nodes, parallel)
                 if prepared.reused:
@@ -120,7 +127,8 @@ def search(config: SearchConfig, *, resume: bool | str = False) -> SearchOutcome
                 )
                 _save_run_id(folder, mlflow)
                 announce(prepared.setup, folder, parallel)
-                outcome = _run_to_end(config, prepared, folder, mlflow, parallel)
+                control = SearchControl.of(folder, lock, mirror)
+                outcome = _run_to_end(config, prepared, folder, mlflow, parallel, control)
     print_outcome(outcome)
     return outcome
 
@@ -223,10 +231,14 @@ def _save_start(
     nodes: Sequence[Nodes],
     parallel: int,
 ) -> None:
-    """Save when and how the search began, and print its paths."""
+    """Save when and how the search began, and print its paths.
+
+    A state that cannot be read is written anew.
+    """
     address = redact(uri or default_uri(folder.storage))
-    if not folder.state.exists():
-        started = datetime.now(UTC).isoformat(timespec="seconds")
+    if not {"started", "tracking"} <= set(folder.read_state()):
+        began = datetime.fromtimestamp(folder.started or time.time(), UTC)
+        started = began.isoformat(timespec="seconds")
         command = redact(shlex.join(["headfold", *sys.argv[1:]]))
         write_json(folder.state, {"started": started, "command": command, "tracking": address})
     print(f"search   {folder.root}")
@@ -287,8 +299,12 @@ def _run_to_end(
     folder: SearchFolder,
     mlflow: MlflowSync,
     parallel: int,
+    control: SearchControl,
 ) -> SearchOutcome:
-    """Run, and save the end in any case; also on SIGTERM, which Ray turns into SystemExit."""
+    """Run, and save the end in any case; also on SIGTERM, which Ray turns into SystemExit.
+
+    A search that another driver has taken over is that one's to save.
+    """
     started = time.time()
     status = records.FAILED
     ended = {}
@@ -296,7 +312,7 @@ def _run_to_end(
         with report_waiting(
             config, folder, mlflow, partial(_search_run, config, folder, records.RUNNING)
         ):
-            outcome = _run(config, prepared, folder, mlflow, parallel)
+            outcome = _run(config, prepared, folder, mlflow, parallel, control)
         status = outcome.status
         ended = {"ended": status} if status != records.KILLED else {}
         return outcome
@@ -307,6 +323,7 @@ def _run_to_end(
         raise
     finally:
         try:
+            control.check()
             state = read_json(folder.state)
             state |= {"seconds": state.get("seconds", 0.0) + time.time() - started, **ended}
             write_json(folder.state, state)
@@ -331,6 +348,7 @@ def _run(
     folder: SearchFolder,
     mlflow: MlflowSync,
     parallel: int,
+    control: SearchControl,
 ) -> SearchOutcome:
     original = prepare_original(config, prepared, folder)
     context = trial_context(config, prepared, folder, original)
@@ -340,7 +358,8 @@ def _run(
         folder.root, read_json(folder.state)["tracking"], original, [], config.search.baseline
     )
     with pool_of_search(config, folder, original.get("parameters", 0)) as pool:
-        session = SearchSession(config, folder, replace(context, pool=pool), mlflow, parallel)
+        context = replace(context, pool=pool)
+        session = SearchSession(config, folder, context, mlflow, parallel, control)
         run_trials(session, prepared)
         folder.sweep()  # what a trial had begun to write when its node went
         outcome.trials = load_trials(folder.root)

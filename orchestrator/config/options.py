@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -470,6 +470,15 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
 SearchPath = Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")]
 
 
+SyncFrom = Annotated[
+    Literal["address", "folder"] | None,
+    typer.Option(
+        help="address or folder: which to go on with where the storage is an address, and it and "
+        "its working folder have both changed since they last agreed."
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
     """Run a search: trials, front, promotion, report."""
@@ -487,6 +496,7 @@ class SearchOptions:
             ),
         ),
     ] = False
+    sync_from: SyncFrom = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,6 +510,7 @@ class PromoteOptions:
     top: Annotated[int | None, typer.Option(min=1, help="Promote the K best at each KV ratio.")] = (
         None
     )
+    sync_from: SyncFrom = None
 
 
 @dataclass(frozen=True, kw_only=True)

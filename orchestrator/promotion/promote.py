@@ -37,12 +37,13 @@ from orchestrator.resources.time import training_rate
 from orchestrator.search.leftovers import best_of_recipe, finalists, select
 from orchestrator.search.prepare import trial_context
 from orchestrator.search.setup import open_models
-from orchestrator.search.trials.context import SearchSession
+from orchestrator.search.trials.context import SearchControl, SearchSession
 from orchestrator.search.validation import rehearse_search, validate_search
 from orchestrator.search.waiting import report_waiting
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import read_json
 from orchestrator.storage.lock import SearchLock
+from orchestrator.storage.manifest import SyncSide
 from orchestrator.storage.mirror import mirrored
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.promotion_record import PromotionRecord
@@ -54,26 +55,37 @@ from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
 
 
 def promote_search(
-    search: str | Path, *, trials: Iterable[str] = (), top: int | None = None
+    search: str | Path,
+    *,
+    trials: Iterable[str] = (),
+    top: int | None = None,
+    sync_from: SyncSide | None = None,
 ) -> PromoteOutcome:
     """Promote from the folder of a search that has run: `headfold promote`.
 
     Args:
         trials: Ids of the trials to promote; none for those that the configuration selects.
         top: How many trials of each KV ratio, in place of the configured number.
+        sync_from: Which to go on with where the address of the storage and its working folder have
+            both changed.
 
     Raises:
         ConfigError: If the folder is none, a trial id is unknown or of a baseline, or the cluster
             is too small.
     """
-    folder, config, chosen = _request(search, trials, top)
+    ids = list(trials)
+    folder, config, chosen = _request(search, ids, top)
     config = open_models(config)
     prepared = validate_search(config)
     with (
-        mirrored(folder.address or str(folder.storage), folder.storage),
-        SearchLock(folder.lock).acquire(f"search {folder.root.name!r}"),
+        mirrored(folder.address or str(folder.storage), folder.storage, side=sync_from) as mirror,
+        SearchLock(folder.lock).acquire(f"search {folder.root.name!r}") as lock,
         connected() as nodes,
     ):
+        control = SearchControl.of(folder, lock, mirror)
+        if mirror is not None:  # it may have gone on elsewhere
+            _, _, chosen = _request(search, ids, top)
+            control.fetch({trial.trial_id for trial in chosen})
         parallel = search_concurrency(config, nodes)
         prepared.texts.make_all()
         original: OriginalRecord = read_json(folder.original)
@@ -89,7 +101,7 @@ def promote_search(
             pool_of_search(config, folder, parameters) as pool,
         ):
             context = replace(context, pool=pool)
-            session = SearchSession(config, folder, context, mlflow, parallel)
+            session = SearchSession(config, folder, context, mlflow, parallel, control)
             promotion = promote_trials(session, chosen)
         mlflow.flush()
     console.print_promotion(promotion)
@@ -277,6 +289,7 @@ def promote_trials(
         state.add(state.candidates, trial.trial_id, PromotionEntry.of(trial, total))
     _add_baselines(state, trials, config, total)
     steps.save()
+    session.control.fetch({*state.candidates, *(e.trial_id for e in state.baselines.values())})
     steps.catch_up()
     steps.train()
     for entry in state.candidates.values():

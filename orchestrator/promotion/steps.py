@@ -65,6 +65,7 @@ class PromotionSteps:
 
     def save(self) -> None:
         """Write `promotion.json`."""
+        self.session.control.check()
         self.state.save(self.session.folder.promotion)
 
     def train(self) -> None:
@@ -92,6 +93,7 @@ class PromotionSteps:
                 training.run.remove_checkpoints()
 
         def on_progress(training: Training) -> None:
+            self.session.control.check()
             # Where the address of its checkpoints is away: the next time
             with contextlib.suppress(OSError):
                 for entry in entries[training.trial.trial_id]:

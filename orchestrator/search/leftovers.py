@@ -20,7 +20,7 @@ from typing import Any
 from ray.tune import Callback
 
 from orchestrator.config.schema import SearchConfig
-from orchestrator.storage.journal import History
+from orchestrator.storage.journal import History, read_history
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import COPY, TrialRecord, front, ranked
 from trainers.jobs.best import remove_other_bests
@@ -48,6 +48,16 @@ def finalists(trials: Sequence[TrialRecord], config: SearchConfig) -> set[str]:
     """
     chosen = select(trials, config.promotion.select, config.promotion.top)
     return {t.trial_id for t in (*chosen, *best_of_recipe(trials, config.search.baseline).values())}
+
+
+def open_trials(folder: SearchFolder, config: SearchConfig) -> set[str]:
+    """Return the trials whose weights a search, or its promotion, goes on with.
+
+    Those that have not ended or have lost their machines, and the finalists.
+    """
+    history = read_history(folder.journal)
+    lost = {trial for trial, end in history.ends.items() if end["lost"]}
+    return {*history.open, *lost, *finalists(list(history.records.values()), config)}
 
 
 def remove_leftovers(

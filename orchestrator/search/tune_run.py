@@ -50,7 +50,7 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
             stays.
     """
     config, folder = session.config, session.folder
-    journal = Journal(folder.journal)
+    journal = Journal(folder.journal, session.control.check)
     history = journal.history
     # Tune pickles the searcher into the search's folder: nothing in it holds the configuration,
     # whose tracking address may have a password

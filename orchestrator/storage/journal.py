@@ -30,7 +30,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict
@@ -150,6 +150,16 @@ def check_format(path: Path) -> None:
         )
 
 
+def began(path: Path) -> float | None:
+    """Return the time of the first event of a journal, in seconds since 1970, of any format.
+
+    None if there is no such event.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError), path.open("rb") as stream:
+        return float(json.loads(stream.readline())["time"])
+    return None
+
+
 def load_trials(folder: str | Path) -> list[TrialRecord]:
     """Return the records of the search in a folder; none if no trial has started.
 
@@ -177,17 +187,24 @@ def load_trials(folder: str | Path) -> list[TrialRecord]:
 class Journal:
     """The one writer of a journal.
 
+    Args:
+        path: The file.
+        check: Called before each event: raises ConfigError once another driver has taken the search
+            over.
+
     Attributes:
         history: The state that a reader of the file would come to.
         failed: Why an event could not be written, once one could not; none is written from then on.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, check: Callable[[], None] | None = None) -> None:
         self.path = Path(path)
         self.failed: str | None = None
         self.history = read_history(path)
+        self._check = check
         content = self.path.read_bytes() if self.path.exists() else b""
         self._length = content.rfind(b"\n") + 1  # of the whole lines
+        self._cut_short = content[self._length :]
 
     def begin(self, rungs: int) -> None:
         """Write the first line, if there is none."""
@@ -198,15 +215,25 @@ class Journal:
         """Write an event to disk.
 
         Raises:
-            JournalError: If the disk is full or gone; the file stays whole then.
+            JournalError: If the disk is full or gone, or if another driver has taken the search
+                over; the file stays whole then.
         """
         if self.failed is not None:
             raise JournalError(self.failed)
+        if self._check is not None:
+            try:
+                self._check()
+            except ConfigError as error:
+                self.failed = str(error)
+                raise JournalError(self.failed) from None
         record = {"event": event, "time": round(time.time(), 3), **fields}
         line = json.dumps(record, default=_plain, sort_keys=True).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._write(line)
+        except JournalError as error:
+            self.failed = str(error)
+            raise
         except OSError as error:
             self.failed = f"{self.path}: {unwritable(error.strerror or str(error))}"
             raise JournalError(self.failed) from None
@@ -215,6 +242,15 @@ class Journal:
     def _write(self, line: bytes) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
+            size = os.fstat(descriptor).st_size
+            beyond = os.pread(descriptor, len(self._cut_short) + 1, self._length)
+            if size < self._length or beyond != self._cut_short:
+                raise JournalError(
+                    f"{self.path} was changed by another process ({size} bytes, expected "
+                    f"{self._length + len(self._cut_short)}): another driver has taken the search "
+                    "over, and this one stops; nothing of the other's was changed"
+                )
+            self._cut_short = b""
             os.ftruncate(descriptor, self._length)
             if os.pwrite(descriptor, line, self._length) != len(line):
                 raise OSError("no space left on device")

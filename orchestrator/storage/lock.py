@@ -4,6 +4,10 @@ Two things are checked, since a shared file system may lock on one machine only:
 kernel releases when the holder dies, however it dies; and, where the holder was on another machine,
 its heartbeat, a count in the file that increases while it lives. The newcomer watches by its own
 clock whether the count moves; no two clocks are compared.
+
+A holder that stood still for so long that another took over must not go on: each lock has an
+`epoch`, one higher than that of the lock before, and `check` raises for all but the highest. It is
+called before each event of the journal.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import logging
 import os
 import socket
 import threading
@@ -19,10 +24,13 @@ import time
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict, cast
 
 from orchestrator.config.schema import ConfigError
 
+logger = logging.getLogger(__name__)
+
+_KEYS = ("host", "pid", "since", "token", "beat")
 _BEAT_SECONDS = 2.0
 _MISSED_BEATS = 5  # in a row, after which a holder on another machine counts as dead
 
@@ -34,6 +42,8 @@ class LockHolder(TypedDict):
         since: When it was acquired, in ISO 8601.
         token: Of the lock that wrote it.
         beat: The count of heartbeats.
+        epoch: The number of the lock, one higher at each takeover; locks of a former version have
+            none.
     """
 
     host: str
@@ -41,6 +51,7 @@ class LockHolder(TypedDict):
     since: str
     token: str
     beat: int
+    epoch: NotRequired[int]
 
 
 class SearchLock(contextlib.AbstractContextManager):
@@ -57,13 +68,18 @@ class SearchLock(contextlib.AbstractContextManager):
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._since = datetime.now(UTC).isoformat(timespec="seconds")
+        self._epoch = 1
+        self._what = "this search"
+        self._lost: str | None = None
 
     def acquire(self, what: str = "this search") -> SearchLock:
         """Acquire the lock, after some heartbeats if its holder may be dead.
 
         Raises:
-            ConfigError: If there is a holder, which is named; `what` is its subject.
+            ConfigError: If there is a holder, which is named; `what` is its subject. Also if the
+                file is no lock.
         """
+        self._what = what
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -86,11 +102,47 @@ class SearchLock(contextlib.AbstractContextManager):
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        holder = self._read()
-        if holder is not None and holder["token"] == self._token:
-            os.ftruncate(self._descriptor, 0)
+        with contextlib.suppress(ConfigError):
+            holder = self._read()
+            if holder is not None and holder["token"] == self._token:
+                os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
         self._descriptor = -1
+
+    def check(self) -> None:
+        """Check that no other process has taken the lock over.
+
+        Raises:
+            ConfigError: If one has; this process must write nothing more.
+        """
+        if self._lost is None:
+            self._keep(None)
+        if self._lost is not None:
+            raise ConfigError(self._lost)
+
+    def _keep(self, beat: int | None) -> None:
+        """Write a heartbeat (None: only where a late write of a former holder is in its place)."""
+        try:
+            content = self.path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return  # a file system that is away; the journal lies there too
+        holder = None
+        with contextlib.suppress(ConfigError):
+            holder = self._parse(content)
+        if holder is not None and holder["token"] == self._token:
+            if beat is not None:
+                self._write(beat)
+        elif holder is not None and holder.get("epoch", 0) < self._epoch:
+            self._write(beat or 0)
+        else:
+            new = "another process, which has ended"
+            if holder is not None:
+                new = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+            self._lost = (
+                f"{self._what} was taken over by {new}, as this process (started {self._since}) "
+                f"had stood still for {self._beat * _MISSED_BEATS:g} s or more; it stops, and has "
+                "changed nothing since"
+            )
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -106,6 +158,7 @@ class SearchLock(contextlib.AbstractContextManager):
         elsewhere = holder is not None and holder["host"] != self._host
         if holder is not None and elsewhere and self._is_alive(holder):
             raise ConfigError(_refusal(what, self._read()))
+        self._epoch = (holder.get("epoch", 0) if holder is not None else 0) + 1
         self._write(0)
         if elsewhere:
             # Another one may have waited for the same dead holder: the last to write has the lock
@@ -127,7 +180,10 @@ class SearchLock(contextlib.AbstractContextManager):
             if self._ended.wait(self._beat):
                 return
             with contextlib.suppress(OSError):  # a full disk: the lock itself stays
-                self._write(beat)
+                self._keep(beat)
+            if self._lost is not None:
+                logger.error(self._lost)
+                return
 
     def _write(self, beat: int) -> None:
         record: LockHolder = {
@@ -136,17 +192,42 @@ class SearchLock(contextlib.AbstractContextManager):
             "since": self._since,
             "token": self._token,
             "beat": beat,
+            "epoch": self._epoch,
         }
         # Of one length, so that a reader never sees the end of an old one
         os.pwrite(self._descriptor, json.dumps(record).ljust(256).encode(), 0)
 
     def _read(self) -> LockHolder | None:
-        """Return the holder, as the file says; None if there is none."""
-        try:
-            # Opened anew: over NFS an open descriptor may show what its own machine has cached
-            return json.loads(self.path.read_text(encoding="utf-8") or "null")
-        except (OSError, ValueError):
+        """Return the holder, as the file says; None if there is none.
+
+        Raises:
+            ConfigError: If the file is no lock.
+        """
+        for attempt in range(3):
+            try:
+                # Opened anew: over NFS an open descriptor may show what its own machine has cached
+                content = self.path.read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                return None
+            with contextlib.suppress(ConfigError):
+                return self._parse(content)
+            time.sleep(0.05 * attempt)  # a heartbeat may be half written
+        return self._parse(content)
+
+    def _parse(self, content: str) -> LockHolder | None:
+        if not content.strip("\0 \n"):
             return None
+        try:
+            record = json.loads(content)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not set(_KEYS) <= set(record):
+            raise ConfigError(
+                f"{self.path} is no lock of a search: expected a JSON object with "
+                f"{', '.join(_KEYS)}, found {content[:60]!r}; if no "
+                "process runs this search, remove the file"
+            )
+        return cast(LockHolder, record)
 
 
 def _refusal(what: str, holder: LockHolder | None) -> str:

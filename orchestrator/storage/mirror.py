@@ -3,7 +3,8 @@
 Trials, workers and stock tools read and write files, and sqlite and memory-mapped tensors are
 files, so a search works in a folder: below HEADFOLD_HOME, which every node sees. What has changed
 there goes to the address every minute and at the end. A working folder that is empty (a new head, a
-new machine) is filled from the address first.
+new machine) is filled from the address first, and one that lags behind is brought up to date; where
+both have gone on since they last agreed, somebody must say which of the two counts.
 """
 
 from __future__ import annotations
@@ -13,45 +14,47 @@ import hashlib
 import logging
 import os
 import re
-import shutil
-import sqlite3
-import tempfile
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import Any
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlparse
 
 from attention.base.messages import reason
-from attention.io.files import written_whole
 from orchestrator.config.schema import ConfigError
-from orchestrator.storage.databases import back_up
-from trainers.jobs.addresses import CHECKPOINT_INDEX, NATIVE, open_location
+from orchestrator.storage.address_folder import (
+    PROBE,
+    TRANSFERS,
+    without_query,
+)
+from orchestrator.storage.conditional import (
+    WriteConflictError,
+    conditional_objects,
+    open_object,
+    write_object,
+)
+from orchestrator.storage.fetched_folder import FetchedFolder
+from orchestrator.storage.file_lock import file_lock
+from orchestrator.storage.lease import AddressTakenError
+from orchestrator.storage.manifest import (
+    STATE_FOLDER,
+    FileEntry,
+    FileStamp,
+    SyncSide,
+    digest,
+    is_bulk,
+)
+from trainers.jobs.addresses import NATIVE, open_location
 
 logger = logging.getLogger(__name__)
 
 _SECRET_SETTINGS = ("access_key", "secret_key", "session_token", "token", "password")
-_PROBE = ".headfold-probe"
-_BULK_FOLDERS = (
-    "trials",
-    "train",
-    "promoted",
-    "data",
-    "calibration",
-    "cache",
-    "mlartifacts",
-    "tune",
-)
-"""Folders of files that the records of a search name: they go first, before these records."""
-
-_TRAINING_CHECKPOINTS = re.compile(
-    rf"(^|/)train/[^/]+/(checkpoint_\d+/|{re.escape(CHECKPOINT_INDEX)}$)"
-)
-"""Paths that workers write to an address, and read from there, themselves."""
-
-_FileStamp = tuple[int, int]
-"""Size in bytes, and time of the last change in nanoseconds."""
+_Result = TypeVar("_Result")
+_COMMIT_SECONDS = 60.0
 
 
 def is_remote(storage: str) -> bool:
@@ -96,10 +99,6 @@ def check_address(storage: str) -> None:
         )
 
 
-def _without_query(storage: str) -> str:
-    return storage.partition("?")[0]
-
-
 def open_address(storage: str) -> tuple[Any, str]:
     """Return the file system of an address, and the path in it.
 
@@ -112,25 +111,15 @@ def open_address(storage: str) -> tuple[Any, str]:
         return open_location(storage)
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
         if scheme in NATIVE:
-            address = _without_query(storage)
+            address = without_query(storage)
             raise ConfigError(f"storage: cannot use {address}: {reason(error)}") from None
         raise ConfigError(
             f"storage: cannot use {scheme}:// here: {error}; s3:// and gs:// need nothing more"
         ) from None
 
 
-@dataclass
-class Mirror:
-    """A working folder (`local`) and its copy at `root` of `filesystem`.
-
-    Attributes:
-        sent: The stamp of each file when it was sent, by its path in the working folder.
-    """
-
-    filesystem: Any
-    root: str
-    local: Path
-    sent: dict[str, _FileStamp] = field(default_factory=dict)
+class Mirror(FetchedFolder):
+    """A working folder (`local`) whose copy at `root` of `filesystem` is kept up to date."""
 
     @classmethod
     def of(cls, storage: str, local: Path) -> Mirror:
@@ -140,187 +129,251 @@ class Mirror:
             ConfigError: If it cannot be read or written.
         """
         filesystem, root = open_address(storage)
-        mirror = cls(filesystem, root.rstrip("/"), local)
+        mirror = cls(filesystem, root, local, address=storage)
         try:
-            mirror._write(_PROBE, b"")
-            filesystem.delete_file(mirror._path(_PROBE))
+            probe = mirror._path(f"{PROBE}-{uuid.uuid4().hex}")
+            write_object(filesystem, probe, b"")
+            filesystem.delete_file(probe)
         except Exception as error:  # each file system raises its own kinds
-            address = _without_query(storage)
-            raise ConfigError(f"storage: cannot write to {address}: {reason(error)}") from None
+            raise ConfigError(
+                f"storage: cannot write to {mirror.address}: {reason(error)}"
+            ) from None
+        mirror.objects = conditional_objects(filesystem, mirror.root, storage)
         return mirror
-
-    def _path(self, name: str) -> str:
-        return f"{self.root}/{name}"
-
-    def _open(self, name: str) -> Any:
-        """Return a stream to a file at the address; object stores need no folders."""
-        if self.filesystem.type_name not in ("s3", "gcs"):
-            folder = PurePosixPath(self._path(name)).parent
-            self.filesystem.create_dir(str(folder), recursive=True)
-        return self.filesystem.open_output_stream(self._path(name))
-
-    def _write(self, name: str, content: bytes) -> None:
-        with self._open(name) as stream:
-            stream.write(content)
-
-    def names(self) -> list[str]:
-        """Return the files at the address."""
-        from pyarrow import fs
-
-        selector = fs.FileSelector(self.root, recursive=True, allow_not_found=True)
-        return sorted(
-            str(PurePosixPath(info.path).relative_to(self.root))
-            for info in self.filesystem.get_file_info(selector)
-            if info.type == fs.FileType.File
-        )
-
-    def pull(self) -> int:
-        """Fetch what the working folder does not have; return the number of files."""
-        count = 0
-        for name in self.names():
-            target = self.local / name
-            outside = ".." in PurePosixPath(name).parts
-            if outside or _TRAINING_CHECKPOINTS.search(name) or target.exists():
-                continue
-            stream = self.filesystem.open_input_stream(self._path(name))
-            with stream as source, written_whole(target) as fresh, fresh.open("wb") as out:
-                shutil.copyfileobj(source, out, 1 << 22)
-            count += 1
-        return count
 
     def push(self) -> int:
         """Send what has changed, and remove what is gone; return the number of files sent.
 
         Files go before the records that name them. Records are read before anything is sent: one at
-        the address never names a file that was written after it.
+        the address never names a file that was written after it. A file whose content is at the
+        address already is not sent.
+
+        Raises:
+            AddressTakenError: If another working folder has taken the address over.
         """
+        self.check()
+        with file_lock(self.local / STATE_FOLDER / "lock"):
+            return self._push()
+
+    def _push(self) -> int:
+        remote = self._open()
         before = self._files()
-        records = {name: self._read(name) for name in self._changed(before) if not _is_bulk(name)}
+        records = {name: self._read(name) for name in self._changed(before) if not is_bulk(name)}
         files = self._files()
-        count = sum(
-            self._send(name, files[name]) for name in self._changed(files) if _is_bulk(name)
-        )
+        bulk = [name for name in self._changed(files) if is_bulk(name)]
+        gone = [name for name in self.synced if name not in files]
+        if not records and not bulk and not gone:
+            return 0
+        if self.lease is not None:
+            self.lease.verify()
+        count = self._send_all(bulk, files)
         for name, content in records.items():
             if content is not None:
-                self._write(name, content)
-                self.sent[name] = before[name]
-                count += 1
-        for name in [name for name in self.sent if name not in files]:
+                count += self._send_record(name, content, before[name])
+        for name in gone:
             with contextlib.suppress(FileNotFoundError):
                 self.filesystem.delete_file(self._path(name))
-            del self.sent[name]
+            remote["files"].pop(name, None)
+            del self.synced[name]
+        if count or gone:
+            self._commit()
+        else:
+            self._save_state()  # touched, not changed
         return count
 
-    def _changed(self, files: dict[str, _FileStamp]) -> list[str]:
-        return [name for name, stamp in files.items() if self.sent.get(name) != stamp]
+    def _changed(self, files: dict[str, FileStamp]) -> list[str]:
+        return [
+            name
+            for name, stamp in files.items()
+            if name not in self.synced or self.synced[name]["stamp"] != stamp
+        ]
 
-    def _files(self) -> dict[str, _FileStamp]:
-        """Return the stamp of each file to send.
+    def _send_all(self, names: Iterable[str], files: dict[str, FileStamp]) -> int:
+        """Send large files, several at a time; the manifest follows them, minute by minute."""
+        count = 0
+        committed = time.monotonic()
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            running = [pool.submit(self._send, name, files[name]) for name in names]
+            try:
+                for done in as_completed(running):
+                    count += done.result()
+                    if time.monotonic() - committed > _COMMIT_SECONDS:
+                        self._commit()
+                        committed = time.monotonic()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return count
 
-        Hidden ones are half-written, locks, or ours; links are made anew; what workers send
-        themselves is theirs.
-        """
-        stamps: dict[str, _FileStamp] = {}
-        for folder, folders, names in os.walk(self.local):
-            folders[:] = [f for f in folders if not f.startswith(".")]
-            for name in names:
-                path = Path(folder) / name
-                relative = path.relative_to(self.local).as_posix()
-                if name.startswith(".") or name.endswith((".lock", "-wal", "-shm", "-journal")):
-                    continue
-                if path.is_symlink() or _TRAINING_CHECKPOINTS.search(relative):
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    stat = path.stat()
-                    newest = stat.st_mtime_ns
-                    log = path.with_name(f"{name}-wal")  # sqlite's
-                    if log.exists():
-                        newest = max(newest, log.stat().st_mtime_ns)
-                    stamps[relative] = (stat.st_size, newest)
-        return stamps
+    def _send_record(self, name: str, content: bytes, stamp: FileStamp) -> bool:
+        """Send a record, unless the address has it already; return whether it was sent."""
+        remote = self._open()
+        entry: FileEntry = {
+            "size": len(content),
+            "sha256": digest(content),
+            "generation": remote["generation"] + 1,
+        }
+        known = remote["files"].get(name)
+        if known is not None and known["sha256"] == entry["sha256"]:
+            self.synced[name] = {**known, "stamp": stamp}
+            return False
+        path = self._path(name)
+        if not self.objects.atomic:
+            write_object(self.filesystem, path, content)
+        else:
+            try:
+                entry["tag"] = self.objects.write(path, content, known and known.get("tag"))
+            except WriteConflictError:
+                # A late write of a driver that was taken over, ours before a kill, or a file of
+                # which no tag is known
+                self._verify()
+                found = self.objects.read(path)
+                entry["tag"] = self.objects.write(path, content, found and found.tag)
+        remote["files"][name] = entry
+        self.synced[name] = {**entry, "stamp": stamp}
+        return True
 
-    def _read(self, name: str) -> bytes | None:
-        path = self.local / name
-        try:
-            if path.suffix != ".db":
-                return path.read_bytes()
-            with tempfile.TemporaryDirectory() as folder:  # a database in use: its copy, whole
-                copy = Path(folder) / path.name
-                back_up(path, copy, Path(folder))
-                return copy.read_bytes()
-        except (FileNotFoundError, sqlite3.Error):
-            return None
-
-    def _send(self, name: str, stamp: _FileStamp) -> bool:
+    def _send(self, name: str, stamp: FileStamp) -> bool:
         """Send one file; one that is written to meanwhile is sent again the next time."""
         path = self.local / name
+        entries = self._open_entries()
+        known = entries.get(name)
+        alike = known is not None and known["sha256"] and known["size"] == stamp[0]
+        if known is not None and alike and self._digest(name) == known["sha256"]:
+            self.synced[name] = {**known, "stamp": stamp}
+            return False
+        hashed = hashlib.sha256()
+        size = 0
         try:
-            with path.open("rb") as source, self._open(name) as out:
-                shutil.copyfileobj(source, out, 1 << 22)
+            with path.open("rb") as source, open_object(self.filesystem, self._path(name)) as out:
+                while chunk := source.read(1 << 22):
+                    hashed.update(chunk)
+                    size += len(chunk)
+                    out.write(chunk)
             stat = path.stat()
         except FileNotFoundError:
             return False  # a checkpoint that was dropped for a newer one
+        generation = self.remote["generation"] + 1 if self.remote is not None else 0
+        entry: FileEntry = {"size": size, "sha256": hashed.hexdigest(), "generation": generation}
+        entries[name] = entry
         if (stat.st_size, stat.st_mtime_ns) == stamp:
-            self.sent[name] = stamp
+            self.synced[name] = {**entry, "stamp": stamp}
         return True
 
 
-def _is_bulk(name: str) -> bool:
-    """Return whether a file lies in one of the bulk folders, of the storage or of a search."""
-    return any(part in _BULK_FOLDERS for part in PurePosixPath(name).parts[:-1][:2])
+def _repeatedly(
+    action: Callable[[], None], seconds: float, ended: threading.Event, name: str
+) -> threading.Thread:
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            action()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 @contextlib.contextmanager
-def mirrored(storage: str, local: Path, seconds: float | None = None) -> Iterator[Mirror | None]:
+def mirrored(
+    storage: str, local: Path, seconds: float | None = None, side: SyncSide | None = None
+) -> Iterator[Mirror | None]:
     """Keep the address of a `storage` setting up to date with its working folder.
 
     For a folder there is nothing to do. An address that is away for a while is reported once and
     tried again; the files are in the working folder all the while.
+
+    Args:
+        storage: The setting.
+        local: The working folder.
+        seconds: Between two looks for what has changed (None: HEADFOLD_SYNC_SECONDS).
+        side: Which of the two counts where both have changed.
+
+    Raises:
+        ConfigError: If another working folder uses the address, or if both have changed.
     """
     if not is_remote(storage):
         yield None
         return
+    if seconds is None:
+        seconds = float(os.environ.get("HEADFOLD_SYNC_SECONDS", 60))
+    beat_seconds = min(6.0, seconds)
     mirror = Mirror.of(storage, local)
-    address = _without_query(storage)
-    if count := mirror.pull():
-        print(f"storage  {count} file(s) fetched from {address} to {local}", flush=True)
+    address = mirror.address
+    _at_start(address, partial(mirror.claim, beat_seconds))
+    all_ended = threading.Event()
+    if urlparse(storage).scheme in ("s3", "gs", "gcs") and not mirror.objects.atomic:
+        print(
+            f"note: writes to {address} are not conditional; on S3 they are with boto3 "
+            "(pip install 'headfold[s3]'), on Google Cloud with google-auth",
+            flush=True,
+        )
+    beats = _repeatedly(partial(_beat, mirror), beat_seconds, all_ended, "headfold-holder")
+    try:
+        _fill(mirror, side)
+        ended = threading.Event()
+        failed = False
+
+        def push() -> None:
+            nonlocal failed
+            try:
+                mirror.push()
+                failed = False
+            except AddressTakenError as error:
+                if not failed:
+                    logger.error(str(error))
+                failed = True
+            except Exception as error:  # each file system raises its own kinds
+                if not failed:
+                    logger.warning(
+                        "storage: cannot send to %s: %s; the files are in %s",
+                        address,
+                        reason(error),
+                        local,
+                    )
+                failed = True
+
+        pushes = _repeatedly(push, seconds, ended, "headfold-mirror")
+        try:
+            yield mirror
+        finally:
+            ended.set()
+            pushes.join()
+            failed = False
+            push()
+            if not failed:
+                print(f"storage  {address} (working folder {local})", flush=True)
+        mirror.check()  # a driver that another has replaced has not done its work
+    finally:
+        all_ended.set()
+        beats.join()
+        with contextlib.suppress(Exception):  # an address that is away: a newcomer waits for beats
+            mirror.release()
+
+
+def _beat(mirror: Mirror) -> None:
+    with contextlib.suppress(Exception):  # away for a while
+        if mirror.lease is not None:
+            mirror.lease.beat()
+
+
+def _at_start(address: str, action: Callable[[], _Result]) -> _Result:
+    """Return what a use of an address at the start gives; it must not fail there."""
+    try:
+        return action()
+    except ConfigError:
+        raise
+    except Exception as error:  # each file system raises its own kinds
+        raise ConfigError(f"storage: cannot use {address}: {reason(error)}") from None
+
+
+def _fill(mirror: Mirror, side: SyncSide | None) -> None:
+    """Bring the working folder up to date, and say so."""
+    if count := _at_start(mirror.address, partial(mirror.pull, side)):
+        print(
+            f"storage  {count} file(s) fetched from {mirror.address} to {mirror.local}", flush=True
+        )
         print(
             "         training checkpoints there are pickles: go on only if you trust who writes "
             "to that address",
             flush=True,
         )
-    ended = threading.Event()
-    failed = False
-    if seconds is None:
-        seconds = float(os.environ.get("HEADFOLD_SYNC_SECONDS", 60))
-
-    def push() -> None:
-        nonlocal failed
-        try:
-            mirror.push()
-            failed = False
-        except Exception as error:  # each file system raises its own kinds
-            if not failed:
-                logger.warning(
-                    "storage: cannot send to %s: %s; the files are in %s",
-                    address,
-                    reason(error),
-                    local,
-                )
-            failed = True
-
-    def push_repeatedly() -> None:
-        while not ended.wait(seconds):
-            push()
-
-    thread = threading.Thread(target=push_repeatedly, name="headfold-mirror", daemon=True)
-    thread.start()
-    try:
-        yield mirror
-    finally:
-        ended.set()
-        thread.join()
-        failed = False
-        push()
-        if not failed:
-            print(f"storage  {address} (working folder {local})", flush=True)

@@ -24,8 +24,9 @@ import re
 import shutil
 import tempfile
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 from urllib.parse import urlparse
 
 from attention.io.replacing import checkpoint_around, parents_made
@@ -89,6 +90,20 @@ def check_writable(folder: Path, key: str = "storage") -> None:
             f"{key}: cannot write to {str(folder)!r} ({error.strerror or error}); give a folder "
             "that can be written"
         ) from None
+
+
+class SearchState(TypedDict, total=False):
+    """The content of `state.json`; a search that has ended says how."""
+
+    started: str
+    """In ISO 8601."""
+    command: str
+    tracking: str
+    """Address of the MLflow store, without a password."""
+    parent_run: str
+    seconds: float
+    """Of all its drivers."""
+    ended: str
 
 
 @dataclass
@@ -190,21 +205,42 @@ class SearchFolder:
         pattern = re.escape(name) + r"(-\d+)?"
         searches = [cls(snapshot.parent) for snapshot in storage.glob("*/search.yaml")]
 
-        def age(folder: SearchFolder) -> tuple[int, int, str]:
-            # By the number too: a file system's clock may be coarse
-            root = folder.root.name
-            return folder.snapshot.stat().st_mtime_ns, len(root), root
-
         # `fresh` has written its origin
         of_name = [f for f in searches if re.fullmatch(pattern, f.root.name) and f.origin.is_file()]
-        return sorted(of_name, key=age)
+        return sorted(of_name, key=lambda folder: folder._age)
+
+    @property
+    def _age(self) -> tuple[float, int, str]:
+        """The start and the number of a search, by which the searches of a name are ordered.
+
+        Never by the times of files: a folder that was filled from an address has new ones.
+        """
+        return self.started, len(self.root.name), self.root.name
+
+    @property
+    def started(self) -> float:
+        """When the search began, in seconds since 1970: by its journal, else by its state.
+
+        0 if neither says it.
+        """
+        if (began := journal.began(self.journal)) is not None:
+            return began
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            return datetime.fromisoformat(self.read_state()["started"]).timestamp()
+        return 0.0
+
+    def read_state(self) -> SearchState:
+        """Return `state.json`; empty if there is none, or if something else lies there."""
+        try:
+            state = json.loads(self.state.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return cast(SearchState, state) if isinstance(state, dict) else {}
 
     @property
     def ended(self) -> bool:
         """Whether the search has run to its end, for better or worse."""
-        if not self.state.exists():
-            return False
-        return "ended" in json.loads(self.state.read_text(encoding="utf-8"))
+        return "ended" in self.read_state()
 
     def sweep(self) -> None:
         """Remove what killed writers have left unfinished; for the driver that has the lock."""

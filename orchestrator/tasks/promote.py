@@ -38,7 +38,12 @@ class Promote(Task[PromoteOptions, Mapping[str, Any]]):
         from orchestrator.promotion.promote import promote_search
 
         options = self.options
-        self.outcome = promote_search(options.search, trials=options.trial or (), top=options.top)
+        self.outcome = promote_search(
+            options.search,
+            trials=options.trial or (),
+            top=options.top,
+            sync_from=options.sync_from,
+        )
         return self.outcome.to_dict()
 
     def show(self, record: Mapping[str, Any]) -> None:

@@ -77,7 +77,12 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
         """Run the search, which prints how far it is and what it came to."""
         from orchestrator.pipeline import search
 
-        self.outcome = search(self.config, resume=self._words[1] or bool(self.options.resume))
+        options = self.options
+        self.outcome = search(
+            self.config,
+            resume=self._words[1] or bool(options.resume),
+            sync_from=options.sync_from,
+        )
         return self.outcome.to_dict()
 
     def show(self, record: Mapping[str, Any]) -> None:

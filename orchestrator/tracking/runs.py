@@ -8,6 +8,7 @@ pictures and reports are artifacts; checkpoints are recorded by folder and SHA-2
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 from attention.base.messages import reason
+from orchestrator.storage.file_lock import file_lock
 from orchestrator.storage.records import (
     COPY,
     DONE,
@@ -87,8 +90,8 @@ def open_client(uri: str) -> Any:
 class Tracker(Registry):
     """Writes the runs of one experiment.
 
-    `open` is for the driver alone: several processes at first use corrupt a new sqlite store for
-    good.
+    `open` is for the driver alone. Drivers that open a new sqlite store at the same time wait for
+    each other, since MLflow's migrations do not.
     """
 
     def __init__(self, uri: str, experiment_id: str, client: Any = None) -> None:
@@ -109,22 +112,11 @@ class Tracker(Registry):
             TrackingError: If the store cannot be reached.
         """
         address = uri or default_uri(storage)
+        artifacts = None if uri else (Path(storage).absolute() / "mlartifacts").as_uri()
         try:
-            client = open_client(address)
-            existing = client.get_experiment_by_name(experiment)
-            if existing is None:
-                artifacts = (Path(storage).absolute() / "mlartifacts").as_uri()
-                experiment_id = client.create_experiment(
-                    experiment,
-                    artifact_location=None if uri else artifacts,
-                    tags={KIND: TRAINING, "mlflow.note.content": _DESCRIPTION},
-                )
-            else:
-                experiment_id = existing.experiment_id
-                if existing.lifecycle_stage == "deleted":
-                    client.restore_experiment(experiment_id)
-                if KIND not in existing.tags:  # what a user has chosen stays
-                    client.set_experiment_tag(experiment_id, KIND, TRAINING)
+            with _opening(address):
+                client = open_client(address)
+                experiment_id = _experiment(client, experiment, artifacts)
         except Exception as error:
             raise TrackingError(
                 f"tracking.uri: cannot use the MLflow store at {redact(address)}: "
@@ -263,6 +255,41 @@ class Tracker(Registry):
             runs += page
             if not (token := page.token):
                 return runs
+
+
+def _opening(address: str) -> contextlib.AbstractContextManager[None]:
+    """Return the lock under which a store is opened: of a file beside an sqlite database."""
+    database = urlparse(address).path.removeprefix("/")
+    if not address.startswith("sqlite:///") or not database:
+        return contextlib.nullcontext()
+    path = Path(database)
+    return file_lock(path.with_name(f".{path.name}.opening"))
+
+
+def _experiment(client: Any, name: str, artifacts: str | None) -> str:
+    """Return the id of an experiment, which is created if it is new.
+
+    Args:
+        client: MLflow's.
+        name: Its name.
+        artifacts: Address of its artifacts; None for the store's own.
+    """
+    from mlflow.exceptions import MlflowException
+
+    existing = client.get_experiment_by_name(name)
+    if existing is None:
+        tags = {KIND: TRAINING, "mlflow.note.content": _DESCRIPTION}
+        try:
+            return client.create_experiment(name, artifact_location=artifacts, tags=tags)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            existing = client.get_experiment_by_name(name)  # another driver's, of this moment
+    if existing.lifecycle_stage == "deleted":
+        client.restore_experiment(existing.experiment_id)
+    if KIND not in existing.tags:  # what a user has chosen stays
+        client.set_experiment_tag(existing.experiment_id, KIND, TRAINING)
+    return existing.experiment_id
 
 
 def _milliseconds(seconds: float | None) -> int | None:

@@ -201,7 +201,7 @@ def _repetition(trial: TrialRecord, folder: SearchFolder) -> Repetition:
 
 
 def _provenance(folder: SearchFolder, original: OriginalRecord) -> list[PageSection]:
-    state = _read(folder.state)
+    state = folder.read_state()
     versions = [f"{name} {version}" for name, version in _read(folder.versions).items()]
     digests = original.get("digests", {})
     facts = {

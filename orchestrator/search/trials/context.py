@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from orchestrator.conversion import dha_distances
 from orchestrator.conversion.calibration import checkpoint_calibration
 from orchestrator.search.candidates import Candidate
 from orchestrator.serving.decode_times import DecodeTimes
+from orchestrator.storage.lock import SearchLock
+from orchestrator.storage.mirror import Mirror
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.tracking.sync import MlflowSync
 from search_spaces.recipes.recipe import Recipe
@@ -163,10 +166,38 @@ class TrialContext:
 
 
 @dataclass(frozen=True)
+class SearchControl:
+    """What a driver must ask before it writes a record of a search, or reads weights of a trial.
+
+    Attributes:
+        check: Raises ConfigError once another driver has taken over the search, or the storage's
+            address.
+        fetch: Fetches files of trials, by id, that are at the address alone.
+    """
+
+    check: Callable[[], None] = lambda: None
+    fetch: Callable[[Collection[str]], object] = lambda trials: None
+
+    @classmethod
+    def of(cls, folder: SearchFolder, lock: SearchLock, mirror: Mirror | None) -> SearchControl:
+        """Return that of a search whose lock is taken."""
+        if mirror is None:
+            return cls(lock.check)
+
+        def check() -> None:
+            lock.check()
+            mirror.check()
+
+        return cls(check, partial(mirror.fetch_search, folder.root.name))
+
+
+@dataclass(frozen=True)
 class SearchSession:
     """What the steps of a search, or of a promotion from it, have in common.
 
-    `parallel`: trials at a time.
+    Attributes:
+        parallel: Trials at a time.
+        control: The lock, and the copy at an address.
     """
 
     config: SearchConfig
@@ -174,6 +205,7 @@ class SearchSession:
     context: TrialContext
     mlflow: MlflowSync
     parallel: int
+    control: SearchControl = field(default_factory=lambda: SearchControl())
 
 
 def relaxation_steps(recipe: Recipe, rungs: Sequence[int]) -> int:

@@ -30,6 +30,7 @@ import yaml
 
 from orchestrator.cluster.session import DASHBOARD, free_port
 from orchestrator.storage.journal import read_events
+from orchestrator.storage.mirror import working_folder
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MARK = "HEADFOLD_CHAOS"
@@ -38,6 +39,8 @@ KINDS = ("driver", "worker", "node", "mlflow", "disk")
 OF_RAY = ("_AutoscalingCoordinatorActor",)
 """What Ray Train starts once a cluster and leaves there [2.60]."""
 MORE_KINDS = (*KINDS, "terminate", "interrupt", "trial", "drain")
+AT_AN_ADDRESS = ("refill", "stale", "overtaken")
+"""What happens to the working folder of an address, and to the lock in it."""
 WAIT = float(os.environ.get("HEADFOLD_CHAOS_PATIENCE", "1200"))
 """Seconds that any one thing may take on a machine that does other things too."""
 
@@ -222,11 +225,22 @@ class Disk:
 class Arena:
     """Cluster, MLflow server and storage of one run, and the driver on it."""
 
-    def __init__(self, folder: Path, empty_store: Path, settings: Sequence[str], megabytes: int, **nodes: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        empty_store: Path,
+        settings: Sequence[str],
+        megabytes: int,
+        address: str | None = None,
+        **nodes: bool,
+    ) -> None:
         self.name, self.experiment = "chaos", "headfold"
         self.mark = uuid.uuid4().hex
         self.disk, self.settings = Disk(folder / "storage", megabytes), list(settings)
         self.storage, self.scratch = folder / "storage", folder / "tmp"
+        self.address, self.home = address, folder / "home"
+        if address is not None:
+            self.storage = working_folder(address, self.home)
         self.scratch.mkdir()
         self.outcome_file, self.log = folder / "outcome.json", folder / "driver.log"
         self.config, self.token = folder / "search.yaml", f"hunter2-{uuid.uuid4().hex}"
@@ -272,7 +286,8 @@ class Arena:
     def start(self) -> None:
         """The driver; from its second start on with --resume if there is a search to resume."""
         self.starts += 1
-        resume = ["--resume"] if (self.search / "search.yaml").exists() else []
+        begun = (self.search / "search.yaml").exists() or (self.address is not None and self.starts > 1)
+        resume = ["--resume"] if begun else []
         with self.log.open("ab") as log:
             log.write(f"--- start {self.starts} {' '.join(resume)}\n".encode())
             self.driver = subprocess.Popen(
@@ -301,7 +316,7 @@ class Arena:
     @property
     def _command(self) -> list[str]:
         """Where the working folder is the repository, or Ray's copy of it."""
-        own = [f"storage={self.storage}", "--json", str(self.outcome_file)]
+        own = [f"storage={self.address or self.storage}", "--json", str(self.outcome_file)]
         return ["orchestrator/main.py", "search", str(self.config), *self.settings, *own]
 
     @property
@@ -312,6 +327,8 @@ class Arena:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.scratch),
+            "HEADFOLD_HOME": str(self.home),
+            "HEADFOLD_SYNC_SECONDS": "0.3",
         }
 
     @property
@@ -364,9 +381,11 @@ def arena(
     *,
     one_node: bool = False,
     preemptions: bool = False,
+    address: str | None = None,
 ) -> Iterator[Arena]:
-    """`megabytes`: of the storage, if it is a disk of its own; `preemptions`: whether Ray Train looks for notices."""
-    made = Arena(folder, empty_store, settings, megabytes, one=one_node, preemptions=preemptions)
+    """`megabytes`: of the storage, if it is a disk of its own; `preemptions`: whether Ray Train looks for notices;
+    `address`: of the storage."""
+    made = Arena(folder, empty_store, settings, megabytes, address, one=one_node, preemptions=preemptions)
     try:
         yield made
     finally:
@@ -451,6 +470,49 @@ class Killer:
             found = wait_for("a process to kill", lambda: self.place.processes(*names) or not self.place.running, 120)
             if found is not True:
                 found[0].kill()
+
+    def _refill(self) -> None:
+        """The head is lost with its disk; another one has the address alone."""
+        self.place.kill_driver(signal.SIGKILL)
+        self._lose_folder()
+
+    def _lose_folder(self) -> None:
+        def gone() -> bool:
+            shutil.rmtree(self.place.storage, ignore_errors=True)  # trials end a moment after their driver
+            return not self.place.storage.exists()
+
+        wait_for("the end of the working folder", gone)
+
+    def _stale(self) -> None:
+        """The head is replaced by one with a disk of its own, then comes back with what it had."""
+        place, kept = self.place, self.place.storage.with_name("stale")
+        self._interrupt()
+        place.storage.rename(kept)
+        place.start()
+        wait_for("the refill", lambda: place.journal.exists() or not place.running)
+        self._something_happens()
+        self._interrupt()
+        behind = len(read_events(kept / place.name / "journal.jsonl"))
+        assert len(read_events(place.journal)) > behind
+        self._lose_folder()
+        kept.rename(place.storage)
+
+    def _overtaken(self) -> None:
+        """The driver stands still, another takes its search over, and it wakes up."""
+        place, first = self.place, self.place.driver
+        assert first is not None
+        first.send_signal(signal.SIGSTOP)
+        # As on a shared file system that locks on one machine only
+        lock = place.search / "driver.lock"
+        lock.unlink()
+        place.start()
+        second = place.driver
+        assert second is not None
+        wait_for("the takeover", lambda: lock.exists() and lock.stat().st_size > 0)
+        first.send_signal(signal.SIGCONT)
+        first.wait(timeout=WAIT)
+        assert first.returncode == 2, f"what was taken over stops with an error: {first.returncode}"
+        assert f"was taken over by process {second.pid} on" in place.log.read_text()
 
     def _node(self) -> None:
         self.place.nodes.replace_node()

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import KINDS, MORE_KINDS, Arena, Killer, arena, schedule
+from buckets import bucket
+from chaos import AT_AN_ADDRESS, KINDS, MORE_KINDS, Arena, Killer, arena, schedule
 from ray.job_submission import JobStatus, JobSubmissionClient
 from search_process import LITTLE
 
@@ -246,6 +247,28 @@ def test_a_search_under_kills_ends_as_one_that_was_left_alone(
         assert unfinished_files(place) == []
         if "interrupt" in killer.done:  # Ctrl-C says how the search goes on
             assert "interrupted" in place.log.read_text() and "--resume chaos" in place.log.read_text()
+        assert place.nodes.leftovers() == []
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(SETTINGS is not SMALL, reason="its candidates are those of the small search")
+@pytest.mark.parametrize("kind", AT_AN_ADDRESS)
+def test_a_search_at_an_address_whose_machine_changes_ends_as_one_that_was_left_alone(
+    kind: str, calm: dict[str, Any], tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The working folder is lost, or an old one comes back, or a second driver takes over from one that stood still."""
+    calm["place"].nodes.close()  # room for another
+    fewer = ["search.learning_rates=[3e-4]"]
+    with (
+        bucket(monkeypatch) as address,
+        arena(tmp_path / "moved", empty_store, [*SMALL, *fewer], MEGABYTES, one_node=True, address=address) as place,
+    ):
+        killer = Killer(place)
+        killer.run([(kind, 0.5)])
+        assert killer.done == {kind: 1}
+        found = summary(place)
+        assert len(found["trials"]) >= 3
+        assert found == summary(calm["place"], found["trials"])
         assert place.nodes.leftovers() == []
 
 

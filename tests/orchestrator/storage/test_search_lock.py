@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.schema import ConfigError
+from orchestrator.storage.journal import TRIAL, Journal, JournalError, read_events
 from orchestrator.storage.lock import SearchLock
 
+CONFIG = {"recipe": "gqa", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}}
 HOLD = """
 import sys, time
 from orchestrator.storage.lock import SearchLock
@@ -56,3 +59,81 @@ def test_where_locks_hold_on_one_machine_only_the_heartbeat_decides(
     process.send_signal(signal.SIGKILL)
     process.wait()
     SearchLock(tmp_path / "lock", beat=0.05, host="here").acquire().release()
+
+
+def without_kernel_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a shared file system that locks on one machine only."""
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+
+
+def standing_still(file: Path) -> SearchLock:
+    """A holder whose process stood still: its heartbeats have stopped, and nothing has told it anything."""
+    lock = SearchLock(file, beat=0.05, host="there").acquire("search 'x'")
+    lock._ended.set()
+    assert lock._thread is not None
+    lock._thread.join()
+    return lock
+
+
+def test_a_holder_that_was_taken_over_writes_no_event_and_cuts_none_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_kernel_locks(monkeypatch)
+    first = standing_still(tmp_path / "lock")
+    journal = Journal(tmp_path / "journal.jsonl", first.check)
+    journal.begin(2)
+    second = SearchLock(tmp_path / "lock", beat=0.05, host="here").acquire("search 'x'")
+    other = Journal(tmp_path / "journal.jsonl", second.check)
+    other.append(TRIAL, trial="t1", config=CONFIG)
+    with pytest.raises(JournalError, match=r"search 'x' was taken over by process \d+ on here, since 20"):
+        journal.append(TRIAL, trial="t2", config=CONFIG)
+    assert [event.get("trial") for event in read_events(other.path)] == [None, "t1"]
+    second.check()
+    first.release()
+    assert json.loads((tmp_path / "lock").read_text())["host"] == "here", "nor does it release the other's lock"
+    second.release()
+
+
+def test_a_lock_that_another_has_released_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernel_locks(monkeypatch)
+    first = standing_still(tmp_path / "lock")
+    SearchLock(tmp_path / "lock", beat=0.05, host="here").acquire().release()
+    with pytest.raises(ConfigError, match="taken over by another process, which has ended"):
+        first.check()
+
+
+def test_a_heartbeat_does_not_take_a_search_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernel_locks(monkeypatch)
+    first = standing_still(tmp_path / "lock")
+    second = SearchLock(tmp_path / "lock", beat=0.05, host="here").acquire()
+    first._keep(7)
+    assert json.loads((tmp_path / "lock").read_text())["host"] == "here"
+    first._write(8)  # it stood still between its look and its write
+    second.check()
+    assert json.loads((tmp_path / "lock").read_text())["host"] == "here"
+    second.release()
+
+
+def test_events_of_another_writer_are_never_cut_off(tmp_path: Path) -> None:
+    """Also where nothing is known of a lock."""
+    journal, other = Journal(tmp_path / "journal.jsonl"), Journal(tmp_path / "journal.jsonl")
+    journal.begin(2)
+    with pytest.raises(JournalError, match="changed by another process"):
+        other.begin(2)
+    assert len(read_events(journal.path)) == 1
+    with pytest.raises(JournalError, match="changed by another process"):
+        other.append("resume")
+
+
+@pytest.mark.parametrize("content", ['{"pid": 1}', '{"host": "here", "pi', "[1]", "\x00\x00mine"])
+def test_a_file_that_is_no_lock_is_told_apart(tmp_path: Path, content: str) -> None:
+    (tmp_path / "lock").write_text(content)
+    with pytest.raises(ConfigError, match="is no lock of a search: expected a JSON object with host, pid, since"):
+        SearchLock(tmp_path / "lock").acquire()
+
+
+def test_a_lock_of_a_former_version_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text('{"host": "gone", "pid": 1, "since": "2026", "token": "x", "beat": 3}')
+    lock = SearchLock(tmp_path / "lock", beat=0.02).acquire()
+    lock.check()
+    lock.release()

@@ -198,6 +198,27 @@ def test_the_default_store_lies_in_the_storage_folder(tracker: Tracker, tmp_path
     assert list((tmp_path / "mlartifacts").rglob("note.txt"))
 
 
+OPEN = """
+import sys
+from pathlib import Path
+from orchestrator.tracking.runs import Tracker, open_client
+open_client("sqlite://")  # the import, before both start
+Path(sys.argv[1], f"ready-{sys.argv[2]}").touch()
+while len(list(Path(sys.argv[1]).glob("ready-*"))) < 2:
+    pass
+print(Tracker.open(None, "first", sys.argv[1]).experiment_id)
+"""
+
+
+@pytest.mark.slow
+def test_two_searches_that_open_a_new_store_at_once_both_work(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OPEN, str(tmp_path)]
+    both = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in "ab"]
+    found = {process.communicate(timeout=300)[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(found) == 1, "one experiment"
+
+
 @pytest.mark.parametrize(
     ("text", "clean"),
     [
