@@ -279,8 +279,11 @@ class CheckpointStore:
             return digests
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            with contextlib.suppress(OSError):  # other workers' files, or never made
-                self._scratch.rmdir()
+            self._remove_empty_scratch()
+
+    def _remove_empty_scratch(self) -> None:
+        with contextlib.suppress(OSError):  # other workers' files, or never made
+            self._scratch.rmdir()
 
     def _incoming(self, name: str) -> str:
         """Return the folder of a checkpoint until all of it is there."""
@@ -315,6 +318,7 @@ class CheckpointStore:
         """Return the newest undamaged checkpoint, the reports up to it, and newer damage."""
         for left in self._scratch.glob(f".*-{self.rank}"):  # by a worker that was killed
             shutil.rmtree(left, ignore_errors=True)
+        self._remove_empty_scratch()
         checkpoints, reports = gather_objects(
             self.read() if self.rank == 0 else None, self.world_size
         )[0]
