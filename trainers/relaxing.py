@@ -23,7 +23,9 @@ from attention.plan import AttentionPlan
 from trainers.deepspeed_config import LAYOUT, decays_everything
 from trainers.engine import TrainEngine
 from trainers.fusion_search import next_stage
+from trainers.jobs.checkpoint_timer import CheckpointTimer
 from trainers.jobs.checkpoints import CheckpointStore
+from trainers.jobs.link import Link
 from trainers.jobs.share import WorkerShare, frozen_model, teacher_of
 from trainers.jobs.train_job import TrainJob
 from trainers.loop import train_model
@@ -59,7 +61,7 @@ class Relaxed:
     remaining: float | None = None
 
 
-def relax(job: TrainJob) -> Relaxed:
+def relax(job: TrainJob, link: Link) -> Relaxed:
     """Carry out the job's relaxation, or what is left of it. All workers call it together."""
     if (spec := job.relaxation) is None:
         raise ValueError("expected a job with a relaxation, got None")
@@ -73,7 +75,7 @@ def relax(job: TrainJob) -> Relaxed:
         folder = root / f"stage-{index}"
         if not (folder / OUTCOME).exists():
             dist.barrier()  # until all have looked
-            stage = _Stage(job, spec, index, model_dir, folder)
+            stage = _Stage(job, spec, index, model_dir, folder, link)
             if records:
                 stage.stream.load_state_dict(records[-1]["position"])
             stage.run()
@@ -99,7 +101,13 @@ class _Stage(WorkerShare):
     """One plan of a relaxation on one worker."""
 
     def __init__(
-        self, job: TrainJob, spec: RelaxationSpec, index: int, model_dir: str, folder: Path
+        self,
+        job: TrainJob,
+        spec: RelaxationSpec,
+        index: int,
+        model_dir: str,
+        folder: Path,
+        link: Link,
     ) -> None:
         super().__init__(job, job.relaxation_settings)
         self.spec = spec
@@ -109,6 +117,7 @@ class _Stage(WorkerShare):
         self.store = CheckpointStore(str(folder), "states", self.rank, self.world_size)
         self.history: list[dict[str, float]] = []
         self.last_loss = 0.0
+        self.link = link
 
     def run(self) -> None:
         self.plan = self._regrouped()
@@ -134,6 +143,9 @@ class _Stage(WorkerShare):
         )
         with closing(engine), teacher_of(self.job, self.settings, engine.device) as teacher:
             start = 0 if state_folder is None else self._resume(engine, state_folder)
+            self.store.expected_bytes = engine.checkpoint_bytes
+            minutes = self.job.checkpoint_minutes
+            self.timer = CheckpointTimer(self.store, self.link, minutes, engine.device)
             loss_fn = objective(
                 self.settings.distillation,
                 self.settings.distillation_weight,
@@ -153,6 +165,7 @@ class _Stage(WorkerShare):
             remaining = relaxation.remaining()
             if self.history and self.history[-1]["step"] < steps:
                 self.history.append({"step": steps, "train_loss": self.last_loss, **metrics})
+            self.store.settle()
             weights = engine.weights()
             device = engine.device
         self._collapse(weights)
@@ -218,14 +231,18 @@ class _Stage(WorkerShare):
         self.last_loss = loss
         if step % max(1, self.spec.steps // HISTORY_POINTS) == 0:
             self.history.append({"step": step, "train_loss": loss, **relaxation.metrics()})
-        if step % self.spec.save_every == 0 and step < self.spec.steps:
+        due = self.timer.due()
+        if self.job.checkpoint_minutes is None:
+            due = due or step % self.spec.save_every == 0
+        if due and step < self.spec.steps:
             self.lap()
             state = {
                 "stream": self.stream.state_dict(),
                 "history": self.history,
                 "seconds": self.seconds,
             }
-            self.store.save(step, lambda folder: engine.save(folder, state), {"step": step})
+            self.store.save(step, lambda folder: engine.save(folder, state))
+            self.timer.saved()
 
 
 def _claim(root: Path, job: TrainJob, spec: RelaxationSpec) -> None:

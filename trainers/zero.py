@@ -17,10 +17,12 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 if not torch.accelerator.is_available():
@@ -165,13 +167,25 @@ def write_universal(source: Path, target: Path) -> None:
     shutil.rmtree(target.parent, ignore_errors=True)
     target.mkdir(parents=True)
     settings = argparse.Namespace(input_folder=str(source), output_folder=str(target), strict=True)
-    settings.num_extract_workers = settings.num_merge_workers = (
-        1  # more are processes, each with a share in memory
-    )
+    settings.num_extract_workers = settings.num_merge_workers = _at_once(source)
     settings.keep_temp_folder = False
     settings.inject_missing_state = True  # of tensor parallelism, which there is none of
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        ds_to_universal.main(settings)
+    module: Any = ds_to_universal
+    processes = module.ProcessPoolExecutor
+    # Threads: processes would be forks of one that has a GPU and threads [0.19]
+    module.ProcessPoolExecutor = ThreadPoolExecutor
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            ds_to_universal.main(settings)
+    finally:
+        module.ProcessPoolExecutor = processes
+
+
+def _at_once(source: Path) -> int:
+    """Return how many old shares are read at a time: as the CPUs and half of the memory allow."""
+    largest = max((file.stat().st_size for file in source.rglob("*.pt")), default=0)
+    in_memory = int(psutil.virtual_memory().available / 2 / max(1, largest))
+    return max(1, min(len(os.sched_getaffinity(0)), in_memory))
 
 
 def restore_counts(optimizer: torch.optim.Optimizer) -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 from typer.models import OptionInfo
 
+from orchestrator.config.defaults import CHECKPOINT_MINUTES
+
 if TYPE_CHECKING:
     from attention.checkpoint import Checkpoint
     from search_spaces.recipes.recipe import Recipe
@@ -745,6 +747,10 @@ class TrainingOptions(EvalTextOptions):
     ] = None
     overwrite: Overwrite = False
     device: Device = "auto"
+    checkpoint_minutes: Annotated[
+        float,
+        typer.Option(min=0.001, help="Minutes after which there is a checkpoint at the latest."),
+    ] = CHECKPOINT_MINUTES
 
 
 @dataclass(frozen=True, kw_only=True)

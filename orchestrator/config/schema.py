@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from orchestrator.config.defaults import CHECKPOINT_MINUTES
 from orchestrator.config.parsing import ConfigError, apply_override, parse_section, read_sections
 from orchestrator.config.sections import (
     ArmSection,
@@ -86,8 +87,8 @@ class PromotionSection(Section):
     """Where its workers run."""
     checkpoint_steps: PositiveInt | None = None
     """Steps between two checkpoints, beside those of the measurements."""
-    checkpoint_minutes: PositiveFloat = 30.0
-    """Minutes after which there is a checkpoint at the latest."""
+    checkpoint_minutes: PositiveFloat | None = None
+    """Minutes after which there is a checkpoint at the latest; none: those of `resources`."""
     margin: float = Field(default=0.0, ge=0)
     """By how many nats per token the loss must be below the baseline's."""
     logit_tolerance: PositiveFloat = 1e-4
@@ -164,6 +165,10 @@ class ResourcesSection(Section):
 
     With false every training starts workers of its own; auto does so where workers have GPUs and
     the model a billion parameters or more.
+    """
+    checkpoint_minutes: PositiveFloat = CHECKPOINT_MINUTES
+    """Minutes after which a training, that of a trial too, has a checkpoint at the latest, from
+    which it goes on when it has lost a machine.
     """
     idle_seconds: PositiveFloat = 300.0
     """Reused workers end after so many seconds without a training."""

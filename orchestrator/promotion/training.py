@@ -113,7 +113,7 @@ class Training:
             schedule_offset=start.offset - start.step,
             resume_from=start.resume_from,
             checkpoint_steps=section.checkpoint_steps,
-            checkpoint_minutes=section.checkpoint_minutes,
+            checkpoint_minutes=section.checkpoint_minutes or context.checkpoint_minutes,
             accelerator_type=shape.accelerator_type,
             placement_strategy=shape.strategy,
         )
@@ -174,6 +174,7 @@ def run_all(
     task: Any = ray.remote(num_cpus=0, max_retries=0)(_train)
     running: dict[Any, Training] = {}
     failures: dict[str, Failures] = {}
+    described: set[str] = set()  # whose checkpoints' cost was printed
     while waiting or running:
         while waiting and len(running) < session.parallel:
             training = waiting.pop(0)
@@ -186,6 +187,13 @@ def run_all(
         finished, _ = ray.wait(list(running), num_returns=1, timeout=_POLL_SECONDS)
         for training in running.values():
             going_on(training)
+            cost = training.run.checkpoint_cost() if training.run else None
+            if cost is not None and training.trial.trial_id not in described:
+                described.add(training.trial.trial_id)
+                print(
+                    f"promotion: {training.trial.name}: {cost.warning or cost.describe()}",
+                    flush=True,
+                )
         for reference in finished:
             training = running.pop(reference)
             trial, run = training.trial, training.run

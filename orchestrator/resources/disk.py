@@ -109,9 +109,7 @@ class Storage:
         beside = _beside(config.model.path)
         w = parameters * inputs.written.itemsize + beside
         t = parameters * DTYPES[config.train.dtype].itemsize + beside
-        s = max(
-            self._checkpoint(each, whole=bool(relaxing)) for each in inputs.trainings(config.train)
-        )
+        s = 0 if is_remote(config.storage) else self.trial_checkpoint_bytes
         texts = sum(section.tokens for section in _texts(config)) * (
             2 if model.vocab_size <= 2**16 else 4
         )
@@ -131,12 +129,8 @@ class Storage:
             converted = holding * w
             gone = (holding - left) * (w + t * each) + max(0, min(relaxing, holding) - left) * t
             gone += left * t * (each - 1) * few
-            written = most if relaxing else min(most, rungs)
-            checkpoints = (
-                running * written
-                + paused * min(KEEP, rungs)
-                + min(finalists, trials - running - paused)
-            )
+            # Between two rungs there are some too, by the clock
+            checkpoints = running * most + paused * KEEP + min(finalists, trials - running - paused)
             # Best weights of steps before, and stages of relaxations
             going = (running + paused) * t * max(0, min(most, rungs - 1) - 1)
             stages = w + lifted_bytes(inputs) + t * _stages(inputs)
@@ -177,13 +171,16 @@ class Storage:
             f"there ({parts}); free {gib(takes.most - free)} more or give another storage; {remedy}"
         )
 
-    def _checkpoint(self, train: TrainSettings, *, whole: bool = False) -> int:
-        """Return the bytes of a training checkpoint here; 0 where workers send it to an address."""
-        remote = is_remote(self.config.storage)
-        return (
-            0
-            if remote
-            else checkpoint_bytes(self.inputs.model, self.inputs.size, train, whole=whole)
+    @property
+    def trial_checkpoint_bytes(self) -> int:
+        """Of one training checkpoint of a trial, wherever it lies; 0 where none trains."""
+        inputs = self.inputs
+        if len(self.config.rungs.steps) == 1:
+            return 0
+        whole = bool(_relaxing(inputs))
+        return max(
+            checkpoint_bytes(inputs.model, inputs.size, each, whole=whole)
+            for each in inputs.trainings(self.config.train)
         )
 
     def _promotion(self, parallel: int, w: int, beside: int) -> tuple[int, int]:
@@ -192,7 +189,8 @@ class Storage:
         if not section.enabled:
             return 0, 0
         t = self.inputs.size.total * DTYPES[train.dtype].itemsize + beside
-        s = self._checkpoint(train)
+        remote = is_remote(self.config.storage)
+        s = 0 if remote else checkpoint_bytes(self.inputs.model, self.inputs.size, train)
         evaluations, running = section.evaluations, min(parallel, self.trainings)
         shipped = self.trainings * t * (1 + (evaluations > 1)) + max(1, self.trainings) * w
         return shipped, running * ((KEEP + 1) * s + max(0, min(KEEP + 1, evaluations - 1) - 1) * t)

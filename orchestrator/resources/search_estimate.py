@@ -20,6 +20,7 @@ from orchestrator.resources.memory import available_bytes
 from orchestrator.resources.processes import Need, Needs
 from orchestrator.resources.size import SPARE, SearchInputs
 from orchestrator.resources.time import planning_seconds, training_rate
+from trainers.jobs.write_rate import describe_checkpoints
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class SearchEstimate(SearchTime, SearchWork):
         disk_kept: Bytes there in the end.
         disk_free: Bytes that are free there.
         warnings: What does not fit, and what else a user should know.
+        checkpoint_bytes: Of one training checkpoint of a trial; 0 where none trains.
         processes: All processes by parts.
         refusals: Which of them do not fit the GPU that they require.
     """
@@ -129,6 +131,7 @@ class SearchEstimate(SearchTime, SearchWork):
     disk_kept: int
     disk_free: int
     warnings: tuple[str, ...]
+    checkpoint_bytes: int
     processes: tuple[Need, ...]
     refusals: tuple[str, ...]
 
@@ -193,6 +196,7 @@ class SearchEstimate(SearchTime, SearchWork):
             disk_kept=disk.kept,
             disk_free=stored.free,
             warnings=(*problems, *warnings),
+            checkpoint_bytes=stored.trial_checkpoint_bytes,
             processes=tuple(processes),
             refusals=tuple(needs.refusals()),
         )
@@ -237,6 +241,8 @@ class SearchEstimate(SearchTime, SearchWork):
         free = f" ({gib(self.memory_free)} available here)" if self.memory_free else ""
         total = self.parallel * (self.driver_bytes + config.train.num_workers * self.worker_bytes)
         words["memory"] = f"{gib(total)} with {self.parallel} trial(s) at a time{free}"
+        minutes = config.resources.checkpoint_minutes
+        words |= describe_checkpoints(self.checkpoint_bytes, minutes)
         parts = ", ".join(
             f"{name} {gib(value)}" for name, value in self.disk_parts.items() if value
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def work_digest(job: TrainJob, folder: Path) -> str:
     It is of the job but for its folders and nodes, and of the weights in the trial's folder when it
     begins (`converted`; with a relaxation `start` too).
     """
+    job = replace(job, checkpoint_minutes=None, checkpoint_steps=None)  # when, and not what
     record = {
         name: value for name, value in json.loads(job.to_json()).items() if name not in _LOCATIONS
     }

@@ -226,6 +226,7 @@ def trial_context(
         teacher=config.model.teacher and locate_model(config.model.teacher, folder, "teacher"),
         accelerator_type=config.resources.accelerator_type,
         placement_strategy=config.resources.placement_strategy,
+        checkpoint_minutes=config.resources.checkpoint_minutes,
         checkpoint_address=folder.train_address,
         task=task_options(config) if config.resources.trial_gpus else None,
         recomputation=Needs(prepared.setup.inputs, "pooled").recomputations(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,14 +45,23 @@ def disk_failed(error: BaseException | str) -> bool:
 
 
 class SteadyTrial(Trial):
-    """A trial that starts again when it has lost its machines, but not after its own error."""
+    """A trial that starts again when it has lost its machines, but not after its own error.
+
+    Attributes:
+        checkpoint_step: The step of a trial's newest training checkpoint: with each one it has got
+            further.
+    """
 
     was_lost = False
+    checkpoint_step: Callable[[str], int] | None = None
     _failures = Failures()
 
     def handle_error(self, exc: Any = None) -> None:
         super().handle_error(exc)
-        self._failures = self._failures.another(int((self.last_result or {}).get("step", -1)))
+        reached = int((self.last_result or {}).get("step", -1))
+        if self.checkpoint_step is not None:
+            reached += self.checkpoint_step(self.trial_id)
+        self._failures = self._failures.another(reached)
         self.was_lost = exc is not None and lost(exc)
 
     def should_recover(self) -> bool:
@@ -126,8 +136,15 @@ class JournaledSearch(SearchGenerator):
     their suggestion, in this search and in one that resumes it.
     """
 
-    def __init__(self, searcher: Searcher, scheduler: JournaledScheduler, journal: Journal) -> None:
+    def __init__(
+        self,
+        searcher: Searcher,
+        scheduler: JournaledScheduler,
+        journal: Journal,
+        checkpoint_step: Callable[[str], int] | None = None,
+    ) -> None:
         super().__init__(searcher)
+        self._checkpoint_step = checkpoint_step
         self._scheduler = scheduler
         self._journal = journal
         self._history = journal.history
@@ -162,7 +179,7 @@ class JournaledSearch(SearchGenerator):
         return self._trial(experiment_spec, trial_id, config)
 
     def _trial(self, spec: dict, trial_id: str, config: dict) -> Trial:
-        return SteadyTrial(
+        trial = SteadyTrial(
             spec["run"],
             config={**spec.get("config", {}), **config},
             trial_id=trial_id,
@@ -175,6 +192,8 @@ class JournaledSearch(SearchGenerator):
             trial_dirname_creator=spec["trial_dirname_creator"],
             log_to_file=spec["log_to_file"],
         )
+        trial.checkpoint_step = self._checkpoint_step
+        return trial
 
     def on_trial_result(self, trial_id: str, result: dict) -> None:
         if self._scheduler.fresh is not None and self._scheduler.fresh[0] == trial_id:

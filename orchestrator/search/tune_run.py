@@ -37,6 +37,7 @@ from orchestrator.search.trials.context import SearchSession
 from orchestrator.search.trials.trial import run_trial, trained
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.journal import Journal, JournalError, unwritable
+from orchestrator.training.run import checkpoint_step
 
 
 def run_trials(session: SearchSession, prepared: Prepared) -> None:
@@ -86,9 +87,14 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     replay(history, copying, scheduler)
     decided = JournaledScheduler(scheduler, journal)
     _quiet(session.parallel)
+    reached = partial(checkpoint_step, str(folder.train), session.context.checkpoint_address)
     callbacks = [log, Cleaning(config, folder, history)]
     tuner = _tuner(
-        session, JournaledSearch(copying, decided, journal), decided, callbacks, log.expected
+        session,
+        JournaledSearch(copying, decided, journal, reached),
+        decided,
+        callbacks,
+        log.expected,
     )
     done, total = log.rungs
     try:

@@ -203,6 +203,7 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
             eval_tokens=options.eval_tokens,
             sequence_length=length,
             out=result_folder(options.out),
+            checkpoint_minutes=options.checkpoint_minutes,
         )
         for cut in request.cuts:
             cut.check()

@@ -145,6 +145,7 @@ class Train(TrainingTask[TrainOptions, TrainRecord]):
             eval_tokens=options.eval_tokens,
             sequence_length=options.sequence_length,
             out=result_folder(options.out),
+            checkpoint_minutes=options.checkpoint_minutes,
         )
         for cut in request.cuts:
             cut.check()

@@ -15,12 +15,14 @@ from orchestrator.cluster.capacity import concurrency
 from orchestrator.cluster.session import connected, local_nodes, prepare_process, starts_ray
 from orchestrator.config.options import TrainingOptions
 from orchestrator.config.schema import apply_train_options, check_worker_gpus
+from orchestrator.resources.disk import checkpoint_bytes
 from orchestrator.resources.size import Size
 from orchestrator.resources.time import training_rate
 from orchestrator.tasks.task import RecordT, Task, advise_text, require
 from orchestrator.training.request import TrainingRequest
 from orchestrator.training.run import TrainingRun
 from orchestrator.training.tracked import training_progress
+from trainers.jobs.write_rate import describe_checkpoints
 
 TrainingOptionsT = TypeVar("TrainingOptionsT", bound=TrainingOptions)
 
@@ -67,6 +69,7 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
             about = duration(request.tokens / rate / settings.num_workers)
             speed = f"{rate:.0f} tokens/s a worker, "
             hours = f"; about {about}, starts and measurements left out"
+        saved = checkpoint_bytes(config, size, settings)
         return [
             {
                 "training": f"{request.title}, {request.steps} steps, "
@@ -75,6 +78,7 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
                 f"{Path(request.source).name} has them",
                 "text": f"{request.train_data} to train on, {request.eval_data} to measure on",
                 "rate": f"{speed}{rate_source}{hours}",
+                **describe_checkpoints(saved, request.checkpoint_minutes),
                 "results": f"{request.out}, and beside it {request.folder.name}",
             }
         ]
@@ -96,7 +100,7 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
             concurrency(nodes, request.demand)
             run = TrainingRun(request.make_job())
             with training_progress(request, run, self.log):
-                last = run.train()
+                last = run.train_through_losses(self.log)
         request.note(**request.ship(last), finished=True)
 
 

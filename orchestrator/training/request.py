@@ -79,6 +79,7 @@ class TrainingRequest(ABC):
         eval_every: Steps between milestones.
         train_tokens: Of text, which is seen again where the steps need more.
         out: Absolute folder of the trained checkpoint.
+        checkpoint_minutes: After which there is a training checkpoint at the latest.
     """
 
     NAME: ClassVar[str]
@@ -95,6 +96,7 @@ class TrainingRequest(ABC):
     eval_tokens: int | None
     sequence_length: int
     out: Path
+    checkpoint_minutes: float
 
     @property
     @abstractmethod
@@ -212,6 +214,7 @@ class TrainingRequest(ABC):
             settings=self.settings,
             seed=self.settings.seed,
             keep_best=self.KEEPS_BEST,
+            checkpoint_minutes=self.checkpoint_minutes,
         )
 
     @property
@@ -226,7 +229,8 @@ class TrainingRequest(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything that the result depends on, as plain values."""
-        record = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "out"}
+        names = [f.name for f in fields(self) if f.name not in ("out", "checkpoint_minutes")]
+        record = {name: getattr(self, name) for name in names}
         return {**record, "settings": self.settings.model_dump()}
 
     @property

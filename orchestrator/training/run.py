@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 from ray.exceptions import RayActorError
 
 from orchestrator.cluster.pool_client import dispatch_training
+from orchestrator.cluster.session import last_error
 from trainers.jobs.checkpoints import CheckpointStore, reports_of
 from trainers.jobs.curve import read_curve
 from trainers.jobs.train_job import TrainJob
+from trainers.jobs.write_rate import CheckpointCost, read_cost
 
 TrainingReport = Mapping[str, Any]
 """What a training reports at a milestone, or on its curve in between, by name; `step` among it."""
@@ -45,15 +47,17 @@ class TrainingRun:
         lines = read_curve(Path(self.job.storage_path) / self.job.run_name)
         return [add_steps(line, self.offset) for line in lines]
 
+    def checkpoint_cost(self) -> CheckpointCost | None:
+        """Return what its checkpoints take; None before that is measured, and for small ones."""
+        return read_cost(Path(self.job.storage_path) / self.job.run_name)
+
     def checkpoint_step(self) -> int:
         """Return the step of the newest checkpoint.
 
         It is -1 without one, and where the address of checkpoints cannot be reached.
         """
-        with contextlib.suppress(OSError):
-            saved = CheckpointStore.of(self.job).read()[0]
-            return saved[-1].step if saved else -1
-        return -1
+        job = self.job
+        return checkpoint_step(job.storage_path, job.checkpoint_address, job.run_name)
 
     def train(
         self,
@@ -70,9 +74,41 @@ class TrainingRun:
         """
         return dispatch_training(pool, self.job, on_report, callbacks)
 
+    def train_through_losses(self, log: Callable[[str], None]) -> TrainingReport:
+        """Train; when machines are lost, again from the last checkpoint.
+
+        Args:
+            log: Takes a line for each new start.
+
+        Raises:
+            Exception: The training's own error, and the loss of machines again and again without
+                a new checkpoint.
+        """
+        failures = Failures()
+        while True:
+            try:
+                return self.train()
+            except Exception as error:
+                step = self.checkpoint_step()
+                failures = failures.another(step)
+                if not (lost(error) and failures.retries_left):
+                    raise
+                log(
+                    f"training: machines were lost; it starts again from step "
+                    f"{max(0, step) + self.offset}: {last_error(str(error))}"
+                )
+
     def remove_checkpoints(self) -> None:
         """Remove the training checkpoints; the weights in `out_dir` stay."""
         CheckpointStore.of(self.job).keep_only(None)
+
+
+def checkpoint_step(storage_path: str, address: str | None, run_name: str) -> int:
+    """Return the step of a run's newest checkpoint; -1 if there is none to be found."""
+    with contextlib.suppress(OSError):
+        saved = CheckpointStore(storage_path, run_name, address=address).read()[0]
+        return saved[-1].step if saved else -1
+    return -1
 
 
 def add_steps(report: TrainingReport, offset: int) -> dict[str, Any]:
@@ -108,7 +144,10 @@ _LOST = re.compile(
 
 def lost(error: BaseException | str) -> bool:
     """Return whether a training failed because of its machines (process, node, disk)."""
-    return isinstance(error, RayActorError) or _LOST.search(str(error)) is not None
+    workers = getattr(error, "worker_failures", {}).values()  # what Ray Train has seen of them
+    if isinstance(error, RayActorError) or any(lost(failure) for failure in workers):
+        return True
+    return _LOST.search(str(error)) is not None
 
 
 class Failures(NamedTuple):

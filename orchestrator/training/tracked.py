@@ -44,13 +44,15 @@ def training_progress(
     ended = threading.Event()
 
     def watch(progress: ProgressStage) -> None:
-        logged, started, last_look = 0, time.time(), False
+        logged, started, last_look, cost = 0, time.time(), False, run.checkpoint_cost()
         while not last_look:
             last_look = ended.wait(_POLL_SECONDS)
             reports, curve = run.reports(), run.curve()
             for report in reports[logged:]:
                 log(_line(report, request.steps))
             logged = len(reports)
+            if cost != (cost := run.checkpoint_cost()) and cost is not None:
+                log(f"training: {cost.warning or cost.describe()}")
             steps = [line["step"] for line in curve if line["time"] > started]
             if steps and progress.start < steps[0]:
                 progress.begin(steps[0])  # until its first step workers and libraries have started

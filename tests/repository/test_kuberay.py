@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,13 @@ def test_the_entrypoint_starts_a_search(monkeypatch: pytest.MonkeyPatch) -> None
     done = CliRunner().invoke(app, words)
     assert (program, done.exit_code) == ("headfold", 0), done.output
     assert started == [read_search_config(REPOSITORY / LLAMA, ["storage=/mnt/headfold/runs"])]
+
+
+def test_a_worker_s_pod_that_is_ended_drains_its_node_in_the_time_it_has() -> None:
+    for group in GROUPS:
+        pod = group["template"]["spec"]
+        for container in pod["containers"]:
+            python, dash_m, module, option, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+            assert (python, dash_m, option) == ("python", "-m", "--seconds")
+            assert find_spec(module) is not None
+            assert 0 < float(seconds) < pod["terminationGracePeriodSeconds"]

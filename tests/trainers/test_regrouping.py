@@ -12,6 +12,7 @@ import torch
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
+from benchmarks.needs.alone import Alone
 from trainers import relaxing
 from trainers.fusion_search import paired_plan, pairs
 from trainers.jobs.train_job import TrainJob
@@ -111,7 +112,7 @@ def changed(job: TrainJob, name: str, **changes: Any) -> TrainJob:
 
 def test_stages_that_are_grouped_anew_end_at_the_same_plan(job: TrainJob) -> None:
     own = changed(job, "anew", regroup_steps=3)
-    relaxed = relaxing.relax(own)
+    relaxed = relaxing.relax(own, Alone())
     root = Path(f"{own.out_dir}.relaxed")
     text = (root / "stage-0" / "plan.json").read_text()
     first = AttentionPlan.from_json(text)
@@ -125,7 +126,7 @@ def test_stages_that_are_grouped_anew_end_at_the_same_plan(job: TrainJob) -> Non
     # Killed after the groups were found: read, not found again
     (root / "stage-0" / "outcome.json").unlink()
     (root / "stage-0" / "plan.json").write_text(HALVED.to_json())
-    relaxing.relax(own)
+    relaxing.relax(own, Alone())
     assert checkpoint.plan_of(checkpoint.load(root / "stage-0" / "collapsed")) == HALVED
 
 
@@ -140,7 +141,7 @@ def test_a_fusion_stage_with_batch_rate_and_schedule_of_its_own(job: TrainJob, m
     monkeypatch.setattr(relaxing, "TrainEngine", Recorded)
     settings = job.settings.model_copy(update={"batch_size": 2, "learning_rate": 1e-2})
     own = changed(job, "own", settings=settings, own_schedule=True)
-    relaxed = relaxing.relax(own)
+    relaxed = relaxing.relax(own, Alone())
     each = [settings.rate(step, 3) for step in range(3)]
     assert rates == each * 2
     assert relaxed.tokens == (3 + 3) * 2 * 16 and relaxed.position["position"] == 6 * 2

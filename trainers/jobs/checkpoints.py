@@ -7,10 +7,12 @@
 that a kill at any moment leaves the checkpoints before. One whose files have changed since is
 passed over for the one before it.
 
-The place is a folder that every node sees, or an address (s3://...). To an address every worker
-sends its own files itself, from the scratch folder of its node (TMPDIR), in a thread: training goes
-on meanwhile, unless a report names the checkpoint or another one is to be saved. What is read from
-there, is read once a node, by its workers together.
+The place is a folder that every node sees, or an address (s3://...). Every worker writes its own
+files to the scratch folder of its node (TMPDIR), and a thread computes their digests and copies
+them to the place: training goes on meanwhile, unless a report names the checkpoint or another one
+is to be saved. In a folder they lie in a hidden one until all of them are there, which is then
+renamed. Where the scratch folder has no room, or is on the same disk as the place, they are written
+to the place at once. What is read from an address, is read once a node, by its workers together.
 
 Legend: W workers; all of them make every call together, each with its own rank.
 """
@@ -21,9 +23,11 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import shutil
 import socket
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -47,7 +51,9 @@ from trainers.jobs.train_job import TrainJob
 
 logger = logging.getLogger(__name__)
 
-KEEP = 2  # the newest, and the one before it in case the newest is damaged
+KEEP = 2  # the newest, and one before it in case the newest is damaged, see `_kept`
+_SPARE = 1 << 30
+"""Bytes that stay free on a node's own disk while a checkpoint is there."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +71,16 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class _Sending:
-    """A checkpoint on its way to an address: this worker's part of it."""
+    """A checkpoint on its way to its place: this worker's part of it.
 
-    kept: SavedCheckpoint
+    Attributes:
+        done: The digests of its files.
+    """
+
+    name: str
+    step: int
     report: dict[str, Any] | None
-    done: Future[None]
+    done: Future[dict[str, str]]
 
 
 def gather_objects(value: Any, world_size: int) -> list[Any]:
@@ -82,7 +93,7 @@ def gather_objects(value: Any, world_size: int) -> list[Any]:
 
 
 class CheckpointNotSentError(OSError):
-    """A checkpoint that a report was to name did not come to its address."""
+    """A checkpoint that a report was to name did not come to its place."""
 
 
 class CheckpointStore:
@@ -107,7 +118,9 @@ class CheckpointStore:
         self._address = address
         self.files, root = open_location(below(address, run_name) if address else str(self.named))
         self.root = Path(root)
-        self._sending = None
+        self.expected_bytes: int | None = None
+        self._sending: _Sending | None = None
+        self._token = ""
         self._scratch = (
             Path(tempfile.gettempdir())
             / f"headfold-{hashlib.sha256(root.encode()).hexdigest()[:16]}"
@@ -143,8 +156,8 @@ class CheckpointStore:
     ) -> None:
         """Save what `write(folder)` of every worker writes as the checkpoint of `step`.
 
-        It is there when this returns, but for one without a report that is on its way to an
-        address: see `settle`.
+        One with a report is there when this returns, and one that needs no copy. Any other is on
+        its way: see `settle`.
 
         Args:
             step: The step.
@@ -153,37 +166,24 @@ class CheckpointStore:
                 milestones.
         """
         self.settle()
+        if not self._token:  # what a killed start has left has another one
+            self._token = gather_objects(uuid.uuid4().hex[:8], self.world_size)[0]
         name = f"checkpoint_{step:06d}"
         if report is not None:
             report["checkpoint_path"] = str(self.named / name)
-        scratch = (self._scratch if self.remote else self.root) / f".{name}-{self.rank}"
-        shutil.rmtree(scratch, ignore_errors=True)
-        if self.remote:
-            private(self._scratch)
-        scratch.mkdir(parents=True)
+        staged = self.remote or self._has_room()
+        copied = any(gather_objects(staged, self.world_size))  # by this worker or another
+        scratch = self._scratch_folder(name, staged)
         try:
             write(scratch)
-            files = {
-                p.relative_to(scratch).as_posix(): p for p in scratch.rglob("*") if p.is_file()
-            }
-            checkpoint = SavedCheckpoint(
-                name, step, {file: sha256(path) for file, path in files.items()}
-            )
-            if not self.remote:
-                for file, path in files.items():
-                    (self.root / name / file).parent.mkdir(parents=True, exist_ok=True)
-                    path.replace(self.root / name / file)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
-        if not self.remote:
-            shutil.rmtree(scratch, ignore_errors=True)
-            self._enter(checkpoint, report)
-            return
         sender = ThreadPoolExecutor(1, "headfold-checkpoint")
-        self._sending = _Sending(checkpoint, report, sender.submit(self._send, scratch, name))
+        done = sender.submit(self._send, scratch, name)
+        self._sending = _Sending(name, step, report, done)
         sender.shutdown(wait=False)
-        if report is not None:
+        if report is not None or not copied:
             self.settle()
 
     def advance(self) -> None:
@@ -208,11 +208,12 @@ class CheckpointStore:
         error = sending.done.exception()
         problems = [p for p in gather_objects(error and reason(error), self.world_size) if p]
         if not problems:
-            self._enter(sending.kept, sending.report)
+            entry = SavedCheckpoint(sending.name, sending.step, sending.done.result())
+            self._enter(entry, sending.report)
             return
         message = (
-            f"training checkpoint of step {sending.kept.step} did not come to its address: "
-            f"{problems[0]}"
+            f"training checkpoint of step {sending.step} did not come to "
+            f"{'its address' if self.remote else self.root}: {problems[0]}"
         )
         if sending.report is not None:
             raise CheckpointNotSentError(message)
@@ -253,11 +254,52 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
 
-    def _send(self, scratch: Path, name: str) -> None:
+    def _scratch_folder(self, name: str, staged: bool) -> Path:
+        """Make the folder in which this worker writes its share of a checkpoint."""
+        scratch = (self._scratch if staged else self.root) / f".{name}-{self.rank}"
+        if staged:
+            private(self._scratch)
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        return scratch
+
+    def _has_room(self) -> bool:
+        """Whether this node's own disk is another than that of the place, with room to spare."""
+        own = Path(tempfile.gettempdir())
+        self.root.mkdir(parents=True, exist_ok=True)
+        if not _on_different_disks(own, self.root):
+            return False
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # Rank 0 may write the weights besides its share of the optimiser's state
+        share = (self.expected_bytes or 0) * min(1.0, (on_node + 1) / self.world_size)
+        return shutil.disk_usage(own).free > share + _SPARE
+
+    def _send(self, scratch: Path, name: str) -> dict[str, str]:
+        """Bring this worker's files to the place; returns their digests."""
         try:
-            copy_folder(scratch, self.files, str(self.root / name))
+            files = {
+                p.relative_to(scratch).as_posix(): p for p in scratch.rglob("*") if p.is_file()
+            }
+            digests = {file: sha256(path) for file, path in files.items()}
+            target = self.root / (name if self.remote else self._incoming(name))
+            if scratch.parent != self.root:
+                copy_folder(scratch, self.files, str(target))
+                return digests
+            for file, path in files.items():
+                (target / file).parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target / file)
+            return digests
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+            self._remove_empty_scratch()
+
+    def _remove_empty_scratch(self) -> None:
+        with contextlib.suppress(OSError):  # other workers' files, or never made
+            self._scratch.rmdir()
+
+    def _incoming(self, name: str) -> str:
+        """Return the folder of a checkpoint until all of it is there."""
+        return f".{name}-{self._token}"
 
     def _enter(self, entry: SavedCheckpoint, report: dict[str, Any] | None) -> None:
         """Name a checkpoint whose files are all there in the index; `entry` has this worker's."""
@@ -268,12 +310,16 @@ class CheckpointStore:
             {file: digest for part in parts for file, digest in part.items()},
         )
         if self.rank == 0:
+            if not self.remote:
+                shutil.rmtree(self.root / entry.name, ignore_errors=True)  # a damaged one
+                (self.root / self._incoming(entry.name)).rename(self.root / entry.name)
             checkpoints, reports = self.read()
-            checkpoints = [*(k for k in checkpoints if k.step < entry.step), whole][-KEEP:]
             reports = [
                 *(r for r in reports if r["step"] < entry.step),
                 *([report] if report is not None else []),
             ]
+            before = [k for k in checkpoints if k.step < entry.step]
+            checkpoints = _kept(before, whole, {r["step"] for r in reports})
             self._write(checkpoints, reports)
             self._remove_all_but({k.name for k in checkpoints})
         gather_objects(None, self.world_size)  # nobody goes on before the index says so
@@ -282,6 +328,9 @@ class CheckpointStore:
 
     def newest_whole(self) -> tuple[SavedCheckpoint | None, list[dict[str, Any]], list[str]]:
         """Return the newest undamaged checkpoint, the reports up to it, and newer damage."""
+        for left in self._scratch.glob(f".*-{self.rank}"):  # by a worker that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        self._remove_empty_scratch()
         checkpoints, reports = gather_objects(
             self.read() if self.rank == 0 else None, self.world_size
         )[0]
@@ -376,6 +425,20 @@ class CheckpointStore:
             name = Path(folder).name
             if name.lstrip(".").startswith("checkpoint_") and name not in names:
                 self.files.delete_dir(folder)
+
+
+def _kept(
+    before: list[SavedCheckpoint], newest: SavedCheckpoint, reported: set[int]
+) -> list[SavedCheckpoint]:
+    """Return what stays: the newest, and that of the last report, else the one before it."""
+    named = [k for k in before if k.step in reported]
+    if newest.step in reported or not named:
+        named = before
+    return [*named[1 - KEEP :], newest]
+
+
+def _on_different_disks(one: Path, other: Path) -> bool:
+    return one.stat().st_dev != other.stat().st_dev
 
 
 def is_saved(path: str, address: str | None) -> bool:

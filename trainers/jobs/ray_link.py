@@ -8,7 +8,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import ray.train
 import torch.distributed as dist
 from ray.util.metrics import Gauge
 
+from trainers.jobs.spot_notices import NoticeWatch, drain_node
 from trainers.jobs.train_job import TrainJob
 
 POINTER = "checkpoint.json"  # in what Ray Train knows as a checkpoint
@@ -49,9 +50,17 @@ class RayLink:
         self.group = group
         self.shown: set[str] = set()
         self._watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
+        self._notices: NoticeWatch | None = None
+        if self._watched and context.get_local_rank() == 0:
+            node = ray.get_runtime_context()
+            drain = partial(drain_node, address=node.gcs_address, node_id=node.get_node_id())
+            self._notices = NoticeWatch(drain)
 
     def leaving(self) -> bool:
-        return self._watched and ray.train.get_preemption_info() is not None
+        if not self._watched:
+            return False
+        draining = ray.train.get_preemption_info() is not None  # which all workers ask together
+        return draining or (self._notices is not None and self._notices.seen.is_set())
 
     def show(self, job: TrainJob, line: dict[str, Any]) -> None:
         self.shown |= line.keys() & WORKER_GAUGES.keys()

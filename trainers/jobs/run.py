@@ -78,7 +78,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     relaxed = None
     if job.relaxation is not None:
         try:
-            relaxed = relax(job)
+            relaxed = relax(job, link)
         except TrainingDiverged as error:
             return {"diverged": f"relaxation: {error}"}
         job = job.after_relaxation(relaxed.model_dir)

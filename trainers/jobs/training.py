@@ -11,16 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from attention.io import checkpoint, piecewise
 from trainers.jobs import best
+from trainers.jobs.checkpoint_timer import CheckpointTimer
 from trainers.jobs.checkpoints import CheckpointStore, SavedCheckpoint
 from trainers.jobs.curve import Curve
 from trainers.jobs.link import Link
 from trainers.jobs.share import WorkerShare
 from trainers.jobs.train_job import TrainJob
+from trainers.jobs.write_rate import checkpoint_cost
 from trainers.loop import TrainingDiverged, train_model
 from trainers.losses import objective
 
@@ -61,9 +62,9 @@ class WorkerTraining(WorkerShare):
         self.stopped = False
         self.first_step_at = 0.0
         self.losses: list[float] = []  # since the last milestone
-        self.saved_at = time.monotonic()
         self.saved_step = 0
-        self.leaving = False
+        store.expected_bytes = engine.checkpoint_bytes
+        self.timer = CheckpointTimer(store, link, job.checkpoint_minutes, engine.device)
         show = partial(link.show, job)
         self.curve = Curve(store.named, engine, self.world_size, show) if self.rank == 0 else None
 
@@ -80,6 +81,10 @@ class WorkerTraining(WorkerShare):
         job = self.job
         last = self.job.milestones[-1]
         start = self._begin(newest)
+        if start < last:
+            cost = checkpoint_cost(job, self.store, self.engine.checkpoint_bytes)
+            if cost is not None and cost.warning is not None:
+                self.notes.append(cost.warning)
         self.metrics = reports[-1] if reports else {}
         # A relaxation and no recovery: speed and loss are those of the relaxation.
         if last == 0 and not reports:
@@ -150,7 +155,6 @@ class WorkerTraining(WorkerShare):
     def on_step(self, step: int, loss: float) -> None:
         """Count a step, and write a checkpoint or a line of the curve where one is due."""
         self.first_step_at = self.first_step_at or time.time()
-        self.store.advance()
         lap = self.lap()
         self.train_seconds += lap
         self.steps += 1
@@ -161,25 +165,10 @@ class WorkerTraining(WorkerShare):
             self.lap()
 
     def _due(self, step: int) -> bool:
-        """Whether a checkpoint is kept between two milestones; the clock is rank 0's.
-
-        One is kept, once, when a node is about to be taken away.
-        """
-        if self.link.leaving() and not self.leaving:
-            self.leaving = True
-            return True
+        """Whether a checkpoint is saved between two milestones."""
         steps = self.job.checkpoint_steps
-        minutes = self.job.checkpoint_minutes
-        if steps is not None and step - self.saved_step >= steps:
-            return True
-        if minutes is None:
-            return False
-        late = torch.tensor(
-            [time.monotonic() - self.saved_at >= 60 * minutes], device=self.engine.device
-        )
-        if self.world_size > 1:
-            dist.broadcast(late, src=0)
-        return bool(late.item())
+        many = steps is not None and step - self.saved_step >= steps
+        return self.timer.due() or many
 
     def _save(self, step: int, report: dict[str, Any] | None = None) -> None:
         state = {
@@ -189,7 +178,7 @@ class WorkerTraining(WorkerShare):
         }
         state |= {"seconds": self.seconds, "losses": self.losses if report is None else []}
         self.store.save(step, lambda folder: self.engine.save(folder, state), report)
-        self.saved_at = time.monotonic()
+        self.timer.saved()
         self.saved_step = step
 
     def report(self, step: int, train_loss: float) -> None:

@@ -30,7 +30,8 @@ class RelaxationSpec:
         plans: JSON of the plan to reach, or of several, each coarser than the one before, reached
             one after the other (DHA's 2x, 4x, 8x: App. B.2); every one takes up to `steps` steps.
         settings: Of this training; None for those of the job.
-        save_every: Steps between training checkpoints, which a killed run resumes from.
+        save_every: Steps between training checkpoints, which a killed run resumes from, of a job
+            without `checkpoint_minutes`.
         own_schedule: Each stage has a learning-rate schedule of its own, and so has what follows
             (DHA, Table 4); else one spans all.
         regroup_steps: So many steps before each stage but the last say which heads of a group are

@@ -42,6 +42,7 @@ class TrialContext:
         mixed_moments: How its statistics are kept.
         pool: Name of the worker pool; None: every training starts workers of its own.
         accelerator_type: Of the workers.
+        checkpoint_minutes: After which a training has a checkpoint at the latest.
         checkpoint_address: Where training checkpoints lie, if storage is an address.
         decode_times: Of the engine that the search is for, where decode time is an objective.
         recomputation: What `train.activation_checkpointing: auto` comes to, by process.
@@ -71,6 +72,7 @@ class TrialContext:
     decode_times: DecodeTimes | None = None
     task: Mapping[str, Any] | None = field(default=None, hash=False)
     recomputation: Mapping[str, bool | str] = field(default_factory=dict, hash=False)
+    checkpoint_minutes: float | None = None
 
     def calibration(self, tokens: Tensor) -> Calibration:
         """Return the original model's statistics over calibration `tokens` `[N, T]`.
@@ -141,6 +143,7 @@ class TrialContext:
             accelerator_type=self.accelerator_type,
             placement_strategy=self.placement_strategy,
             checkpoint_address=self.checkpoint_address,
+            checkpoint_minutes=self.checkpoint_minutes,
         )
 
     def decode_facts(self, config: Any, plan: AttentionPlan) -> dict[str, float]:

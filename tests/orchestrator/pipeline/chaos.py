@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 import yaml
+from metadata_server import MetadataServer
 
 from orchestrator.cluster.session import DASHBOARD, free_port
 from orchestrator.storage.journal import read_events
@@ -38,7 +39,7 @@ MARK = "HEADFOLD_CHAOS"
 KINDS = ("driver", "worker", "node", "mlflow", "disk")
 OF_RAY = ("_AutoscalingCoordinatorActor",)
 """What Ray Train starts once a cluster and leaves there [2.60]."""
-MORE_KINDS = (*KINDS, "terminate", "interrupt", "trial", "drain")
+MORE_KINDS = (*KINDS, "terminate", "interrupt", "trial", "drain", "notice")
 AT_AN_ADDRESS = ("refill", "stale", "overtaken")
 """What happens to the working folder of an address, and to the lock in it."""
 WAIT = float(os.environ.get("HEADFOLD_CHAOS_PATIENCE", "1200"))
@@ -94,7 +95,15 @@ class Nodes:
         self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
         # As `ray start` does: a job, which Ray gives no address, else takes any other Ray of the machine for its own
         Path(self.folder, "ray_current_cluster").write_text(self.cluster.address)
-        self.node = None if one else self.cluster.add_node(num_cpus=1)
+        self.metadata: MetadataServer | None = None
+        self.node = None if one else self._new_node()
+
+    def _new_node(self) -> Any:
+        """A node with a metadata server of its own, as a cloud's machine has one."""
+        if self.metadata is not None:
+            self.metadata.close()
+        self.metadata = MetadataServer("EC2")
+        return self.cluster.add_node(num_cpus=1, env_vars=self.metadata.environment)
 
     def _settings(self, mark: str) -> dict[str, str]:
         return {
@@ -112,7 +121,16 @@ class Nodes:
     def replace_node(self) -> None:
         """Kill the node as a cloud takes a machine away, and bring another."""
         self.cluster.remove_node(self.node, allow_graceful=False)
-        self.node = self.cluster.add_node(num_cpus=1)
+        self.node = self._new_node()
+
+    def announce_end(self, seconds: int = 10) -> None:
+        """Have the node's metadata server announce its end, bring another, and take it away then."""
+        assert self.metadata is not None
+        self.metadata.announce(seconds)
+        time.sleep(seconds / 2)  # it is asked every other second
+        leaving, self.node = self.node, self._new_node()
+        time.sleep(seconds / 2)
+        self.cluster.remove_node(leaving, allow_graceful=False)
 
     def drain_node(self, seconds: int = 10) -> None:
         """Give notice to the node as a cloud does, bring another, and take the first away when its time is over."""
@@ -120,7 +138,7 @@ class Nodes:
         command = [ray, "drain-node", "--address", self.cluster.address, "--node-id", self.node.node_id]
         command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "chaos"]
         subprocess.run([*command, "--deadline-remaining-seconds", str(seconds)], check=True, capture_output=True)
-        leaving, self.node = self.node, self.cluster.add_node(num_cpus=1)
+        leaving, self.node = self.node, self._new_node()
         time.sleep(seconds)
         self.cluster.remove_node(leaving, allow_graceful=False)
 
@@ -143,6 +161,8 @@ class Nodes:
             return
         self.cluster.shutdown()
         self.cluster = None
+        if self.metadata is not None:
+            self.metadata.close()
         for key, value in self._before.items():
             os.environ.pop(key, None)
             if value is not None:
@@ -519,6 +539,9 @@ class Killer:
 
     def _drain(self) -> None:
         self.place.nodes.drain_node()
+
+    def _notice(self) -> None:
+        self.place.nodes.announce_end()
 
     def _mlflow(self) -> None:
         """The server is away until the next kill; a second kill finds it there again."""

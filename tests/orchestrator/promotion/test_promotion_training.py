@@ -50,7 +50,20 @@ def test_a_promotion_goes_on_from_the_trial_s_checkpoint_on_a_schedule_of_its_ow
     assert (first, job.schedule_steps) == (0, 6)
     rates = [settings.rate(first + done, job.schedule_steps) for done in range(6)]
     assert rates[0] == 1e-5 and rates[-1] < 0.2e-5
-    assert (job.checkpoint_steps, job.checkpoint_minutes, training.run.offset) == (3, 30.0, 0)
+    assert (job.checkpoint_steps, training.run.offset) == (3, 0)
+
+
+@pytest.mark.parametrize(("own", "minutes"), [({}, 7.0), ({"checkpoint_minutes": 2}, 2.0)])
+def test_checkpoints_are_as_far_apart_as_those_of_trials_unless_it_says_otherwise(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path, own: Any, minutes: float
+) -> None:
+    """And those of trials are as far apart as the configuration says."""
+    context = replace(context, checkpoint_minutes=7.0)
+    run = training_of(config, context, folder, tmp_path, **own).run
+    assert run is not None and run.job.checkpoint_minutes == minutes
+    trial_job = context.job("t", tmp_path, tmp_path, Candidate(recipe("headfold"), 0.5, 1e-3), [4])
+    assert trial_job.checkpoint_minutes == 7.0
+    assert config.resources.checkpoint_minutes == 30.0
 
 
 @pytest.mark.parametrize(("workers", "shape"), [(4, (4, None)), ([2, 8], (8, 2))])

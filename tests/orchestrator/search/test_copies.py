@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,7 @@ def test_equal_work_is_what_ends_with_equal_weights(context: TrialContext, tiny_
     model = tiny_model("llama")
     first = work(context, "a", model)
     assert work(context, "b", model, recipe=recipe("asymgqa")) == first, "another way to the same plan and weights"
+    assert work(replace(context, checkpoint_minutes=7), "b", model) == first, "when it saves is not what it does"
     other = tiny_model("llama")
     with torch.no_grad():
         other.get_output_embeddings().weight[0, 0] += 1e-3

@@ -150,7 +150,9 @@ def test_milestones_end_with_the_last_step(like: Path, tmp_path: Path) -> None:
     assert asked(eval_every=5) == (5, 10, 12)
     assert asked(eval_every=50) == (12,)
     assert asked(steps=200, eval_every=None) == tuple(range(20, 201, 20))
-    assert check(like, tmp_path / "out", **ASKED).train_tokens == 12 * 8 * 32
+    request = check(like, tmp_path / "out", **ASKED)
+    assert request.train_tokens == 12 * 8 * 32
+    assert request.checkpoint_minutes == 30 and "checkpoint_minutes" not in request.to_dict()
 
 
 @pytest.mark.extended

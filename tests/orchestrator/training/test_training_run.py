@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from orchestrator.training.run import LOSSES, Failures, add_steps
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from orchestrator.training import run as training_run
+from orchestrator.training.run import LOSSES, Failures, TrainingRun, add_steps
+from trainers.jobs.train_job import TrainJob
 
 
 def test_reports_are_in_steps_of_the_model() -> None:
@@ -17,3 +25,45 @@ def test_it_starts_again_until_it_has_failed_too_often_without_getting_any_furth
         failures = failures.another(step)
         retried.append(failures.retries_left)
     assert retried == [True, *[True] * LOSSES, False, True]
+
+
+class WorkersFailed(RuntimeError):
+    """What Ray Train raises: a message, and what it has seen of each worker."""
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__("the training has failed")
+        self.worker_failures = {0: failure}
+
+
+def losing(monkeypatch: pytest.MonkeyPatch, folder: Path, *ends: Any) -> tuple[TrainingRun, list[str]]:
+    """A training whose attempts end like that, one after the other; and what is said of them."""
+    attempts, said = iter(ends), list[str]()
+
+    def attempt(*_: Any) -> Any:
+        end = next(attempts)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr(training_run, "dispatch_training", attempt)
+    given: dict[str, Any] = {"model_dir": "m", "train_file": "t", "eval_file": "e", "run_name": "r", "milestones": (9,)}
+    job = TrainJob(**given, out_dir=str(folder / "out"), storage_path=str(folder / "store"))
+    return TrainingRun(job), said
+
+
+def test_a_training_that_has_lost_its_machines_starts_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lost = (RayActorError(), WorkersFailed(RayActorError()))
+    run, said = losing(monkeypatch, tmp_path, *lost, {"step": 9})
+    assert run.train_through_losses(said.append) == {"step": 9}
+    assert len(said) == 2 and "machines were lost; it starts again from step 0" in said[0]
+
+
+def test_it_does_not_after_an_error_of_its_own_nor_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, said = losing(monkeypatch, tmp_path, WorkersFailed(ValueError("wrong")))
+    with pytest.raises(WorkersFailed):
+        run.train_through_losses(said.append)
+    assert said == []
+    run, said = losing(monkeypatch, tmp_path, *[RayActorError() for _ in range(LOSSES + 1)])
+    with pytest.raises(RayActorError):
+        run.train_through_losses(said.append)
+    assert len(said) == LOSSES

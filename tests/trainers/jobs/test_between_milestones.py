@@ -99,6 +99,13 @@ def test_by_the_clock(make: Callable[..., TrainJob], whole: dict[str, Any]) -> N
     assert (steps_kept(seldom), steps_kept(always)) == ([3, 8], [7, 8])
 
 
+def test_that_of_the_last_measurement_stays(make: Callable[..., TrainJob], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its report names it, and a promotion goes on from it."""
+    job = make("named", checkpoint_steps=1)
+    killed_before_step(job, 7, monkeypatch)
+    assert steps_kept(job) == [3, 6]
+
+
 def test_the_curve_is_there_before_the_first_milestone(
     make: Callable[..., TrainJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import trainers.relaxing
 from attention.base.memory import freeze_garbage
+from benchmarks.needs.alone import Alone
 from trainers.jobs.train_job import TrainJob
 
 FORK = multiprocessing.get_context("fork")
@@ -44,7 +45,7 @@ def work(job: TrainJob, rank: int, meeting: Path, dies: bool) -> None:
         job = replace(job, settings=job.settings.model_copy(update={"deepspeed": small}))
     if dies and rank == world - 1:
         threading.Thread(target=die_once_there_is, args=(Path(f"{job.out_dir}.relaxed"),), daemon=True).start()
-    trainers.relaxing.relax(job)
+    trainers.relaxing.relax(job, Alone(rank, world))
     dist.destroy_process_group()
 
 

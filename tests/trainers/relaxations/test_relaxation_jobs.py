@@ -16,6 +16,7 @@ import torch
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
+from benchmarks.needs.alone import Alone
 from trainers import relaxing
 from trainers.evaluation import evaluate
 from trainers.jobs.worker import TrainJob
@@ -107,7 +108,7 @@ def test_stages_and_recovery_share_one_schedule(job: TrainJob, monkeypatch: pyte
     spec = RelaxationSpec("lagrangian", (HALVED.to_json(), SINGLE.to_json()), 5, knobs)
     short = other(job, f"rates-{early}", relaxation=spec)
     group_of_one()
-    relaxed = relaxing.relax(short)
+    relaxed = relaxing.relax(short, Alone())
     done = [outcome_of(short, stage)["steps"] for stage in (0, 1)]
     assert (max(done) < 5) if early else (done == [5, 5])
     expected = [short.settings.rate(step, 5 + 5 + 10) for step in range(10)]
