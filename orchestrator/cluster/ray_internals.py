@@ -20,6 +20,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
 )
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.core.generated.gcs_pb2 import JobTableData
 from ray.exceptions import RayError
 from ray.experimental.internal_kv import (
     _internal_kv_del,
@@ -84,11 +85,14 @@ def values() -> list[str]:
 def other_jobs_at_work() -> bool:
     """Return whether a job other than this process' lives, or has left an actor that does."""
     own = ray.get_runtime_context().get_job_id()
+    table = state.state._connect_and_get_accessor().get_job_table(
+        skip_submission_job_info_field=True, skip_is_running_tasks_field=True
+    )
+    jobs = [JobTableData.FromString(record) for record in table]
     others = {
-        job["JobID"]: job["IsDead"]
-        for job in state.jobs()
-        if job["JobID"] != own
-        and not job["Config"].get("ray_namespace", "").startswith(_OF_RAY_ITSELF)
+        job.job_id.hex(): job.is_dead
+        for job in jobs
+        if job.job_id.hex() != own and not job.config.ray_namespace.startswith(_OF_RAY_ITSELF)
     }
     alive = state.actors(actor_state_name="ALIVE").values() if others else ()
     return not all(others.values()) or any(actor["JobID"] in others for actor in alive)

@@ -248,8 +248,18 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         """Whether all weights can be trained where it runs."""
         return (
             not self.hardware.gpus
-            or TRAINED * self.parameters <= _MEMORY_SHARE * self.hardware.gpu_memory
+            or self._trained_bytes * self.parameters <= _MEMORY_SHARE * self.hardware.gpu_memory
         )
+
+    @property
+    def zero_stage(self) -> int:
+        """What DeepSpeed splits over workers."""
+        return 3 if self.hardware.gpus > 1 and self.parameters >= BILLION else 1
+
+    @property
+    def _trained_bytes(self) -> int:
+        """Of a trained parameter; gradients that are split are summed in float32."""
+        return TRAINED + HALF * (self.zero_stage == 3)
 
     def training(self) -> str:
         """Return the rest of the section `train`."""
@@ -260,7 +270,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
             room = f"{hardware.gpus} x {hardware.gpu_bytes / 2**30:.0f} GiB"
             lines.append(f"tuning: lora    # all weights and Adam's moments do not fit {room}")
         lines.append(self.distillation)
-        lines.append(f"zero_stage: {3 if hardware.gpus > 1 and large else 1}")
+        lines.append(f"zero_stage: {self.zero_stage}")
         if hardware.gpus:
             lines += [f"num_workers: {hardware.gpus}", "gpus_per_worker: 1"]
         share = max(1.0, hardware.cpus // hardware.gpus - 1) if hardware.gpus else 0.95
@@ -270,7 +280,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
     def distillation(self) -> str:
         """Whether the original model teaches: wherever its weights fit beside the trained ones."""
         room = _MEMORY_SHARE * self.hardware.gpu_memory
-        beside = (TRAINED if self.trains_all_weights else HALF) + HALF
+        beside = (self._trained_bytes if self.trains_all_weights else HALF) + HALF
         if self.hardware.gpus and beside * self.parameters > room:
             return (
                 "distillation: none    # the original model does not fit beside the one that is "

@@ -147,7 +147,8 @@ def lost(error: BaseException | str) -> bool:
     workers = getattr(error, "worker_failures", {}).values()  # what Ray Train has seen of them
     if isinstance(error, RayActorError) or any(lost(failure) for failure in workers):
         return True
-    return _LOST.search(str(error)) is not None
+    # Some of Ray Train's errors are told by their names alone
+    return _LOST.search(f"{type(error).__name__}: {error}") is not None
 
 
 class Failures(NamedTuple):

@@ -92,8 +92,8 @@ def test_conversations_that_cannot_be_told_apart_are_refused(
     tmp_path: Path, chat_tokenizer: Any, demo_tokenizer: Any
 ) -> None:
     file = tmp_path / "chat.jsonl"
-    spoken = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    file.write_text(f"{json.dumps({'messages': spoken})}\n" * 30)
+    spoken = [[{"role": "user", "content": f"a {n}"}, {"role": "assistant", "content": "b"}] for n in range(30)]
+    file.write_text("".join(f"{json.dumps({'messages': each})}\n" for each in spoken))
     cut = TextCut(str(file), "train", 64, 32)
     check_documents(cut, chat_tokenizer)
     by_turns = copy.deepcopy(demo_tokenizer)
@@ -103,5 +103,6 @@ def test_conversations_that_cannot_be_told_apart_are_refused(
     for tokenizer in (by_turns, without_beginning):
         with pytest.raises(DataError, match=r"chat\.jsonl: with train\.document_mask a conversation must begin"):
             check_documents(cut, tokenizer)
-    (tmp_path / "plain.jsonl").write_text(f"{json.dumps({'text': 'a b c'})}\n" * 30)
-    check_documents(TextCut(str(tmp_path / "plain.jsonl"), "train", 64, 32), by_turns)
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text("".join(f"{json.dumps({'text': f'a b {n}'})}\n" for n in range(30)))
+    check_documents(TextCut(str(plain), "train", 64, 32), by_turns)

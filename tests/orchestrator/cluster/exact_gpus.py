@@ -56,7 +56,8 @@ def config_of(folder: Path, **sections: Mapping[str, Any]) -> SearchConfig:
 
 def needs_one_more(options: Mapping[str, Any]) -> float:
     """Wait for a task that needs what this one has."""
-    return ray.get(ray.remote(**options)(time.time).options(name="another one").remote())
+    task: Any = ray.remote(**options)(lambda: time.time())
+    return ray.get(task.options(name="another one").remote())
 
 
 class FanOuts:

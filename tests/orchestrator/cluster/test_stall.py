@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster import stall
+from orchestrator.cluster import pending_resources, stall
 from orchestrator.cluster.capacity import Nodes
-from orchestrator.cluster.stall import StallWatch
+from orchestrator.cluster.pending_resources import watch_pending
+from orchestrator.cluster.placement import Demand
+from orchestrator.cluster.stall import StalledError, StallWatch
 
 GPU = {"GPU": 1.0, "CPU": 8.0}
 
@@ -100,3 +102,29 @@ def test_an_autoscaler_that_has_ended_or_has_no_such_node_adds_none(cluster: Any
     assert watching.reason()
     cluster.addable, cluster.log = [Nodes(4, GPU)], "monitor.log"
     assert watching.reason()
+
+
+class Stalls:
+    """A watch that finds a stall when it looks for the third time."""
+
+    looked = 0
+
+    def reason(self) -> str | None:
+        self.looked += 1
+        return "another one waits" if self.looked > 2 else None
+
+
+@pytest.mark.parametrize("orderly", [False, True], ids=["waits", "ends-in-an-orderly-way"])
+def test_a_stall_ends_the_body_as_an_interruption_does(orderly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tune takes an interruption for an order to stop its trials, and returns."""
+    monkeypatch.setattr(pending_resources, "STATUS_SECONDS", 0.05)
+    monkeypatch.setattr(pending_resources, "describe_pending", lambda demand: None)
+    demand, watching = Demand(1, 1, 1, 1, 1), Stalls()
+    with pytest.raises(StalledError, match="another one waits"), watch_pending(demand, print, watching):  # type: ignore[arg-type]
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            if not orderly:
+                raise
+    with pytest.raises(KeyboardInterrupt), watch_pending(demand, print, None):
+        raise KeyboardInterrupt

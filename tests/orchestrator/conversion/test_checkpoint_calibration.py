@@ -230,7 +230,7 @@ def dying(marks: Path) -> type:
 
 def by_workers(task: CalibrationPass, tokens: Tensor, count: int, folder: Path) -> list[LayerStatistics]:
     """The statistics of 7 sampled sequences of these, made by so many actors."""
-    shared = partial(calibrate_on_workers, task, tokens, 7, Workers(count, {"num_cpus": 1 / count}))
+    shared = partial(calibrate_on_workers, task, tokens, 7, Workers(count, {"num_cpus": 0.4 / count}))
     made = assemble_calibration(folder, shared, tokens.numel(), "digest", "weights", task.mixed)
     return list(made.layers)
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,12 +38,18 @@ BEAT = 0.05
 CONFIG = {"recipe": "gqa", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}}
 
 
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch, bucket(patch) as address:
+        yield address
+
+
 @pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.slow)])
-def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
     """Of a store without conditional writes, and of one with them."""
     if request.param == "s3":
-        with bucket(monkeypatch) as found:
-            yield found
+        found: str = request.getfixturevalue("s3")
+        yield found.replace("/runs", f"/{uuid.uuid4().hex}")
         return
     yield f"memory://headfold-{uuid.uuid4().hex}/runs"
     memory = fsspec.filesystem("memory")
@@ -52,8 +57,8 @@ def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @contextmanager
-def driver(address: str, folder: Path, side: SyncSide | None = None) -> Iterator[Mirror]:
-    with mirrored(address, folder, seconds=BEAT, side=side) as mirror:
+def driver(address: str, folder: Path, side: SyncSide | None = None, seconds: float = BEAT) -> Iterator[Mirror]:
+    with mirrored(address, folder, seconds=seconds, side=side) as mirror:
         assert mirror is not None
         yield mirror
 
@@ -141,7 +146,7 @@ def test_what_was_not_sent_before_a_kill_is_sent_by_the_next_start(address: str,
 
 
 def test_a_second_driver_with_a_folder_of_its_own_is_refused(address: str, tmp_path: Path) -> None:
-    with driver(address, tmp_path / "a"):
+    with driver(address, tmp_path / "a", seconds=1.0) as mirror:
         search_in(tmp_path / "a", 1)
         with (
             pytest.raises(ConfigError, match=rf"is being used by process {os.getpid()} on .*working folder of its own"),
@@ -150,7 +155,8 @@ def test_a_second_driver_with_a_folder_of_its_own_is_refused(address: str, tmp_p
             pass
         with driver(address, tmp_path / "a"):
             pass  # another search of the same storage on the same machines
-        time.sleep(3 * BEAT)
+        assert mirror.lease is not None
+        mirror.lease.verify()
         search_in(tmp_path / "a", 1)
     with driver(address, tmp_path / "b"):
         assert trials_in(tmp_path / "b") == ["t0", "t1"]
@@ -324,29 +330,27 @@ DRIVE = """
 import sys, time
 from pathlib import Path
 from orchestrator.storage.mirror import mirrored
-with mirrored(sys.argv[1], Path(sys.argv[2]), seconds=0.2):
+with mirrored(sys.argv[1], Path(sys.argv[2]), seconds=1.0):
     print("runs", flush=True)
     time.sleep(60)
 """
 
 
 @pytest.mark.slow
-def test_of_two_machines_at_one_bucket_the_second_is_refused_until_the_first_is_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with bucket(monkeypatch) as address:
-        search_in(tmp_path / "a", 1)
-        command = [sys.executable, "-c", DRIVE, address, str(tmp_path / "a")]
-        first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert first.stdout is not None and first.stdout.readline() == "runs\n"
-        with pytest.raises(ConfigError, match=f"is being used by process {first.pid}"), driver(address, tmp_path / "b"):
-            pass
-        first.kill()
-        first.wait()
-        with driver(address, tmp_path / "b"):
-            search_in(tmp_path / "b", 1)
-        with driver(address, tmp_path / "a"):
-            assert len(trials_in(tmp_path / "a")) >= 1
+def test_of_two_machines_at_one_bucket_the_second_is_refused_until_the_first_is_dead(s3: str, tmp_path: Path) -> None:
+    address = s3.replace("/runs", "/machines")
+    search_in(tmp_path / "a", 1)
+    command = [sys.executable, "-c", DRIVE, address, str(tmp_path / "a")]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None and first.stdout.readline() == "runs\n"
+    with pytest.raises(ConfigError, match=f"is being used by process {first.pid}"), driver(address, tmp_path / "b"):
+        pass
+    first.kill()
+    first.wait()
+    with driver(address, tmp_path / "b", side="address"):
+        search_in(tmp_path / "b", 1, "another")
+    with driver(address, tmp_path / "a"):
+        assert trials_in(tmp_path / "a") == trials_in(tmp_path / "a", "another") == ["t0"]
 
 
 # ---- stores with conditional writes -----------------------------------------------------------------------------
@@ -369,12 +373,11 @@ def check_objects(objects: Any, path: str) -> None:
 
 
 @pytest.mark.slow
-def test_s3_refuses_a_write_to_an_object_that_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with bucket(monkeypatch) as address:
-        filesystem, root = open_address(address)
-        objects = conditional_objects(filesystem, root, address)
-        assert isinstance(objects, S3Objects), "recognised by what the store does"
-        check_objects(objects, f"{root}/a record.json")
+def test_s3_refuses_a_write_to_an_object_that_has_changed(s3: str) -> None:
+    filesystem, root = open_address(s3)
+    objects = conditional_objects(filesystem, root, s3)
+    assert isinstance(objects, S3Objects), "recognised by what the store does"
+    check_objects(objects, f"{root}/a record.json")
 
 
 def test_other_file_systems_are_compared(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from orchestrator.training import run as training_run
 from orchestrator.training.run import LOSSES, Failures, TrainingRun, add_steps
@@ -52,7 +53,8 @@ def losing(monkeypatch: pytest.MonkeyPatch, folder: Path, *ends: Any) -> tuple[T
 
 
 def test_a_training_that_has_lost_its_machines_starts_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lost = (RayActorError(), WorkersFailed(RayActorError()))
+    unhealthy = WorkerHealthCheckFailedError("a worker health check failed", RuntimeError("the node is gone"))
+    lost = (RayActorError(), WorkersFailed(unhealthy))
     run, said = losing(monkeypatch, tmp_path, *lost, {"step": 9})
     assert run.train_through_losses(said.append) == {"step": 9}
     assert len(said) == 2 and "machines were lost; it starts again from step 0" in said[0]
