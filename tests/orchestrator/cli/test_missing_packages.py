@@ -52,9 +52,9 @@ def work_through(run: Any, folder: Path, model: Path, sizes: Sequence[str | Path
     for command in (
         ["recipes", model],
         ["estimate", *half],
-        ["convert", *half, "--out", folder / "half", "--calibration-tokens", "64", *sizes],
+        ["convert", *half, "--out", folder / "half", "--calibration-tokens", "256", *sizes],
         ["evaluate", folder / "half", "--original", model, *result, *sizes],
-        ["inspect", model, *page, "--calibration-tokens", "64", *sizes],
+        ["inspect", model, *page, "--calibration-tokens", "256", *sizes],
         ["export", folder / "half", "--target", "gqa", "--out", folder / "stock"],
     ):
         done = run(*command)
