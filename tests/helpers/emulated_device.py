@@ -349,6 +349,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = kwargs | {"device": torch.device("cpu")}
     if kwargs.get("pin_memory"):
         kwargs = kwargs | {"pin_memory": False}
+    of_cpu = {id(tensor) for tensor in tensors if not isinstance(tensor, EmulatedTensor)}
     wrappers: dict[int, EmulatedTensor] = {}
 
     def bare(tensor: EmulatedTensor) -> Tensor:
@@ -364,7 +365,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def wrapped(tensor: Tensor) -> Tensor:
         if id(tensor) in wrappers:  # changed in place
             return wrappers[id(tensor)]
-        return EmulatedTensor(tensor) if to_device and not isinstance(tensor, EmulatedTensor) else tensor
+        return EmulatedTensor(tensor) if to_device and id(tensor) not in of_cpu else tensor
 
     return tree_map_only(Tensor, wrapped, result)
 

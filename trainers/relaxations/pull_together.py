@@ -51,9 +51,6 @@ def from_centre(apart: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(apart[:1]), apart]) - apart.sum(0) / (len(apart) + 1)
 
 
-PLACES = "places_beside"
-
-
 class Star(Learned):
     """The differences D `[m, size, width]` of later blocks of a projection to the earlier one.
 
@@ -81,17 +78,18 @@ class Beside:
     """
 
     def __init__(
-        self, site: SharedSite, projection: nn.Module, parts: dict[int, tuple[Star, int]]
+        self, site: SharedSite, projection: Any, parts: dict[int, tuple[Star, int]]
     ) -> None:
         self.columns = site.kind is SharedColumns
         self.parts = parts
         blocks = torch.tensor(list(parts))
         places = (blocks[:, None] * site.size + torch.arange(site.size)).flatten()
-        device = next(projection.parameters()).device
-        projection.register_buffer(PLACES, places.to(device), persistent=False)
+        self.name = f"places_beside_{len(projection._forward_hooks)}"
+        places = places.to(projection.weight.device)
+        projection.register_buffer(self.name, places, persistent=False)
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        places = module.get_buffer(PLACES)
+        places = module.get_buffer(self.name)
         # By a call, for ZeRO 3.
         stars = {id(star): from_centre(star()) for star, _ in self.parts.values()}
         lines = torch.cat([stars[id(star)][index] for star, index in self.parts.values()])

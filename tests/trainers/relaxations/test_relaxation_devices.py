@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import extended
 from test_relaxations import PARTS, made, optimise
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,7 +25,7 @@ def trained(part: Part, device: torch.device, tiny_model: Any, *, made_there: bo
     return relaxation, losses
 
 
-@pytest.mark.parametrize("made_there", [False, True])
+@pytest.mark.parametrize("made_there", [False, extended(True)])
 @pytest.mark.parametrize("part", PARTS, ids=lambda p: p.name)
 def test_a_step_on_it_is_a_step_on_the_cpu(part: Part, made_there: bool, tiny_model: Any, fgpu: torch.device) -> None:
     expected, losses = trained(part, torch.device("cpu"), tiny_model, made_there=made_there)
