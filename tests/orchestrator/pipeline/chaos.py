@@ -500,10 +500,10 @@ class Killer:
         """The driver stands still, another takes its search over, and it wakes up."""
         place, first = self.place, self.place.driver
         assert first is not None
-        first.send_signal(signal.SIGSTOP)
-        # As on a shared file system that locks on one machine only
         lock = place.search / "driver.lock"
-        lock.unlink()
+        wait_for("the lock", lambda: lock.exists() and lock.stat().st_size > 0)
+        first.send_signal(signal.SIGSTOP)
+        lock.unlink()  # as on a shared file system that locks on one machine only
         place.start()
         second = place.driver
         assert second is not None
