@@ -336,7 +336,7 @@ with mirrored(sys.argv[1], Path(sys.argv[2]), seconds=1.0):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_of_two_machines_at_one_bucket_the_second_is_refused_until_the_first_is_dead(s3: str, tmp_path: Path) -> None:
     address = s3.replace("/runs", "/machines")
     search_in(tmp_path / "a", 1)
