@@ -206,6 +206,13 @@ class Journal:
         self._length = content.rfind(b"\n") + 1  # of the whole lines
         self._cut_short = content[self._length :]
 
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out the check, which holds a lock.
+
+        Tune pickles a journal with its searcher, for a resumption of its own, which is never used.
+        """
+        return {**vars(self), "_check": None}
+
     def begin(self, rungs: int) -> None:
         """Write the first line, if there is none."""
         if not self.history.events:

@@ -117,10 +117,10 @@ def compare_records(
     others = {state for state in states.values() if state not in ("same", "unknown")}
     if "diverged" in journals | promotions:
         return "diverged"
-    if direction := journals & {"ahead", "behind"}:
-        (state,) = direction
-        opposite = "behind" if state == "ahead" else "ahead"
-        return "diverged" if opposite in promotions else state
+    if "ahead" in journals:
+        return "diverged" if "behind" in promotions else "ahead"
+    if "behind" in journals:
+        return "diverged" if "ahead" in promotions else "behind"
     if not others and "unknown" not in states.values():
         return "same"
     if "unknown" in states.values() or len(others) > 1 or "diverged" in others:

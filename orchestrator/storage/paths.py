@@ -225,8 +225,8 @@ class SearchFolder:
         """
         if (began := journal.began(self.journal)) is not None:
             return began
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            return datetime.fromisoformat(self.read_state()["started"]).timestamp()
+        with contextlib.suppress(TypeError, ValueError):
+            return datetime.fromisoformat(self.read_state().get("started", "")).timestamp()
         return 0.0
 
     def read_state(self) -> SearchState:

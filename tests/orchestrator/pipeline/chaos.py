@@ -508,11 +508,10 @@ class Killer:
         place, kept = self.place, self.place.storage.with_name("stale")
         self._interrupt()
         place.storage.rename(kept)
-        place.start()
-        wait_for("the refill", lambda: place.journal.exists() or not place.running)
-        self._something_happens()
-        self._interrupt()
         behind = len(read_events(kept / place.name / "journal.jsonl"))
+        place.start()
+        wait_for("what the other has not", lambda: len(read_events(place.journal)) > behind or not place.running)
+        self._interrupt()
         assert len(read_events(place.journal)) > behind
         self._lose_folder()
         kept.rename(place.storage)
@@ -521,10 +520,10 @@ class Killer:
         """The driver stands still, another takes its search over, and it wakes up."""
         place, first = self.place, self.place.driver
         assert first is not None
-        first.send_signal(signal.SIGSTOP)
-        # As on a shared file system that locks on one machine only
         lock = place.search / "driver.lock"
-        lock.unlink()
+        wait_for("the lock", lambda: lock.exists() and lock.stat().st_size > 0)
+        first.send_signal(signal.SIGSTOP)
+        lock.unlink()  # as on a shared file system that locks on one machine only
         place.start()
         second = place.driver
         assert second is not None

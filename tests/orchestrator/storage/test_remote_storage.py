@@ -213,6 +213,7 @@ def test_a_lost_machine_is_replaced_from_a_bucket(s3: str, work: Path, tmp_path:
     with mirrored(s3, tmp_path / "new-head", seconds=60) as mirror:
         assert mirror is not None
         assert (tmp_path / "new-head" / "demo" / "trials_json").read_text() == "[a, b]"
+        assert mirror.fetch_search("demo", ["b"]) == 1, "weights come for what is open"
         assert (tmp_path / "new-head" / "demo" / "trials" / "b" / "weights").stat().st_size == 9_000_000
         assert (tmp_path / "new-head" / "demo" / "driver.lock").exists() is False
         (tmp_path / "new-head" / "demo" / "trials" / "a" / "weights").unlink()

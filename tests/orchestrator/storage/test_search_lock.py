@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -85,6 +86,7 @@ def test_a_holder_that_was_taken_over_writes_no_event_and_cuts_none_off(
     second = SearchLock(tmp_path / "lock", beat=0.05, host="here").acquire("search 'x'")
     other = Journal(tmp_path / "journal.jsonl", second.check)
     other.append(TRIAL, trial="t1", config=CONFIG)
+    assert pickle.loads(pickle.dumps(journal)).path == journal.path, "as Tune does with its searcher"
     with pytest.raises(JournalError, match=r"search 'x' was taken over by process \d+ on here, since 20"):
         journal.append(TRIAL, trial="t2", config=CONFIG)
     assert [event.get("trial") for event in read_events(other.path)] == [None, "t1"]

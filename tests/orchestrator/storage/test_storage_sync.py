@@ -336,7 +336,7 @@ with mirrored(sys.argv[1], Path(sys.argv[2]), seconds=1.0):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_of_two_machines_at_one_bucket_the_second_is_refused_until_the_first_is_dead(s3: str, tmp_path: Path) -> None:
     address = s3.replace("/runs", "/machines")
     search_in(tmp_path / "a", 1)
@@ -374,8 +374,9 @@ def check_objects(objects: Any, path: str) -> None:
 
 @pytest.mark.slow
 def test_s3_refuses_a_write_to_an_object_that_has_changed(s3: str) -> None:
-    filesystem, root = open_address(s3)
-    objects = conditional_objects(filesystem, root, s3)
+    address = s3.replace("/runs", "/objects")
+    filesystem, root = open_address(address)
+    objects = conditional_objects(filesystem, root, address)
     assert isinstance(objects, S3Objects), "recognised by what the store does"
     check_objects(objects, f"{root}/a record.json")
 
