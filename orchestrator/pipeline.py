@@ -210,8 +210,10 @@ def _config_record(config: SearchConfig) -> dict[str, Any]:
 def _changed_sections(folder: SearchFolder, config: SearchConfig) -> list[str]:
     """Return the sections of the trials in which a search in `folder` differs from `config`."""
     # Read as a configuration, so that a key which is newer than the snapshot has its default there
-    before = _config_record(parse_config(folder.stored(), where=str(folder.snapshot)))
-    record = _config_record(config)
+    stored = parse_config(folder.stored(), where=str(folder.snapshot))
+    before, record = (
+        _config_record(each) | {"train": each.train.identity()} for each in (stored, config)
+    )
     return [name for name in SECTIONS_OF_TRIALS if before[name] != record[name]]
 
 

@@ -38,6 +38,9 @@ def work_digest(job: TrainJob, folder: Path) -> str:
     record = {
         name: value for name, value in json.loads(job.to_json()).items() if name not in _LOCATIONS
     }
+    record["settings"] = job.settings.identity()
+    if job.relaxation is not None and job.relaxation.settings is not None:
+        record["relaxation"]["settings"] = job.relaxation.settings.identity()
     for name in ("converted", "start"):
         file = folder / name / DIGESTS
         digests = read_json(file) if file.is_file() else {}

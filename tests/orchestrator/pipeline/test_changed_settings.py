@@ -1,0 +1,40 @@
+"""Which changes of the configuration are another search, and which searches from before go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from orchestrator.config.schema import read_search_config
+from orchestrator.pipeline import _changed_sections, _config_record
+from orchestrator.search.duplicates import work_digest
+from trainers.jobs.train_job import TrainJob
+from trainers.settings import TrainSettings
+
+DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo.yaml"
+
+
+def changed(record: dict[str, Any], *changes: str) -> list[str]:
+    folder: Any = SimpleNamespace(stored=lambda: record, snapshot=DEMO)
+    return _changed_sections(folder, read_search_config(DEMO, list(changes)))
+
+
+def test_a_search_from_before_some_keys_goes_on() -> None:
+    record = _config_record(read_search_config(DEMO, []))
+    for name in ("document_mask", "compile"):
+        del record["train"][name]
+    record["train"]["activation_checkpointing"] = False
+    assert changed(record) == changed(record, "train.activation_checkpointing=selective") == []
+    for change in ("train.document_mask=true", "train.compile=true", "train.seed=7"):
+        assert changed(record, change) == ["train"]
+
+
+def test_the_work_of_a_trial_is_what_decides_its_weights(tmp_path: Path) -> None:
+    def digest(**settings: Any) -> str:
+        folders: dict[str, Any] = {"model_dir": "m", "out_dir": "/o", "storage_path": "/s", "run_name": "r"}
+        job = TrainJob(**folders, train_file="t", eval_file="e", milestones=(1,), settings=TrainSettings(**settings))
+        return work_digest(job, tmp_path)
+
+    assert digest() == digest(activation_checkpointing="selective") == digest(activation_checkpointing=False)
+    assert len({digest(), digest(document_mask=True), digest(seed=1)}) == 3
