@@ -285,6 +285,7 @@ class CheckpointStore:
             if scratch.parent != self.root:
                 copy_folder(scratch, self.files, str(target))
                 return digests
+            target.mkdir(parents=True, exist_ok=True)
             for file, path in files.items():
                 (target / file).parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target / file)

@@ -222,9 +222,9 @@ def drain_node(notice: Notice, address: str | None = None, node_id: str | None =
 # ---- in a hook of a container --------------------------------------------------------------------
 
 
-def main() -> int:
+def leave_container() -> int:
     """Drain the Ray node of this container, and wait while its workers save a checkpoint."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(description=leave_container.__doc__)
     parser.add_argument(
         "--seconds", type=float, required=True, help="Until the container is killed."
     )
@@ -244,4 +244,4 @@ def _trains_here() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(leave_container())

@@ -96,7 +96,7 @@ def test_the_hook_of_a_container_waits_only_while_something_trains(
     monkeypatch.setattr(spot_notices, "_trains_here", lambda: trains)
     monkeypatch.setattr(sys, "argv", ["spot_notices", "--seconds", "1"])
     started = time.monotonic()
-    assert spot_notices.main() == (0 if drained else 1)
+    assert spot_notices.leave_container() == (0 if drained else 1)
     assert seconds <= time.monotonic() - started < seconds + 10
     assert [notice.seconds for notice in said] == [1.0]
 
