@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,11 @@ from orchestrator.storage.json_files import write_json
 from orchestrator.storage.records import TrialRecord
 from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.logged_model import write_mlmodel
-from orchestrator.tracking.metrics import point
+from orchestrator.tracking.metrics import MetricPoint, point
 from orchestrator.tracking.run_metadata import NOTE, datasets_of, trial_params
 from orchestrator.tracking.runs import Dataset
 from orchestrator.tracking.sync import TrackedRun
+from orchestrator.training.run import TrainingFollower, TrainingReport
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,29 @@ class PromotionSteps:
             if error is None and training.run is not None:  # what is shipped are the weights
                 training.run.remove_checkpoints()
 
+        followers = {
+            training.trial.trial_id: TrainingFollower(training.run, training.start)
+            for training in trainings
+            if training.run is not None
+        }
+
         def on_progress(training: Training) -> None:
             # Where the address of its checkpoints is away: the next time
             with contextlib.suppress(OSError):
-                for entry in entries[training.trial.trial_id]:
-                    self._track(entry)
-                progress.to(sum(one.latest_step() - one.start for one in trainings))
+                trial_id = training.trial.trial_id
+                milestones, lines = followers[trial_id].look()
+                points = self._course((*milestones, *lines))
+                for entry in entries[trial_id]:
+                    if trial_id in tracked:
+                        run_id = self.session.mlflow.add_points(self._tags(entry), points)
+                        entry.run_id = run_id or entry.run_id
+                    else:
+                        self._track(entry)
+                tracked.add(trial_id)
+                progress.to(sum(followers[key].step for key in followers) - starts)
 
+        tracked: set[str] = set()
+        starts = sum(training.start for training in trainings if training.run is not None)
         progress = ProgressStage("full trainings")
         for training in trainings:
             if training.run is not None:
@@ -214,10 +231,7 @@ class PromotionSteps:
         """Return the course of a training, and a last point once it has ended."""
         reports = training.reports()
         original = self.session.context.original_loss
-        points = [
-            point(_report_metrics(report, original), report["step"], report["time"])
-            for report in (*reports, *training.curve())
-        ]
+        points = self._course((*reports, *training.curve()))
         if entry.trained_at is not None:
             trial = self.trials[entry.trial_id]
             metrics: dict[str, Any] = {**entry.comparison, "best_loss": entry.loss}
@@ -229,6 +243,14 @@ class PromotionSteps:
             metrics["kv_bytes_per_token"] = entry.kv_bytes_per_token or trial.kv_bytes_per_token
             points.append(point(metrics, entry.steps, entry.trained_at))
         return points
+
+    def _course(self, reports: Iterable[TrainingReport]) -> list[MetricPoint]:
+        """Return a point for each report of a training."""
+        original = self.session.context.original_loss
+        return [
+            point(_report_metrics(report, original), report["step"], report["time"])
+            for report in reports
+        ]
 
     def _datasets(self) -> list[Dataset]:
         """Return the texts of a promotion, whose training text may be its own."""

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 
 from orchestrator.cluster.pool_client import dispatch_training
 from trainers.jobs.checkpoints import CheckpointStore, reports_of
-from trainers.jobs.curve import read_curve
+from trainers.jobs.curve import CurveReader, read_curve
 from trainers.jobs.train_job import TrainJob
 
 TrainingReport = Mapping[str, Any]
@@ -73,6 +73,29 @@ class TrainingRun:
     def remove_checkpoints(self) -> None:
         """Remove the training checkpoints; the weights in `out_dir` stay."""
         CheckpointStore.of(self.job).keep_only(None)
+
+
+class TrainingFollower:
+    """Follows a training; each look reads what is new, however long the training is.
+
+    Attributes:
+        step: The latest step of which anything was reported.
+    """
+
+    def __init__(self, run: TrainingRun, start: int = 0) -> None:
+        self.step = start
+        self._run = run
+        self._curve = CurveReader(Path(run.job.storage_path) / run.job.run_name)
+        self._milestones = 0
+
+    def look(self) -> tuple[list[TrainingReport], list[TrainingReport]]:
+        """Return the milestones, and the lines between them, that are new since the last look."""
+        reports = self._run.reports()
+        milestones = reports[self._milestones :]
+        self._milestones = len(reports)
+        lines = [add_steps(line, self._run.offset) for line in self._curve.new_lines()]
+        self.step = max([self.step, *(report["step"] for report in (*milestones, *lines))])
+        return milestones, lines
 
 
 def add_steps(report: TrainingReport, offset: int) -> dict[str, Any]:
