@@ -17,7 +17,7 @@ from attention.io import checkpoint
 from orchestrator.checkpoints import base_of
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.ray_tasks import on_cluster
-from orchestrator.promotion.gate import check_candidate
+from orchestrator.promotion.gate import check_candidates, gate_settings
 from orchestrator.promotion.measuring import artifacts_of, metrics_of
 from orchestrator.promotion.model_card import write_promoted_card
 from orchestrator.promotion.registry import (
@@ -260,26 +260,45 @@ class PromotionSteps:
             "eval": context.eval_file,
             "calibration": context.calibration_file,
         }
+        if context.test_file is not None:
+            files["test"] = context.test_file
         return datasets_of(self.session.config, files, promotion=True)
 
-    def check(self, entry: PromotionEntry) -> None:
-        """Check a trained candidate; one that is refused stays, with the reasons."""
-        if entry.status != TRAINED:
+    def check(self) -> None:
+        """Check the trained candidates; one that is refused stays, with the reasons.
+
+        It is checked again once the gate's settings are others.
+        """
+        settings = gate_settings(self.session.config)
+        entries = [e for e in self.state.candidates.values() if self._is_due(e, settings)]
+        for entry in entries:
+            baseline = self.state.baselines.get(f"{entry.kv_ratio:g}")
+            if baseline is not None and (trained := baseline.trained) is not None:
+                entry.baseline = BaselineModel(trained.folder, trained.loss, trained.step)
+        if not entries:
             return
-        baseline = self.state.baselines.get(f"{entry.kv_ratio:g}")
-        if baseline is not None and (trained := baseline.trained) is not None:
-            entry.baseline = BaselineModel(trained.folder, trained.loss, trained.step)
-        result = check_candidate(entry, self.session)
-        trial = self.trials[entry.trial_id]
-        entry.gate = result.record
-        entry.reasons = result.reasons
-        entry.lineage = lineage_of(entry, trial, result.digests, self.session)
-        passed = not entry.reasons
-        if result.record.model is not None:
-            self._complete_folders(entry, result.record.model, result.record.served, passed)
-        entry.status = PASSED if passed else REFUSED
-        self.save()
-        self._track(entry)
+        for entry, result in check_candidates(entries, self.session):
+            trial = self.trials[entry.trial_id]
+            entry.gate = result.record
+            entry.reasons = result.reasons
+            entry.gate_settings = settings
+            entry.lineage = lineage_of(entry, trial, result.digests, self.session)
+            passed = not entry.reasons
+            if result.record.model is not None:
+                self._complete_folders(entry, result.record.model, result.record.served, passed)
+            entry.status = PASSED if passed else REFUSED
+            self.save()
+            self._track(entry)
+
+    def _is_due(self, entry: PromotionEntry, settings: Mapping[str, Any]) -> bool:
+        """Return whether a candidate is to be checked, perhaps again."""
+        if entry.status != REFUSED or entry.gate_settings == settings:
+            return entry.status == TRAINED
+        if entry.trained is None or not Path(entry.trained.folder).is_dir():
+            print(f"promotion: {entry.name} stays refused: its weights are gone", flush=True)
+            return False
+        print(f"promotion: {entry.name} is checked again by other settings", flush=True)
+        return True
 
     def _complete_folders(
         self, entry: PromotionEntry, model: str, served: str | None, passed: bool

@@ -272,6 +272,7 @@ def _texts(config: SearchConfig) -> list[TextSection]:
     return [
         data.train,
         data.eval,
+        data.test or data.eval,
         data.calibration,
         *([config.promotion.data] if config.promotion.data else []),
     ]

@@ -31,14 +31,25 @@ class Promote(Task[PromoteOptions, Mapping[str, Any]]):
         from orchestrator.promotion.promote import rehearse_promotion
 
         options = self.options
-        return [rehearse_promotion(options.search, trials=options.trial or (), top=options.top)]
+        record = rehearse_promotion(
+            options.search,
+            trials=options.trial or (),
+            top=options.top,
+            overrides=options.overrides or (),
+        )
+        return [record]
 
     def run(self) -> Mapping[str, Any]:
         """Train, check and register, with the results printed."""
         from orchestrator.promotion.promote import promote_search
 
         options = self.options
-        self.outcome = promote_search(options.search, trials=options.trial or (), top=options.top)
+        self.outcome = promote_search(
+            options.search,
+            trials=options.trial or (),
+            top=options.top,
+            overrides=options.overrides or (),
+        )
         return self.outcome.to_dict()
 
     def show(self, record: Mapping[str, Any]) -> None:

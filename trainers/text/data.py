@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
@@ -170,6 +170,10 @@ class TextCut:
             "fingerprint": self.corpus.fingerprint,
             "tokenizer": tokenizer_digest(tokenizer),
         }
+
+    def documents(self) -> Iterator[str]:
+        """Return the documents in the order in which they are cut."""
+        return self._texts()
 
     def _texts(self, left_out: list[str] | None = None) -> Iterator[str]:
         """Documents in order. `left_out`: takes those that also stand in `apart_from`."""
@@ -488,8 +492,18 @@ def load_sequences(
     return torch.from_numpy(TextCut(source, **cut).in_memory(tokenizer)).long()
 
 
+class WritableCut(Protocol):
+    """What a token set is made of."""
+
+    def folder(self, tokenizer: Any, cache_dir: str | Path, shard_tokens: int = ...) -> Path: ...
+
+    def write(
+        self, tokenizer: Any, folder: Path, shard_tokens: int, tokenise: Tokenise, /
+    ) -> None: ...
+
+
 def token_set(
-    cut: TextCut,
+    cut: WritableCut,
     tokenizer: Any,
     cache_dir: str | Path,
     *,
