@@ -563,12 +563,20 @@ class BatchStream:
         self._position = 0
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
+        self._last: tuple[list[int], Tensor] = ([], self._order)
 
     def next(self) -> Tensor:
         """Return the next batch, `[B, T]`."""
         rows = [self._row(self._position + row) for row in self._mine]
         self._position += self._batch_size
-        return self._sequences[rows].long()
+        batch = self._sequences[rows].long()
+        self._last = rows, batch
+        return batch
+
+    def rows_of(self, ids: Tensor) -> list[int]:
+        """Return which rows of the sequences `ids` `[B, T]` are, of those of the last batch."""
+        rows = {row.numpy().tobytes(): number for number, row in zip(*self._last, strict=True)}
+        return [rows[row.numpy().tobytes()] for row in ids.cpu()]
 
     def _row(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._sequences))
