@@ -129,17 +129,36 @@ def test_an_export_with_other_logits_is_refused(
 
 
 def test_the_exact_export_of_a_deep_model_passes_and_a_tolerance_that_is_set_overrides(
-    config: SearchConfig, folder: SearchFolder, context: TrialContext, tiny_model: Any
+    config: SearchConfig,
+    folder: SearchFolder,
+    context: TrialContext,
+    tiny_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whose logits in float32 are further apart than the fixed 1e-4 that was allowed before."""
     layers = 32
-    mixed = LayerPlan((0, 1, 0, 1), (0, 1, 0, 1))
     base = tiny_model("llama", num_hidden_layers=layers)
     with torch.no_grad():
         base.get_output_embeddings().weight *= 300
-    deep = AttentionPlan((mixed,) * layers, head_dim=8)
+    deep = AttentionPlan((HALF,) * layers, head_dim=8)
     checkpoint.save(convert(base, deep), folder.trial("deep") / "trained")
     (folder.trial("deep") / "plan.json").write_text(deep.to_json())
+
+    def exported(source: str, target: str, out: Path, tokenizer: Any = None, **_: Any) -> Any:
+        """The same model with the hidden units of its MLPs in another order."""
+        model: Any = checkpoint.load(source)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                mlp = layer.mlp
+                order = torch.randperm(mlp.down_proj.in_features, generator=generator)
+                for projection in (mlp.gate_proj, mlp.up_proj):
+                    projection.weight.copy_(projection.weight[order])
+                mlp.down_proj.weight.copy_(mlp.down_proj.weight[:, order])
+        checkpoint.save(model, out)
+        return type("Report", (), {"exact": True})()
+
+    monkeypatch.setattr(gate, "export", exported)
     result = checked(entry(folder, "deep"), config, context, folder)
     checks = result.record.checks
     assert result.reasons == []

@@ -82,7 +82,7 @@ def test_a_run_that_a_kill_left_behind_is_taken_up_again(
     ended_search: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with killed_in(monkeypatch, Tracker, "log_point"):
+    with killed_in(monkeypatch, Tracker, "log_points"):
         promoted(config, context, folder, tracker, ended_search)
     assert len(tracker.children(ended_search)) == 1
     promoted(config, context, folder, tracker, ended_search)

@@ -196,9 +196,10 @@ def test_a_refusal_is_checked_again_by_other_settings_and_only_then(
 def test_a_refusal_of_an_earlier_version_is_read_and_stays_where_its_weights_are_gone(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker
 ) -> None:
-    write_journal(folder.root, [trial("head", "headfold", 2.95), trial("base", "gqa", 2.9)])
+    write_journal(folder.root, [trial("head", "headfold", 2.7), trial("base", "gqa", 2.9)])
+    strict = config.model_copy(update={"promotion": config.promotion.model_copy(update={"margin": 0.5})})
     parent = tracker.start("search")
-    promoted(config, context, folder, tracker, parent)
+    promoted(strict, context, folder, tracker, parent)
     record = read_json(folder.promotion)
     del record["candidates"]["head"]["gate_settings"]
     record["candidates"]["head"]["folder"] = str(folder.root / "gone")

@@ -176,7 +176,7 @@ def test_an_update_of_mlflow_reads_and_sends_only_what_is_new_however_long_the_t
     assert updates == [(size, size) for size in (3, 600, 3, 600, 3, 0)]
     assert entry.run_id is not None
     history = tracker.client.get_metric_history(entry.run_id, "train_loss_step")
-    assert sorted(metric.step for metric in history) == list(range(5, 1214))
+    assert sorted(metric.step for metric in history) == list(range(9, 1218)), "behind the trial's 4"
     sent.clear()
     steps.catch_up()
     steps.save()
