@@ -308,8 +308,8 @@ class _Gate:
             error = math.nan
         else:
             what = "loss on the gate's own text" if self.context.test_file else "held-out loss"
-            loss = self.checks["test_loss"]
-            baseline_loss = self.checks["baseline_test_loss"]
+            loss = self.checks.get("test_loss", math.nan)
+            baseline_loss = self.checks.get("baseline_test_loss", math.nan)
             above = difference.mean
             error = difference.standard_error
         needed = section.margin + errors * error if errors else section.margin
@@ -394,7 +394,7 @@ class _Gate:
         self.checks["exported_loss"] = evaluate(model, held_out).loss
         model.cpu()  # where the trained model's logits were computed
         difference = max(map(largest_difference, expected, _logits(model, held_out)))
-        tolerance = self.checks["logit_tolerance"]
+        tolerance = self.checks.get("logit_tolerance", 0.0)
         self.checks["max_logit_difference"] = difference
         if not difference <= tolerance:
             self.reasons.append(

@@ -76,15 +76,17 @@ def _loss_notes(gate: GateRecord) -> list[str]:
         return [f"{checks['warning'].capitalize()}."]
     if "test_loss" not in checks:
         return []
+    tokens = checks.get("test_tokens", 0)
+    documents = checks.get("test_documents", 0)
     notes = [
-        f"On {checks['test_tokens']:,} tokens of {checks['test_documents']:,} held-out documents "
-        "by which nothing was chosen."
+        f"On {tokens:,} tokens of {documents:,} held-out documents by which nothing was chosen."
     ]
+    difference = checks.get("loss_difference")
     low, high = checks.get("loss_difference_interval", (None, None))
-    if low is not None and high is not None:
+    if difference is not None and low is not None and high is not None:
         notes.append(
-            f"Below the baseline by {checks['loss_difference']:.4f}, 95 % interval {low:.4f} to "
-            f"{high:.4f} (bootstrap over documents)."
+            f"Below the baseline by {difference:.4f}, 95 % interval {low:.4f} to {high:.4f} "
+            "(bootstrap over documents)."
         )
     return notes
 

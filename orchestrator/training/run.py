@@ -93,7 +93,8 @@ class TrainingFollower:
         reports = self._run.reports()
         milestones = reports[self._milestones :]
         self._milestones = len(reports)
-        lines = [add_steps(line, self._run.offset) for line in self._curve.new_lines()]
+        offset = self._run.offset
+        lines: list[TrainingReport] = [add_steps(line, offset) for line in self._curve.new_lines()]
         self.step = max([self.step, *(report["step"] for report in (*milestones, *lines))])
         return milestones, lines
 
