@@ -35,6 +35,7 @@ class Evaluation:
         notes: On memory that it lacked.
         sequence_losses: Mean loss of each sequence, `[N]` float64; None where workers share the
             sequences.
+        token_losses: Loss of each prediction, `[N, T - 1]` float64; None likewise.
     """
 
     loss: float
@@ -42,7 +43,11 @@ class Evaluation:
     tokens: int
     seconds: float
     notes: tuple[str, ...] = ()
-    sequence_losses: Tensor | None = field(default=None, repr=False, compare=False)
+    token_losses: Tensor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def sequence_losses(self) -> Tensor | None:
+        return None if self.token_losses is None else self.token_losses.mean(1)
 
     @property
     def noted(self) -> dict[str, list[str]]:
@@ -221,11 +226,11 @@ def _now(like: Tensor) -> float:
 def _totals(
     model: Any, teacher: Any, sequences: Tensor, share: Iterable[tuple[list[int], int]]
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of `_score` over batches of rows, and the mean loss of each counted row."""
+    """Return the sums of `_score` over batches of rows, and the losses of each counted row."""
     module = model.model if isinstance(model, CachedTeacher) else model
     device = next(module.parameters()).device
     totals = torch.zeros(3, dtype=torch.float64, device=device)
-    losses = [torch.zeros(0, dtype=torch.float64)]
+    losses = [torch.zeros(0, sequences.shape[1] - 1, dtype=torch.float64)]
     batches = list(share)
     with evaluating(module), stage("measuring the loss", len(batches), "batches") as progress:
         for rows, counted in batches:
@@ -237,7 +242,7 @@ def _totals(
 
 
 def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> tuple[Tensor, Tensor]:
-    """Return the sums over the first `counted` rows of the batch, and the mean loss of each row.
+    """Return the sums over the first `counted` rows of the batch, and the losses of each row.
 
     The sums are loss, KL and predictions, `[3]` float64.
     """
@@ -252,9 +257,9 @@ def _score(model: Any, teacher: Any, batch: Tensor, counted: int) -> tuple[Tenso
         means = mean_cost(model, batch, costs, reference, counted)
     if not counted:
         return torch.zeros(3, dtype=torch.float64, device=batch.device), torch.zeros(
-            0, dtype=torch.float64
+            0, batch.shape[1] - 1, dtype=torch.float64
         )
-    return means * counted * (batch.shape[1] - 1), costs.of_rows(counted)
+    return means * counted * (batch.shape[1] - 1), costs.by_token(counted)
 
 
 class PredictionCosts:
@@ -275,7 +280,11 @@ class PredictionCosts:
 
     def of_rows(self, rows: int) -> Tensor:
         """Return the mean loss of each of the `rows` sequences, `[rows]` float64 on the CPU."""
-        return torch.cat(self._losses).view(rows, -1).mean(1)
+        return self.by_token(rows).mean(1)
+
+    def by_token(self, rows: int) -> Tensor:
+        """Return the loss of each prediction, `[rows, T - 1]` float64 on the CPU."""
+        return torch.cat(self._losses).view(rows, -1)
 
 
 def _share(

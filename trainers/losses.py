@@ -12,11 +12,20 @@ import torch
 from torch import Tensor
 
 from attention.modeling.losses import divergence, kl, language_modelling, prediction_losses, wide
-from attention.modeling.predictions import final, mean_cost
+from attention.modeling.predictions import Final, final, mean_cost
 
-__all__ = ["DISTILLATIONS", "bild", "kl", "language_modelling", "objective", "prediction_losses"]
+__all__ = [
+    "DISTILLATIONS",
+    "bild",
+    "kl",
+    "language_modelling",
+    "objective",
+    "prediction_losses",
+    "stored_kl",
+]
 
 DISTILLATIONS = ("none", "kl", "kl_bild")
+_NOTHING = -50.0  # logarithm of a probability that adds nothing, in the place of -inf
 
 
 def bild(student: Tensor, teacher: Tensor, k: int = 16) -> Tensor:
@@ -57,11 +66,37 @@ def _differences(logits: Tensor) -> Tensor:
     return logits[..., first] - logits[..., second]
 
 
+def stored_kl(student: Tensor, stored: Tensor) -> Tensor:
+    """Mean over tokens of KL(teacher ‖ student) where k of the teacher's probabilities are known.
+
+    The other tokens count as one, with the probability that they have together: a lower bound of
+    the whole divergence, and the divergence itself where k is the vocabulary.
+
+    Args:
+        student: Logits `[P, V]`.
+        stored: `[P, 2 k + 1]`: the k largest log-probabilities of the teacher, their tokens, and
+            the logarithm of what is left (`trainers.jobs.teacher_logits`).
+    """
+    k = (stored.shape[-1] - 1) // 2
+    largest, indices, rest = stored.split([k, k, 1], dim=-1)
+    indices = indices.long()
+    rest = rest.clamp(min=_NOTHING)
+    # Perhaps rounded when they were stored: with the rest they are to make 1
+    largest = largest + torch.log1p(-rest.exp()) - largest.logsumexp(-1, keepdim=True)
+    log_student = wide(student).log_softmax(-1)
+    total = largest.exp() * (largest - log_student.gather(-1, indices))
+    if k == student.shape[-1]:
+        return total.sum(-1).mean()
+    student_rest = log_student.scatter(-1, indices, -torch.inf).logsumexp(-1, keepdim=True)
+    return (total.sum(-1, keepdim=True) + rest.exp() * (rest - student_rest)).mean()
+
+
 def objective(
     distillation: str = "none",
     weight: float = 0.5,
     teacher: Any = None,
     positions: Callable[[Tensor], Tensor] | None = None,
+    stored: Callable[[Tensor], Final] | None = None,
 ) -> Callable[[Any, Tensor], Tensor]:
     """Return the training loss as the loop wants it, `f(model, batch [B, T]) -> scalar`.
 
@@ -73,16 +108,22 @@ def objective(
     Args:
         positions: Of the tokens of a batch, where documents are kept apart
             (`trainers.text.documents`); both models are given them.
+        stored: Predictions of the teacher that were kept, in its place (`stored_kl`).
     """
     if distillation not in DISTILLATIONS:
         raise ValueError(f"distillation must be one of {DISTILLATIONS}, got {distillation!r}")
-    if distillation != "none" and teacher is None:
+    if distillation != "none" and teacher is None and stored is None:
         raise ValueError(f"distillation {distillation!r} needs a teacher model, got None")
 
     def cost(logits: Tensor, labels: Tensor, guide: Tensor | None) -> Tensor:
         if guide is None:
             return language_modelling(logits, labels)
-        distance = kl(logits, guide) + (bild(logits, guide) if distillation == "kl_bild" else 0)
+        if stored is not None:
+            distance = stored_kl(logits, guide)
+        else:
+            distance = kl(logits, guide)
+            if distillation == "kl_bild":
+                distance = distance + bild(logits, guide)
         return weight * distance + (
             (1 - weight) * language_modelling(logits, labels) if weight < 1 else 0
         )
@@ -92,7 +133,10 @@ def objective(
         more = {} if positions is None else {"position_ids": positions(batch)}
         if distillation != "none":
             with torch.no_grad():
-                reference = final(teacher, batch, **more)
+                if stored is None:
+                    reference = final(teacher, batch, **more)
+                else:
+                    reference = stored(batch)
         return mean_cost(model, batch, cost, reference, **more)
 
     return loss

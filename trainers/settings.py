@@ -143,6 +143,15 @@ class TrainSettings(StrictModel):
     """kl mixes KL(original model ‖ model) into the loss, kl_bild KL + BiLD (Jin 2024)."""
     distillation_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Weight of the distillation in the loss; the language-modelling loss keeps the rest."""
+    teacher_logits: Literal["live", "cached"] = "live"
+    """Where distillation kl has the original model's predictions from. live: it runs beside the
+    training. cached: the `teacher_logits_k` likeliest tokens of each position are kept on disk,
+    once for a text and an original, and no training loads it; the others count together, so that
+    the divergence is a lower bound of the whole one, and reports have no KL. A relaxation always
+    runs it.
+    """
+    teacher_logits_k: Annotated[int, Field(ge=1)] = 64
+    """Tokens of each position that are kept with `teacher_logits: cached`."""
     tuning: Literal["full", "lora", "kv"] = "full"
     """full trains all weights; lora adapters beside frozen weights, and the trained checkpoint has
     them merged; kv the projections of keys and values alone. A relaxation always trains all
@@ -217,6 +226,16 @@ class TrainSettings(StrictModel):
                 "optimiser takes wrong "
                 "first steps; set zero_stage=1 or dtype=float32"
             )
+        if self.keeps_teacher_logits and self.document_mask:
+            raise ValueError(
+                "teacher_logits cached keeps predictions across documents, document_mask has none; "
+                "set teacher_logits=live or document_mask=false"
+            )
+        if self.teacher_logits == "cached" and self.distillation == "kl_bild":
+            raise ValueError(
+                "teacher_logits cached has no logits for kl_bild; set distillation=kl or "
+                "teacher_logits=live"
+            )
         if self.gpus_per_worker % 1 and (self.num_workers > 1 or self.gpus_per_worker > 1):
             raise ValueError(
                 "gpus_per_worker must be a whole number, or a part of a GPU for one worker alone, "
@@ -263,9 +282,12 @@ class TrainSettings(StrictModel):
         """
         record = self.model_dump(mode="json")
         record["activation_checkpointing"] = self.activation_checkpointing is True
+        del record["collective_seconds"]  # how long it may take, and not what comes of it
         for name in ("document_mask", "compile"):
             if not record[name]:
                 del record[name]
+        if not self.keeps_teacher_logits:
+            del record["teacher_logits"], record["teacher_logits_k"]
         return record
 
     @property
@@ -282,6 +304,11 @@ class TrainSettings(StrictModel):
     def _share(self) -> int:
         """Sequences of a step that one worker has at most."""
         return math.ceil(self.batch_size / self.num_workers)
+
+    @property
+    def keeps_teacher_logits(self) -> bool:
+        """Whether the teacher's predictions come from disk."""
+        return self.distillation != "none" and self.teacher_logits == "cached"
 
     def on(self, workers: int) -> TrainSettings:
         """Return the same training on so many workers."""

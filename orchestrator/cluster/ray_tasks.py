@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -46,6 +46,55 @@ def on_cluster(
             return ray.get(task.remote(threads, key, work, arguments))
     except RayTaskError as error:
         raise error.cause from None  # without Ray's trace around what a user can mend
+
+
+def each_on_cluster(
+    options: Mapping[str, Any],
+    label: str,
+    work: Callable[..., _T],
+    calls: Sequence[tuple[Any, ...]],
+    most: int | None = None,
+) -> Iterator[tuple[int, _T]]:
+    """Yield the number and the result of each call of `work`, in the order in which they end.
+
+    Each is a Ray task of its own that waits for no other; without Ray they run in this process, one
+    after the other. What `work` raises is raised here, and ends the others.
+
+    Args:
+        options: Of each task (`orchestrator.cluster.placement.task_options`).
+        label: Of the line that shows how many have ended, and the time left.
+        calls: Arguments of each call.
+        most: Tasks at a time; None: as many as there is room for.
+    """
+    with stage(label, len(calls), "models") as progress:
+        if not ray.is_initialized():
+            for number, arguments in enumerate(calls):
+                yield number, work(*arguments)
+                progress.step()
+            return
+        at_once = min(len(calls), most or len(calls))
+        threads = None if options["num_gpus"] else max(1, torch.get_num_threads() // at_once)
+        task: Any = ray.remote(**options, max_retries=3)(_run_work)
+        waiting = list(enumerate(calls))
+        running: dict[Any, tuple[int, str]] = {}
+        progress.detail = lambda: ", ".join(
+            filter(None, (published_progress(key) for _, key in list(running.values())))
+        )
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    number, arguments = waiting.pop(0)
+                    key = uuid.uuid4().hex
+                    running[task.remote(threads, key, work, arguments)] = (number, key)
+                (reference, *_), _ = ray.wait(list(running), num_returns=1)
+                number, _ = running.pop(reference)
+                yield number, ray.get(reference)
+                progress.step()
+        except RayTaskError as error:
+            raise error.cause from None
+        finally:
+            for reference in running:
+                ray.cancel(reference, force=True)
 
 
 def _run_work(

@@ -503,9 +503,18 @@ class SearchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PromoteOptions:
-    """Train chosen trials fully, pass the gate, register. Finished steps are not repeated."""
+    """Train chosen trials fully, pass the gate, register. Finished steps are not repeated.
+
+    What the gate has refused is checked again by other settings of it, e.g. promotion.margin=0.01.
+    """
 
     search: SearchPath
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[promotion.KEY=VALUE]...", help="e.g. promotion.margin_standard_errors=2"
+        ),
+    ] = None
     trial: Annotated[
         list[str] | None, typer.Option(help="Trial id to promote; may be given several times.")
     ] = None

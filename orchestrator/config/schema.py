@@ -90,9 +90,15 @@ class PromotionSection(Section):
     checkpoint_minutes: PositiveFloat | None = None
     """Minutes after which there is a checkpoint at the latest; none: those of `resources`."""
     margin: float = Field(default=0.0, ge=0)
-    """By how many nats per token the loss must be below the baseline's."""
-    logit_tolerance: PositiveFloat = 1e-4
-    """How far logits of the exported checkpoint may be from the trained model's."""
+    """By how many nats per token the loss must be below the baseline's, on `data.test`."""
+    margin_standard_errors: float = Field(default=0.0, ge=0)
+    """By how many standard errors of this difference besides, e.g. 2. The error is that of a
+    bootstrap over documents, which both models share; with 0 it is reported and not required.
+    """
+    logit_tolerance: PositiveFloat | None = None
+    """How far logits of the exported checkpoint may be from the trained model's; none: 8 times what
+    another order of the sums changes in them in float32, which is measured.
+    """
     tasks: Annotated[list[str], AfterValidator(distinct)] = Field(default=[])
     """Tasks of lm-evaluation-harness that are run on what is exported, on the original model and on
     the baseline: `demo`, folders of task files that every node sees, or the harness's own names.

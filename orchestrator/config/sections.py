@@ -170,6 +170,11 @@ class DataSection(Section):
     eval: TextSection = TextSection(tokens=16_384)
     """The held-out text that losses are measured on: no document of it is trained or calibrated on.
     """
+    test: TextSection | None = None
+    """The text that the gate and the model card compare losses on: held-out documents of which no
+    token is in `eval`, by which steps, trials and finalists are chosen. none: source and number of
+    tokens of `eval`, or as many as its documents leave.
+    """
     calibration: TextSection = TextSection(tokens=16_384)
     """The text that statistics of the heads are collected on, by which plans are made."""
     text_field: str = "text"
@@ -184,8 +189,8 @@ class DataSection(Section):
     """
 
     def section(self, split: str) -> tuple[str, int]:
-        """Source and token count of "train", "eval" or "calibration"."""
-        text: TextSection = getattr(self, split)
+        """Source and token count of "train", "eval", "test" or "calibration"."""
+        text: TextSection = getattr(self, split) or self.eval
         return text.source or self.source, text.tokens
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,16 +20,28 @@ from attention.families import window_of
 from attention.io import checkpoint
 from attention.io.export import export, largest_difference, probe
 from attention.io.precision import cast_weights, round_weights
+from attention.io.rounding_noise import logit_tolerance
 from attention.modeling.model_classes import TYPE_PREFIX, plan_of
 from attention.plan import AttentionPlan
 from orchestrator import checkpoints
 from orchestrator.cluster.placement import task_options
-from orchestrator.cluster.ray_tasks import on_cluster
+from orchestrator.cluster.ray_tasks import each_on_cluster
 from orchestrator.config.schema import SearchConfig
 from orchestrator.evaluation.extras import NO_EXTRAS
 from orchestrator.evaluation.task_files import with_absolute_paths
 from orchestrator.promotion.engine_export import export_for_engine
-from orchestrator.promotion.measuring import extras_of, limit_violations, score_finalist
+from orchestrator.promotion.measuring import (
+    extras_of,
+    limit_violations,
+    score_finalist,
+    score_reference,
+)
+from orchestrator.promotion.paired_losses import (
+    DocumentLosses,
+    LossDifference,
+    document_losses,
+    paired_bootstrap,
+)
 from orchestrator.promotion.state import GateRecord, PromotionEntry, TrainedModel
 from orchestrator.search.trials.context import SearchSession, TrialContext
 from orchestrator.storage.paths import SearchFolder
@@ -37,6 +50,17 @@ from trainers.evaluation import evaluate, measure_cache
 from trainers.text.data import read_sequences
 
 OK = "passed"
+_DIGITS = 16  # hexadecimal, of a SHA-256
+_SETTINGS = (
+    "margin",
+    "margin_standard_errors",
+    "logit_tolerance",
+    "tasks",
+    "max_task_drop",
+    "prompts",
+    "context_lengths",
+    "max_recall_drop",
+)
 
 
 @dataclass(frozen=True)
@@ -57,16 +81,39 @@ class GateResult:
     digests: ModelDigests
 
 
-def check_candidate(entry: PromotionEntry, session: SearchSession) -> GateResult:
-    """Export a trained candidate and check it, in a task of the cluster."""
+def gate_settings(config: SearchConfig) -> dict[str, Any]:
+    """Return the settings that a gate decides by."""
+    return config.promotion.model_dump(mode="json", include=set(_SETTINGS))
+
+
+def check_candidates(
+    entries: Sequence[PromotionEntry], session: SearchSession
+) -> Iterator[tuple[PromotionEntry, GateResult]]:
+    """Export trained candidates and check them, each in a task of the cluster, as they end.
+
+    What they are compared with is measured before, likewise, so that no task that holds a GPU
+    waits for another.
+    """
     config = session.config
     section = config.promotion.model_copy(
         update={"tasks": with_absolute_paths(config.promotion.tasks)}
     )
     config = config.model_copy(update={"promotion": section})  # the task may run in another folder
-    label = f"gate of {entry.name}"
+    folder = session.folder
+    context = session.context
     options = task_options(config)
-    return on_cluster(options, label, examine, entry, config, session.folder, session.context)
+    # Without GPUs to share them out by, as many at a time as models have room for
+    most = None if options["num_gpus"] else session.parallel
+    if extras_of(config.promotion) != NO_EXTRAS and len(entries) > 1:
+        models = [context.model, *(e.baseline.folder for e in entries if e.baseline)]
+        references = [path for path in dict.fromkeys(models) if path is not None]
+        calls = [(path, config, context, folder.promoted) for path in references]
+        for _ in each_on_cluster(options, "scores to compare with", score_reference, calls, most):
+            pass
+    calls = [(entry, config, folder, context) for entry in entries]
+    label = f"gate of {entries[0].name}" if len(entries) == 1 else f"gates of {len(entries)} models"
+    for number, result in each_on_cluster(options, label, examine, calls, most):
+        yield entries[number], result
 
 
 def examine(
@@ -118,8 +165,8 @@ class _Gate:
         with self._check("cache"):
             self._check_cache(model)
         held_out = read_sequences(self.context.eval_file)[:]
-        with torch.no_grad():
-            expected = [model(held_out[:2]).logits, probe(model)]
+        expected = _logits(model, held_out)
+        self._set_tolerance(model, expected, held_out)
         plain = checkpoint.plain_form(model.config, self.plan) is not None
         del model
         with self._check("export"):
@@ -154,6 +201,55 @@ class _Gate:
         yield
         self.outcomes[name] = "; ".join(self.reasons[before:]) or OK
 
+    def _compare_losses(self) -> LossDifference | None:
+        """Measure on the gate's own text, one model at a time in memory.
+
+        Returns:
+            How far the baseline is above the candidate; None where there is no text, or no weights
+            of the baseline are left.
+        """
+        baseline = self.entry.baseline.folder if self.entry.baseline else None
+        text = self.context.test_file
+        if text is None:
+            self.checks["warning"] = (
+                "too little held-out text for one of the gate's own: the losses are of the text "
+                "that trials and steps were chosen by"
+            )
+            # By which an error can be given, if not an unbiased mean
+            text = self.context.eval_file if self.config.promotion.margin_standard_errors else None
+        if text is None:
+            return None
+        converted = self.folder.trial(self.entry.trial_id) / "converted"
+        models = {
+            "test_loss": self.trained.folder,
+            "baseline_test_loss": baseline,
+            "untrained_test_loss": str(converted) if converted.is_dir() else None,
+            "original_test_loss": self.context.model,
+        }
+        losses: dict[str, DocumentLosses] = {}
+        for name, path in models.items():
+            if path is not None:
+                model = checkpoints.load_model(path, device=self.context.device)
+                round_weights(model, self.dtype)
+                losses[name] = document_losses(model, text)
+                del model
+        tokens = read_sequences(text)
+        self.checks |= cast(GateChecks, {name: found.loss for name, found in losses.items()})
+        self.checks["test_tokens"] = tokens.shape[0] * tokens.shape[1]
+        self.checks["test_documents"] = len(losses["test_loss"].predictions)
+        self.checks["test_digest"] = tokens.digest[:_DIGITS]
+        if "baseline_test_loss" not in losses:
+            return None
+        difference = paired_bootstrap(
+            losses["baseline_test_loss"],
+            losses["test_loss"],
+            np.random.default_rng(self.config.search.seed),
+        )
+        self.checks["loss_difference"] = difference.mean
+        self.checks["loss_difference_stderr"] = _number(difference.standard_error)
+        self.checks["loss_difference_interval"] = [_number(end) for end in difference.interval]
+        return difference
+
     def _check_loss(self) -> None:
         """Compare with the baseline at the same KV ratio and with the untrained conversion.
 
@@ -162,36 +258,70 @@ class _Gate:
         entry = self.entry
         loss = self.trained.loss
         untrained_loss = self.trained.untrained_loss
-        baseline_loss = entry.baseline.loss if entry.baseline else None
-        margin = self.config.promotion.margin
         baseline = self.config.search.baseline
+        section = self.config.promotion
         self.checks = {
             **self.checks,
             **entry.comparison,
             "loss": loss,
             "shipped": self.trained.description,
-            "margin": margin,
+            "margin": section.margin,
+            "margin_standard_errors": section.margin_standard_errors,
         }
         if entry.recipe == baseline:
             self.reasons.append(
                 f"it is the baseline {entry.recipe} itself; nothing was better at this KV ratio"
             )
-        elif baseline_loss is None:
+            return
+        if entry.baseline is None or entry.baseline.loss is None:
             self.reasons.append(
                 f"there is no baseline {baseline} at this KV ratio to compare_arms with"
             )
-        elif loss is None or not math.isfinite(loss):
+            return
+        if loss is None or not math.isfinite(loss):
             self.reasons.append(f"held-out loss is {loss}")
-        elif not loss < baseline_loss - margin:
-            self.reasons.append(
-                f"held-out loss {loss:.4f} is not below the baseline's {baseline_loss:.4f} by more "
-                f"than {margin:g}, each at its best step of the same {entry.steps}"
-            )
+            return
+        difference = self._compare_losses()
+        if reason := self._not_better(loss, entry.baseline.loss, difference):
+            self.reasons.append(f"{reason}, each at its best step of the same {entry.steps}")
         elif untrained_loss is not None and loss > untrained_loss:
             self.reasons.append(
                 f"held-out loss {loss:.4f} is above the {untrained_loss:.4f} of its own untrained "
                 "conversion, whose weights are gone"
             )
+
+    def _not_better(
+        self, loss: float, baseline_loss: float, difference: LossDifference | None
+    ) -> str | None:
+        """Return why the candidate is not better than the baseline; None if it is.
+
+        Args:
+            loss: On the evaluation text.
+            baseline_loss: On the evaluation text.
+            difference: On the gate's own text, which counts where it is there.
+        """
+        section = self.config.promotion
+        errors = section.margin_standard_errors
+        if difference is None:
+            what = "held-out loss"
+            above = baseline_loss - loss
+            error = math.nan
+        else:
+            what = "loss on the gate's own text" if self.context.test_file else "held-out loss"
+            loss = self.checks.get("test_loss", math.nan)
+            baseline_loss = self.checks.get("baseline_test_loss", math.nan)
+            above = difference.mean
+            error = difference.standard_error
+        needed = section.margin + errors * error if errors else section.margin
+        if above > needed:
+            return None
+        required = f"{section.margin:g}"
+        if errors:
+            required += f" and {errors:g} standard errors of {error:.2g}"
+        return (
+            f"{what} {loss:.4f} is not below the baseline's {baseline_loss:.4f} by more than "
+            f"{required}"
+        )
 
     def _check_cache(self, model: Any) -> None:
         """Compare the bytes of a real cache, in the dtype that is shipped, with the plan."""
@@ -211,6 +341,17 @@ class _Gate:
                 f"the cache holds {measured} bytes after {tokens} tokens, planned were "
                 f"{planned * tokens}"
             )
+
+    def _set_tolerance(self, model: Any, expected: list[Tensor], held_out: Tensor) -> None:
+        """Enter how far the exported logits may be from these, in float32."""
+        tolerance, noise = logit_tolerance(
+            partial(_logits, model, held_out),
+            expected,
+            torch.Generator().manual_seed(self.config.search.seed),
+        )
+        self.checks["logit_noise"] = noise
+        configured = self.config.promotion.logit_tolerance
+        self.checks["logit_tolerance"] = tolerance if configured is None else configured
 
     def _export(self, name: str) -> None:
         """Write plain GQA where plan and family allow it, else Headfold's own format.
@@ -249,15 +390,12 @@ class _Gate:
             expected: Logits of the trained model.
             held_out: Tokens `[N, T]`.
         """
-        tolerance = self.config.promotion.logit_tolerance
         model = checkpoints.load_model(exported, device=self.context.device)
         self.checks["exported_loss"] = evaluate(model, held_out).loss
         model.cpu()  # where the trained model's logits were computed
-        with torch.no_grad():
-            logits = [model(held_out[:2]).logits, probe(model)]
-        difference = max(map(largest_difference, expected, logits))
+        difference = max(map(largest_difference, expected, _logits(model, held_out)))
+        tolerance = self.checks.get("logit_tolerance", 0.0)
         self.checks["max_logit_difference"] = difference
-        self.checks["logit_tolerance"] = tolerance
         if not difference <= tolerance:
             self.reasons.append(
                 "logits of the exported checkpoint differ from the trained model's by "
@@ -288,3 +426,18 @@ class _Gate:
             exported, baseline, self.config, self.context, self.folder.promoted
         )
         self.reasons += limit_violations(self.scores, self.config.promotion)
+
+
+def _number(value: float) -> float | None:
+    """Return a value for a record; None for NaN."""
+    return None if math.isnan(value) else value
+
+
+@torch.no_grad()
+def _logits(model: Any, held_out: Tensor) -> list[Tensor]:
+    """Return the logits that two models are compared by.
+
+    Args:
+        held_out: Tokens `[N, T]`.
+    """
+    return [model(held_out[:2]).logits, probe(model)]

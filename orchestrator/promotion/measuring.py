@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -49,28 +49,63 @@ def score_finalist(
         baseline: The weights of the baseline at the same KV ratio, if there are any.
         cache_folder: Keeps the scores of the other two for the next finalist.
     """
-    extras = extras_of(config.promotion)
-    seed = config.search.seed
-    held_out = read_sequences(context.eval_file)[:]
-    original = checkpoints.open_checkpoint(context.model, "model.path")
-    prepared = extras.prepare(
-        checkpoints.load_tokenizer(original),
-        original.geometry.max_positions,
-        lambda length: _recut(held_out, length),
-        seed,
-    )
-    request = repr((extras, task_specs(extras.tasks), seed))
-    request_digest = hashlib.sha256(request.encode()).hexdigest()
+    measurement = _Measurement(config, context)
+    scores = {
+        "checkpoint": measurement.of(model),
+        "original": measurement.kept(context.model, cache_folder),
+    }
+    if baseline is not None:
+        scores["baseline"] = measurement.kept(baseline, cache_folder)
+    return cast(FinalistScores, measurement.prepared.record(scores))
 
-    def measure(path: str) -> ModelExtras:
-        return prepared.measure(checkpoints.load_working(path, context.dtype, context.device))
 
-    scores = {"checkpoint": measure(model)}
-    for name, path in (("original", context.model), ("baseline", baseline)):
-        if path is not None:
-            file = cache_folder / f"measured-{name}.json"
-            scores[name] = _cached(file, path, request_digest, measure)
-    return cast(FinalistScores, prepared.record(scores))
+def score_reference(
+    path: str, config: SearchConfig, context: TrialContext, cache_folder: Path
+) -> None:
+    """Measure the original model or a baseline, for the finalists that are compared with it."""
+    _Measurement(config, context).kept(path, cache_folder)
+
+
+class _Measurement:
+    """What is measured of finalists, of the original model and of baselines."""
+
+    def __init__(self, config: SearchConfig, context: TrialContext) -> None:
+        extras = extras_of(config.promotion)
+        seed = config.search.seed
+        held_out = read_sequences(context.eval_file)[:]
+        original = checkpoints.open_checkpoint(context.model, "model.path")
+        self._context = context
+        self.prepared = extras.prepare(
+            checkpoints.load_tokenizer(original),
+            original.geometry.max_positions,
+            lambda length: _recut(held_out, length),
+            seed,
+        )
+        request = repr((extras, task_specs(extras.tasks), seed))
+        self._digest = hashlib.sha256(request.encode()).hexdigest()
+
+    def of(self, path: str) -> ModelExtras:
+        """Measure a checkpoint."""
+        context = self._context
+        return self.prepared.measure(checkpoints.load_working(path, context.dtype, context.device))
+
+    def kept(self, path: str, folder: Path) -> ModelExtras:
+        """Return the scores of the original model or of a baseline, which a file keeps.
+
+        They are measured if they are not of the same weights and request.
+        """
+        name = "original"
+        if path != self._context.model:
+            name = f"baseline-{hashlib.sha256(path.encode()).hexdigest()[:12]}"
+        file = folder / f"measured-{name}.json"
+        key = [checkpoint.weights_digest(Checkpoint.open(path).folder), self._digest]
+        if file.is_file():
+            record = read_json(file)
+            if record.get("of") == key:
+                return record["found"]
+        scores = self.of(path)
+        write_json(file, {"of": key, "found": scores})
+        return scores
 
 
 def _recut(held_out: Tensor, length: int) -> Tensor:
@@ -79,20 +114,6 @@ def _recut(held_out: Tensor, length: int) -> Tensor:
     There are enough: `orchestrator.search.validation` has counted them.
     """
     return held_out.flatten()[: NUM_TEXTS * length].view(NUM_TEXTS, length)
-
-
-def _cached(
-    file: Path, path: str, request_digest: str, measure: Callable[[str], ModelExtras]
-) -> ModelExtras:
-    """Return the scores of a model, from a file if they are of the same weights and request."""
-    key = [checkpoint.weights_digest(Checkpoint.open(path).folder), request_digest]
-    if file.is_file():
-        record = read_json(file)
-        if record.get("of") == key:
-            return record["found"]
-    scores = measure(path)
-    write_json(file, {"of": key, "found": scores})
-    return scores
 
 
 def limit_violations(scores: FinalistScores, section: PromotionSection) -> list[str]:
@@ -128,11 +149,24 @@ def _mean_recall(depths: list[dict[str, float]]) -> float:
     return sum(depth["recall"] for depth in depths) / len(depths)
 
 
+_METRICS = (
+    "engine_kv_bytes_per_token",
+    "engine_capacity",
+    "test_loss",
+    "baseline_test_loss",
+    "untrained_test_loss",
+    "original_test_loss",
+    "loss_difference",
+    "loss_difference_stderr",
+)
+
+
 def metrics_of(gate: GateRecord) -> dict[str, float]:
     """Return what MLflow shows of a finalist as metrics.
 
     They are `task_NAME_METRIC` without standard errors, `recall_at_LENGTH`, the loss at the last
-    positions of the longest context, and the engine's bytes per token and capacity.
+    positions of the longest context, the engine's bytes per token and capacity, and the losses on
+    the gate's own text.
     """
     metrics: dict[str, float] = {}
     for task, scores in gate.scores.get("tasks", {}).get("checkpoint", {}).items():
@@ -145,7 +179,7 @@ def metrics_of(gate: GateRecord) -> dict[str, float]:
         for length, depths in long_context["recall"]["checkpoint"].items():
             metrics[f"recall_at_{length}"] = _mean_recall(depths)
         metrics["loss_last_positions"] = long_context["loss_by_position"]["checkpoint"][-1]["loss"]
-    for name in ("engine_kv_bytes_per_token", "engine_capacity"):
+    for name in _METRICS:
         if (value := gate.checks.get(name)) is not None:
             metrics[name] = float(value)
     # MLflow takes no other characters in names

@@ -28,6 +28,7 @@ def write_promoted_card(
         recipe=entry.label,
         kv_ratio=entry.used_kv_ratio or entry.kv_ratio,
         losses=_losses(entry, trained, gate, config.search.baseline),
+        loss_notes=_loss_notes(gate),
         tasks=gate.scores.get("tasks", {}),
         trained={"steps": steps, "tokens": _tokens(steps, config), "data": text},
         datasets=datasets,
@@ -39,16 +40,55 @@ def write_promoted_card(
 def _losses(
     entry: PromotionEntry, trained: TrainedModel, gate: GateRecord, baseline: str
 ) -> dict[str, float]:
-    """Return the losses that are known, by the model as the card calls it."""
-    losses = {
-        "original model": trained.original_loss,
-        "converted, before training": trained.untrained_loss,
-        "this model": gate.checks.get("exported_loss", trained.loss),
-        f"baseline {baseline}, trained for as many steps at most": (
-            entry.baseline.loss if entry.baseline else None
-        ),
-    }
+    """Return the losses that are known, by the model as the card calls it, all on one text.
+
+    It is the gate's own; where there was none, that by which the model was chosen.
+    """
+    checks = gate.checks
+    if "test_loss" in checks:
+        values = [
+            checks.get("original_test_loss"),
+            checks.get("untrained_test_loss"),
+            checks["test_loss"],
+            checks.get("baseline_test_loss"),
+        ]
+    else:
+        values = [
+            trained.original_loss,
+            trained.untrained_loss,
+            checks.get("exported_loss", trained.loss),
+            entry.baseline.loss if entry.baseline else None,
+        ]
+    names = (
+        "original model",
+        "converted, before training",
+        "this model",
+        f"baseline {baseline}, trained for as many steps at most",
+    )
+    losses = dict(zip(names, values, strict=True))
     return {name: loss for name, loss in losses.items() if loss is not None}
+
+
+def _loss_notes(gate: GateRecord) -> list[str]:
+    """Return on which text the losses are, and how sure their difference is."""
+    checks = gate.checks
+    if "warning" in checks:
+        return [f"{checks['warning'].capitalize()}."]
+    if "test_loss" not in checks:
+        return []
+    tokens = checks.get("test_tokens", 0)
+    documents = checks.get("test_documents", 0)
+    notes = [
+        f"On {tokens:,} tokens of {documents:,} held-out documents by which nothing was chosen."
+    ]
+    difference = checks.get("loss_difference")
+    low, high = checks.get("loss_difference_interval", (None, None))
+    if difference is not None and low is not None and high is not None:
+        notes.append(
+            f"Below the baseline by {difference:.4f}, 95 % interval {low:.4f} to {high:.4f} "
+            "(bootstrap over documents)."
+        )
+    return notes
 
 
 def _tokens(steps: int, config: SearchConfig) -> int:

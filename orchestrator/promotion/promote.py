@@ -23,6 +23,7 @@ from orchestrator.checkpoints import base_of
 from orchestrator.cluster.capacity import search_concurrency
 from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.session import connected
+from orchestrator.config.parsing import apply_override
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.state import (
     BASELINE,
@@ -60,6 +61,7 @@ def promote_search(
     trials: Iterable[str] = (),
     top: int | None = None,
     sync_from: SyncSide | None = None,
+    overrides: Iterable[str] = (),
 ) -> PromoteOutcome:
     """Promote from the folder of a search that has run: `headfold promote`.
 
@@ -68,13 +70,14 @@ def promote_search(
         top: How many trials of each KV ratio, in place of the configured number.
         sync_from: Which to go on with where the address of the storage and its working folder have
             both changed.
+        overrides: Settings of this promotion, `promotion.KEY=VALUE`, in place of the search's.
 
     Raises:
         ConfigError: If the folder is none, a trial id is unknown or of a baseline, or the cluster
             is too small.
     """
     ids = list(trials)
-    folder, config, chosen = _request(search, ids, top)
+    folder, config, chosen = _request(search, ids, top, overrides)
     config = open_models(config)
     prepared = validate_search(config)
     with (
@@ -110,14 +113,18 @@ def promote_search(
 
 
 def rehearse_promotion(
-    search: str | Path, *, trials: Iterable[str] = (), top: int | None = None
+    search: str | Path,
+    *,
+    trials: Iterable[str] = (),
+    top: int | None = None,
+    overrides: Iterable[str] = (),
 ) -> dict[str, str]:
     """Return what `promote_search` would do, in words by topic; nothing is written.
 
     Raises:
         ConfigError: As `promote_search` does, for what can be checked without a cluster.
     """
-    folder, config, chosen = _request(search, trials, top)
+    folder, config, chosen = _request(search, trials, top, overrides)
     config = open_models(config, weights=False)
     prepared = rehearse_search(config)
     state = PromotionState.load(folder.promotion)
@@ -147,12 +154,12 @@ def rehearse_promotion(
 
 
 def _request(
-    search: str | Path, trials: Iterable[str], top: int | None
+    search: str | Path, trials: Iterable[str], top: int | None, overrides: Iterable[str]
 ) -> tuple[SearchFolder, SearchConfig, list[TrialRecord]]:
     """Return a search, its configuration, and the trials of it to promote."""
     folder = SearchFolder.existing(search)
     warn_of_pickles(folder)
-    config = _stored_config(folder)
+    config = _stored_config(folder, overrides)
     records = load_trials(folder.root)
     _check_ended(folder, records)
     return folder, config, _chosen(records, list(trials), top, config)
@@ -164,13 +171,21 @@ def _search_run(folder: SearchFolder) -> TrackedRun:
     return parent_run(folder.root, waits_for(folder.waiting), status=None, run_id=run_id)
 
 
-def _stored_config(folder: SearchFolder) -> SearchConfig:
-    """Return the configuration of a search, from its snapshot.
+def _stored_config(folder: SearchFolder, overrides: Iterable[str]) -> SearchConfig:
+    """Return the configuration of a search, from its snapshot, with other settings of `promotion`.
 
     Its tracking address has lost its password; the environment may give it.
     """
     record = folder.stored()
     record["storage"] = str(folder.storage)
+    for override in overrides:
+        if not override.startswith("promotion."):
+            raise ConfigError(
+                f"expected settings of the promotion, e.g. promotion.margin=0.01, got "
+                f"{override!r}; "
+                "all others are those that the search has run with"
+            )
+        apply_override(record, override)
     model, tracking = (
         section if isinstance(section := record.get(key), dict) else {}
         for key in ("model", "tracking")
@@ -292,8 +307,7 @@ def promote_trials(
     session.control.fetch({*state.candidates, *(e.trial_id for e in state.baselines.values())})
     steps.catch_up()
     steps.train()
-    for entry in state.candidates.values():
-        steps.check(entry)
+    steps.check()
     steps.register()
     _link_export(folder, state)
     steps.save()

@@ -102,6 +102,7 @@ class PromotionEntry:
         relaxation_remaining: Share of the relaxation that was left when its heads were fused.
         name: The trial as people read it; `label`: its recipe.
         reasons: Why it was refused or failed, or is not registered yet.
+        gate_settings: By which the gate has decided; None before it, and of earlier versions.
         run_id: Of its MLflow run.
         trained_at: When the training ended, in seconds since 1970.
         version: In the model registry; `model_uri` is its address there.
@@ -118,6 +119,7 @@ class PromotionEntry:
     name: str = ""
     label: str = ""
     reasons: list[str] = field(default_factory=list)
+    gate_settings: Mapping[str, Any] | None = None
     run_id: str | None = None
     trained_at: float | None = None
     trained: TrainedModel | None = None
@@ -187,7 +189,7 @@ class PromotionEntry:
     def to_record(self) -> EntryRecord:
         """Return the entry as it lies in `promotion.json`."""
         trained, baseline, gate = self.trained, self.baseline, self.gate
-        return {
+        record: EntryRecord = {
             "trial_id": self.trial_id,
             "recipe": self.recipe,
             "kv_ratio": self.kv_ratio,
@@ -220,6 +222,9 @@ class PromotionEntry:
             "relaxation_remaining": self.relaxation_remaining,
             "used_kv_ratio": self.used_kv_ratio,
         }
+        if self.gate_settings is not None:
+            record["gate_settings"] = self.gate_settings
+        return record
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> PromotionEntry:
@@ -271,6 +276,7 @@ class PromotionEntry:
             name=record.get("name", ""),
             label=record.get("label", ""),
             reasons=record.get("reasons", []),
+            gate_settings=record.get("gate_settings"),
             run_id=record.get("run_id"),
             trained_at=record.get("trained_at"),
             trained=trained,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from attention.io import checkpoint
 from orchestrator.checkpoints import base_of
 from orchestrator.cluster.placement import task_options
 from orchestrator.cluster.ray_tasks import on_cluster
-from orchestrator.promotion.gate import check_candidate
+from orchestrator.promotion.gate import check_candidates, gate_settings
 from orchestrator.promotion.measuring import artifacts_of, metrics_of
 from orchestrator.promotion.model_card import write_promoted_card
 from orchestrator.promotion.registry import (
@@ -49,10 +49,11 @@ from orchestrator.storage.json_files import write_json
 from orchestrator.storage.records import TrialRecord
 from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.logged_model import write_mlmodel
-from orchestrator.tracking.metrics import point
+from orchestrator.tracking.metrics import MetricPoint, point
 from orchestrator.tracking.run_metadata import NOTE, datasets_of, trial_params
 from orchestrator.tracking.runs import Dataset
 from orchestrator.tracking.sync import TrackedRun
+from orchestrator.training.run import TrainingFollower, TrainingReport
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,30 @@ class PromotionSteps:
             if error is None and training.run is not None:  # what is shipped are the weights
                 training.run.remove_checkpoints()
 
+        followers = {
+            training.trial.trial_id: TrainingFollower(training.run, training.start)
+            for training in trainings
+            if training.run is not None
+        }
+
         def on_progress(training: Training) -> None:
             self.session.control.check()
             # Where the address of its checkpoints is away: the next time
             with contextlib.suppress(OSError):
-                for entry in entries[training.trial.trial_id]:
-                    self._track(entry)
-                progress.to(sum(one.latest_step() - one.start for one in trainings))
+                trial_id = training.trial.trial_id
+                milestones, lines = followers[trial_id].look()
+                points = self._course((*milestones, *lines))
+                for entry in entries[trial_id]:
+                    if trial_id in tracked:
+                        run_id = self.session.mlflow.add_points(self._tags(entry), points)
+                        entry.run_id = run_id or entry.run_id
+                    else:
+                        self._track(entry)
+                tracked.add(trial_id)
+                progress.to(sum(followers[key].step for key in followers) - starts)
 
+        tracked: set[str] = set()
+        starts = sum(training.start for training in trainings if training.run is not None)
         progress = ProgressStage("full trainings")
         for training in trainings:
             if training.run is not None:
@@ -216,10 +233,7 @@ class PromotionSteps:
         """Return the course of a training, and a last point once it has ended."""
         reports = training.reports()
         original = self.session.context.original_loss
-        points = [
-            point(_report_metrics(report, original), report["step"], report["time"])
-            for report in (*reports, *training.curve())
-        ]
+        points = self._course((*reports, *training.curve()))
         if entry.trained_at is not None:
             trial = self.trials[entry.trial_id]
             metrics: dict[str, Any] = {**entry.comparison, "best_loss": entry.loss}
@@ -232,6 +246,14 @@ class PromotionSteps:
             points.append(point(metrics, entry.steps, entry.trained_at))
         return points
 
+    def _course(self, reports: Iterable[TrainingReport]) -> list[MetricPoint]:
+        """Return a point for each report of a training."""
+        original = self.session.context.original_loss
+        return [
+            point(_report_metrics(report, original), report["step"], report["time"])
+            for report in reports
+        ]
+
     def _datasets(self) -> list[Dataset]:
         """Return the texts of a promotion, whose training text may be its own."""
         context = self.session.context
@@ -240,26 +262,45 @@ class PromotionSteps:
             "eval": context.eval_file,
             "calibration": context.calibration_file,
         }
+        if context.test_file is not None:
+            files["test"] = context.test_file
         return datasets_of(self.session.config, files, promotion=True)
 
-    def check(self, entry: PromotionEntry) -> None:
-        """Check a trained candidate; one that is refused stays, with the reasons."""
-        if entry.status != TRAINED:
+    def check(self) -> None:
+        """Check the trained candidates; one that is refused stays, with the reasons.
+
+        It is checked again once the gate's settings are others.
+        """
+        settings = gate_settings(self.session.config)
+        entries = [e for e in self.state.candidates.values() if self._is_due(e, settings)]
+        for entry in entries:
+            baseline = self.state.baselines.get(f"{entry.kv_ratio:g}")
+            if baseline is not None and (trained := baseline.trained) is not None:
+                entry.baseline = BaselineModel(trained.folder, trained.loss, trained.step)
+        if not entries:
             return
-        baseline = self.state.baselines.get(f"{entry.kv_ratio:g}")
-        if baseline is not None and (trained := baseline.trained) is not None:
-            entry.baseline = BaselineModel(trained.folder, trained.loss, trained.step)
-        result = check_candidate(entry, self.session)
-        trial = self.trials[entry.trial_id]
-        entry.gate = result.record
-        entry.reasons = result.reasons
-        entry.lineage = lineage_of(entry, trial, result.digests, self.session)
-        passed = not entry.reasons
-        if result.record.model is not None:
-            self._complete_folders(entry, result.record.model, result.record.served, passed)
-        entry.status = PASSED if passed else REFUSED
-        self.save()
-        self._track(entry)
+        for entry, result in check_candidates(entries, self.session):
+            trial = self.trials[entry.trial_id]
+            entry.gate = result.record
+            entry.reasons = result.reasons
+            entry.gate_settings = settings
+            entry.lineage = lineage_of(entry, trial, result.digests, self.session)
+            passed = not entry.reasons
+            if result.record.model is not None:
+                self._complete_folders(entry, result.record.model, result.record.served, passed)
+            entry.status = PASSED if passed else REFUSED
+            self.save()
+            self._track(entry)
+
+    def _is_due(self, entry: PromotionEntry, settings: Mapping[str, Any]) -> bool:
+        """Return whether a candidate is to be checked, perhaps again."""
+        if entry.status != REFUSED or entry.gate_settings == settings:
+            return entry.status == TRAINED
+        if entry.trained is None or not Path(entry.trained.folder).is_dir():
+            print(f"promotion: {entry.name} stays refused: its weights are gone", flush=True)
+            return False
+        print(f"promotion: {entry.name} is checked again by other settings", flush=True)
+        return True
 
     def _complete_folders(
         self, entry: PromotionEntry, model: str, served: str | None, passed: bool

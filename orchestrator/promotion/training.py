@@ -135,10 +135,6 @@ class Training:
         """Return its course so far, between the milestones and behind the last one."""
         return self.run.curve() if self.run else []
 
-    def latest_step(self) -> int:
-        """Return the latest step of which anything was reported."""
-        return max((line["step"] for line in (*self.reports(), *self.curve())), default=self.start)
-
 
 Done = Callable[[Training, float | None, str | None], None]
 """Called with a training, the loss after its last step, and an error; one of the two is None."""

@@ -62,6 +62,7 @@ class CardFacts:
         recipe: Name of the recipe.
         kv_ratio: Share of the base's KV cache.
         losses: Held out, in nats per token, by what they are of.
+        loss_notes: On the text that they are measured on.
         tasks: Scores by model, as `evaluate --tasks` gives them.
         trained: Steps and tokens behind the weights, and what text they are of.
         datasets: That text, if it is on the hub.
@@ -73,6 +74,7 @@ class CardFacts:
     recipe: str | None = None
     kv_ratio: float | None = None
     losses: dict[str, float] = field(default_factory=dict)
+    loss_notes: list[str] = field(default_factory=list)
     tasks: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     trained: dict[str, int | str | None] = field(default_factory=dict)
     datasets: list[str] = field(default_factory=list)
@@ -217,7 +219,8 @@ def _cache_table(export: Mapping[str, Any], facts: CardFacts) -> Table:
 
 def _loss_table(facts: CardFacts) -> Table:
     rows = [(name, f"{loss:.3f}") for name, loss in facts.losses.items()]
-    return Table(("model", "held-out loss, nats per token"), rows, intro="Losses")
+    columns = ("model", "held-out loss, nats per token")
+    return Table(columns, rows, intro="Losses", notes=facts.loss_notes)
 
 
 def _tasks_table(facts: CardFacts) -> Table:

@@ -138,8 +138,12 @@ class Storage:
         shipped, promoting = self._promotion(parallel, w, beside)
         shared = texts + self.statistics + records + converted + trained
         kept = shared - gone + finalists * s + shipped
+        predictions = _teacher_logits(config, model.vocab_size)
+        shared += predictions
+        kept += predictions
         parts = {
             "texts": texts,
+            **({"teacher_logits": predictions} if predictions else {}),
             "statistics": self.statistics,
             "converted": converted,
             "trained": trained + going,
@@ -270,9 +274,28 @@ def _texts(config: SearchConfig) -> list[TextSection]:
     return [
         data.train,
         data.eval,
+        data.test or data.eval,
         data.calibration,
         *([config.promotion.data] if config.promotion.data else []),
     ]
+
+
+def _teacher_logits(config: SearchConfig, vocabulary: int) -> int:
+    """Return the bytes of the original's predictions that trainings keep of their texts."""
+    section = config.promotion
+    texts = [(config.data.train, config.train)]
+    if section.enabled and section.steps:
+        texts.append((section.data or config.data.train, config.promotion_train))
+    kept = {
+        (text.source, text.tokens, train.teacher_logits_k, train.dtype)
+        for text, train in texts
+        if train.keeps_teacher_logits
+    }
+    index = 2 if vocabulary <= 2**16 else 4
+    return sum(
+        tokens * (min(k, vocabulary) * (index + (4 if dtype == "float32" else 2)) + 4)
+        for _, tokens, k, dtype in kept
+    )
 
 
 def _beside(path: str) -> int:

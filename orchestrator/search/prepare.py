@@ -35,6 +35,7 @@ from orchestrator.conversion.calibration import Workers, checkpoint_calibration,
 from orchestrator.conversion.execution import planning_context
 from orchestrator.resources.processes import Needs
 from orchestrator.search.candidates import Candidate
+from orchestrator.search.texts import TEST
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.trials.untrained import shared_parts
 from orchestrator.search.validation import Prepared
@@ -50,6 +51,7 @@ from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES
 from trainers.evaluation import evaluate
 from trainers.text.data import read_sequences
+from trainers.text.token_sets import is_complete
 
 
 def prepare_original(
@@ -215,7 +217,11 @@ def trial_context(
         folder=str(folder.root),
         model=original["model"],
         dtype=prepared.setup.dtype,
-        **{f"{split}_file": str(file) for split, file in prepared.files.items()},
+        **{
+            f"{split}_file": str(file)
+            for split, file in prepared.files.items()
+            if split != TEST or is_complete(file)
+        },
         calibration_cache=str(prepared.cache / "calibration"),
         weights=original.get("digests", {}).get("weights"),
         mixed_moments=original.get("mixed_moments"),

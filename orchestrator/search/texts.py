@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,19 +18,29 @@ from trainers.text.corpora import DataError
 from trainers.text.data import SMALL_TEXT, SPLITS, Split, TextCut, token_set
 from trainers.text.documents import check_documents
 from trainers.text.token_sets import is_complete
+from trainers.text.unseen import UnseenCut
 
 _PROMOTION = "promotion"
 """Beside the splits: the training text of a promotion that has its own."""
+TEST = "test"
+"""Beside the splits: the text of the gate and the model card."""
 
 
 @dataclass(frozen=True)
 class SearchTexts:
-    """Texts that each split is cut from. `cache`: folder of token sets."""
+    """Texts that each split is cut from.
+
+    Attributes:
+        cache: Folder of token sets.
+        needs_test: Whether too little text for the gate's own is refused; else the gate does
+            without one.
+    """
 
     model: str
     tokenizer: Any
     cache: Path
-    cuts: dict[str, TextCut]
+    cuts: dict[str, TextCut | UnseenCut]
+    needs_test: bool = False
 
     @classmethod
     def check(cls, config: SearchConfig, model: Checkpoint, cache: Path) -> SearchTexts:
@@ -38,7 +49,7 @@ class SearchTexts:
         Raises:
             DataError: Naming split and source.
         """
-        cuts = {}
+        cuts: dict[str, TextCut] = {}
         length = config.data.sequence_length
         field = config.data.text_field
         texts: dict[str, tuple[Split, str, int]] = {
@@ -50,12 +61,18 @@ class SearchTexts:
             with _named(name, source):
                 cuts[name] = TextCut(source, split, tokens, length, config.search.seed, field)
                 cuts[name].check()
+        source, tokens = config.data.section(TEST)
+        with _named(TEST, source):
+            text = TextCut(source, "eval", tokens, length, config.search.seed, field)
+            if config.data.test is not None:
+                text.check()
+        every: dict[str, TextCut | UnseenCut] = {**cuts, TEST: UnseenCut(text, cuts["eval"])}
         tokenizer = checkpoints.load_tokenizer(model)
         if config.train.document_mask or config.promotion_train.document_mask:
             for name in {"train", _PROMOTION} & set(cuts):
                 with _named(name, cuts[name].source):
                     check_documents(cuts[name], tokenizer)
-        return cls(model.path, tokenizer, cache, cuts)
+        return cls(model.path, tokenizer, cache, every, config.data.test is not None)
 
     @cached_property
     def folders(self) -> dict[str, Path]:
@@ -73,7 +90,7 @@ class SearchTexts:
         """
         for split, cut in self.cuts.items():
             if cut.tokens <= SMALL_TEXT:
-                with _named(split, cut.source):
+                with self._checked(split, cut.source):
                     token_set(cut, self.tokenizer, self.cache)
 
     def make_all(self) -> None:
@@ -82,10 +99,24 @@ class SearchTexts:
         Raises DataError.
         """
         for split, cut in self.cuts.items():
-            with _named(split, cut.source):
+            with self._checked(split, cut.source):
                 token_set(
                     cut, self.tokenizer, self.cache, tokenise=tokeniser(self.model, cut.tokens)
                 )
+
+    @contextmanager
+    def _checked(self, split: str, source: str) -> Iterator[None]:
+        """Name the split of a text that is too small; the gate's own may be, which is printed."""
+        try:
+            with _named(split, source):
+                yield
+        except DataError as error:
+            if split != TEST or self.needs_test:
+                raise
+            print(
+                f"note: {error}; the gate compares the losses that trials were chosen by",
+                file=sys.stderr,
+            )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 
 class LossComparison(TypedDict):
@@ -29,6 +29,23 @@ class GateChecks(TypedDict, total=False):
     baseline_step: int | None
     shipped: str | None
     margin: float
+    margin_standard_errors: float
+    test_loss: float
+    """On the gate's own text, as the next three."""
+    baseline_test_loss: float
+    untrained_test_loss: float
+    original_test_loss: float
+    test_tokens: int
+    test_documents: int
+    test_digest: str
+    loss_difference: float
+    """Of the baseline's loss and the candidate's there."""
+    loss_difference_stderr: float | None
+    """By a paired bootstrap over documents; None of a single one."""
+    loss_difference_interval: list[float | None]
+    """Of 95 %."""
+    warning: str
+    """What the comparison lacks."""
     kv_bytes_per_token: int
     """By the plan, in the dtype that is shipped."""
     cache_bytes_measured: int
@@ -38,6 +55,8 @@ class GateChecks(TypedDict, total=False):
     exact: bool
     exported_loss: float
     max_logit_difference: float
+    logit_noise: float
+    """What another order of the sums changes in the trained model's logits, in float32."""
     logit_tolerance: float
     target: str
     engine: str
@@ -170,6 +189,8 @@ class EntryRecord(TypedDict):
     checks: GateChecks
     measured: FinalistScores
     reasons: list[str]
+    gate_settings: NotRequired[Mapping[str, Any]]
+    """The settings of `promotion` by which the gate has decided."""
     lineage: Mapping[str, Any]
     """A LineageRecord; empty before the gate."""
     version: str | None

@@ -117,6 +117,8 @@ class RungReport(TypedDict):
     relaxation_remaining: NotRequired[float | None]
     """Share of its way that the relaxation had left when the heads were fused."""
     relaxed_dir: NotRequired[str]
+    teacher_logits_digest: NotRequired[str]
+    """Of the teacher's predictions that were read from disk."""
 
     copy_of: NotRequired[str]
     """Added by the scheduler: the first trial that leads to the same model."""
@@ -134,6 +136,7 @@ RUNG_KEYS = (
     "gradient_norm", "tokens_per_second", "seconds", "checkpoint_path", "data_position",
     "collapsed_loss", "relaxed_dir", "relaxation_steps", "relaxation_remaining", "weights_digest",
     "best_step", "best_loss", "best_kl", "best_dir", "pooled", "timestamp",
+    "teacher_logits_digest",
 )  # fmt: skip
 """The keys of a report that a record has for each rung."""
 _NOT_REPORTED = {

@@ -31,7 +31,13 @@ class Promote(Task[PromoteOptions, Mapping[str, Any]]):
         from orchestrator.promotion.promote import rehearse_promotion
 
         options = self.options
-        return [rehearse_promotion(options.search, trials=options.trial or (), top=options.top)]
+        record = rehearse_promotion(
+            options.search,
+            trials=options.trial or (),
+            top=options.top,
+            overrides=options.overrides or (),
+        )
+        return [record]
 
     def run(self) -> Mapping[str, Any]:
         """Train, check and register, with the results printed."""
@@ -43,6 +49,7 @@ class Promote(Task[PromoteOptions, Mapping[str, Any]]):
             trials=options.trial or (),
             top=options.top,
             sync_from=options.sync_from,
+            overrides=options.overrides or (),
         )
         return self.outcome.to_dict()
 

@@ -33,6 +33,12 @@ METRICS = {
     "baseline_loss": "baseline_eval_loss",
     "baseline_step": "baseline_step",
     "original_loss": "original_eval_loss",
+    "test_loss": "test_loss",
+    "baseline_test_loss": "baseline_test_loss",
+    "untrained_test_loss": "untrained_test_loss",
+    "original_test_loss": "original_test_loss",
+    "loss_difference": "test_loss_below_baseline",
+    "loss_difference_stderr": "test_loss_below_baseline_stderr",
     "original_kv_bytes_per_token": "original_kv_bytes_per_token",
 }
 """By the name of the value in reports and records.

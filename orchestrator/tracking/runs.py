@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from orchestrator.tracking.registry import Registry
 
 _TAG_LENGTH = 4000
 _PARAM_LENGTH = 500
+_METRICS_AT_ONCE = 1000  # of MLflow's REST API
 STATUS = {
     DONE: "FINISHED",
     STOPPED: "FINISHED",
@@ -165,16 +166,25 @@ class Tracker(Registry):
 
         The time is in seconds since 1970, now where the point has none.
         """
+        self.log_points(run_id, [point])
+
+    def log_points(self, run_id: str, points: Iterable[Mapping[str, Any]]) -> None:
+        """Log several points, as few requests as the store takes them in."""
         from mlflow.entities import Metric
 
-        timestamp = int(1000 * (point.get("time") or time.time()))
         metrics = [
-            Metric(key, float(value), timestamp, int(point["step"]))
+            Metric(
+                key,
+                float(value),
+                int(1000 * (point.get("time") or time.time())),
+                int(point["step"]),
+            )
+            for point in points
             for key, value in point.items()
             if key not in ("step", "time") and is_number(value)
         ]
-        if metrics:
-            self.client.log_batch(run_id, metrics=metrics)
+        for start in range(0, len(metrics), _METRICS_AT_ONCE):
+            self.client.log_batch(run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
 
     def log_datasets(self, run_id: str, datasets: Sequence[Dataset]) -> None:
         """Log the texts that a run has used; a store takes equal ones once."""

@@ -109,13 +109,22 @@ def _key_of(tags: Mapping[str, Any]) -> Key:
 
 @dataclass
 class _SyncState:
-    """A run, and as much of it as the store is sure to have."""
+    """A run, and as much of it as the store is sure to have.
+
+    Attributes:
+        changed: Whether `target` is another one than was sent last.
+        new_points: Further points that are to be sent.
+        sent: Requests, by their keys; `points`: points, by a hash.
+    """
 
     target: TrackedRun
+    changed: bool = True
+    new_points: list[MetricPoint] = field(default_factory=list)
     run_id: str | None = None
     status: str | None = None
     digest: str | None = None
     sent: set[str] = field(default_factory=set)
+    points: set[int] = field(default_factory=set)
 
 
 class MlflowSync:
@@ -170,8 +179,31 @@ class MlflowSync:
         with self._lock:
             state = self._runs.setdefault(run.key, _SyncState(run))
             state.target = run
+            state.changed = True
             self._pending[run.key] = state
             if time.monotonic() >= self._next_try:
+                self._send_all()
+            return state.run_id
+
+    def add_points(self, tags: Mapping[str, Any], points: Sequence[MetricPoint]) -> str | None:
+        """Send further points of a run that was put, and what is pending: nothing else again.
+
+        So an update costs the same however long the run is.
+
+        Args:
+            tags: Of the run; those that identify it are enough.
+            points: Later ones than were put or added.
+
+        Returns:
+            Its id; None as long as the store is away.
+        """
+        key = _key_of({**self._shared.tags, **tags})
+        with self._lock:
+            state = self._runs[key]
+            if points:
+                state.new_points += points
+                self._pending[key] = state
+            if self._pending and time.monotonic() >= self._next_try:
                 self._send_all()
             return state.run_id
 
@@ -221,13 +253,21 @@ class MlflowSync:
         if self._tracker is None:
             self._tracker = self._connect()
         tracker = self._tracker
-        run = state.target
-        digest = run.digest
         if state.run_id is None:
             state.run_id = self._find_or_start(state, tracker)
-        run_id = state.run_id
+        if state.changed:
+            self._send_target(state, tracker, state.run_id)
+            state.changed = False
+        if state.new_points:
+            self._send_points(state, tracker, state.run_id, state.new_points)
+            state.new_points = []
+
+    def _send_target(self, state: _SyncState, tracker: Tracker, run_id: str) -> None:
+        run = state.target
+        digest = run.digest
         if state.digest == digest:
             return
+        self._send_points(state, tracker, run_id, run.points)
         requests = _requests(tracker, run_id, run)
         # A tag that is no longer set may come back
         state.sent -= {key for key in state.sent - requests.keys() if key.startswith("tag ")}
@@ -240,6 +280,24 @@ class MlflowSync:
         if run.status in ENDED:
             request = partial(tracker.set_tags, run_id, {_DIGEST_TAG: digest})
             self._send_once(state, f"tag {_DIGEST_TAG} {digest}", request)
+
+    def _send_points(
+        self, state: _SyncState, tracker: Tracker, run_id: str, points: Sequence[MetricPoint]
+    ) -> None:
+        """Send the points that were not sent, in one go; one by one where the store refuses."""
+        missing = {hash(repr(point)): point for point in points}
+        missing = {key: point for key, point in missing.items() if key not in state.points}
+        if not missing:
+            return
+        try:
+            tracker.log_points(run_id, missing.values())
+        except Exception as error:
+            if is_away(error):
+                raise
+            for point in missing.values():
+                request = partial(tracker.log_point, run_id, point)
+                self._send_once(state, f"point {point!r}", request)
+        state.points |= missing.keys()
 
     def _send_once(self, state: _SyncState, key: str, request: Callable[[], None]) -> None:
         """Send a request unless it was sent; warn of what the store refuses, and go on."""
@@ -295,8 +353,6 @@ def _requests(tracker: Tracker, run_id: str, run: TrackedRun) -> dict[str, Calla
     requests = {"params": partial(tracker.log_params, run_id, run.params)}
     if run.datasets:
         requests["datasets"] = partial(tracker.log_datasets, run_id, run.datasets)
-    for point in run.points:
-        requests[f"point {point!r}"] = partial(tracker.log_point, run_id, point)
     for name, value in run.tags.items():
         requests[f"tag {name} {value}"] = partial(tracker.set_tags, run_id, {name: value})
     for file, text in run.texts.items():

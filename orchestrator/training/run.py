@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 from orchestrator.cluster.pool_client import dispatch_training
 from orchestrator.cluster.session import last_error
 from trainers.jobs.checkpoints import CheckpointStore, reports_of
-from trainers.jobs.curve import read_curve
+from trainers.jobs.curve import CurveReader, read_curve
 from trainers.jobs.train_job import TrainJob
 from trainers.jobs.write_rate import CheckpointCost, read_cost
 
@@ -109,6 +109,30 @@ def checkpoint_step(storage_path: str, address: str | None, run_name: str) -> in
         saved = CheckpointStore(storage_path, run_name, address=address).read()[0]
         return saved[-1].step if saved else -1
     return -1
+
+
+class TrainingFollower:
+    """Follows a training; each look reads what is new, however long the training is.
+
+    Attributes:
+        step: The latest step of which anything was reported.
+    """
+
+    def __init__(self, run: TrainingRun, start: int = 0) -> None:
+        self.step = start
+        self._run = run
+        self._curve = CurveReader(Path(run.job.storage_path) / run.job.run_name)
+        self._milestones = 0
+
+    def look(self) -> tuple[list[TrainingReport], list[TrainingReport]]:
+        """Return the milestones, and the lines between them, that are new since the last look."""
+        reports = self._run.reports()
+        milestones = reports[self._milestones :]
+        self._milestones = len(reports)
+        offset = self._run.offset
+        lines: list[TrainingReport] = [add_steps(line, offset) for line in self._curve.new_lines()]
+        self.step = max([self.step, *(report["step"] for report in (*milestones, *lines))])
+        return milestones, lines
 
 
 def add_steps(report: TrainingReport, offset: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,12 @@ from pathlib import Path
 from attention.base.progress import ProgressStage, stage
 from attention.base.timing import clock
 from orchestrator.storage import records
-from orchestrator.tracking.metrics import point
+from orchestrator.tracking.metrics import MetricPoint, point
 from orchestrator.tracking.run_metadata import NOTE, dataset_of, source_tags
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, TrackedRun
 from orchestrator.training.request import TrainingRequest
-from orchestrator.training.run import TrainingReport, TrainingRun
+from orchestrator.training.run import TrainingFollower, TrainingReport, TrainingRun
 
 EXPERIMENT = "headfold"
 _POLL_SECONDS = 0.5
@@ -44,20 +44,26 @@ def training_progress(
     ended = threading.Event()
 
     def watch(progress: ProgressStage) -> None:
-        logged, started, last_look, cost = 0, time.time(), False, run.checkpoint_cost()
+        started, last_look, cost = time.time(), False, run.checkpoint_cost()
+        follower = TrainingFollower(run)
+        begun = False
+        reached = 0
         while not last_look:
             last_look = ended.wait(_POLL_SECONDS)
-            reports, curve = run.reports(), run.curve()
-            for report in reports[logged:]:
+            milestones, curve = follower.look()
+            for report in milestones:
                 log(_line(report, request.steps))
-            logged = len(reports)
             if cost != (cost := run.checkpoint_cost()) and cost is not None:
                 log(f"training: {cost.warning or cost.describe()}")
             steps = [line["step"] for line in curve if line["time"] > started]
-            if steps and progress.start < steps[0]:
-                progress.begin(steps[0])  # until its first step workers and libraries have started
-            progress.to(max([report["step"] for report in reports] + steps, default=0))
-            tracked.update([*reports, *curve])
+            if steps and not begun:
+                begun = True
+                # Until its first step workers and libraries have started
+                if progress.start < steps[0]:
+                    progress.begin(steps[0])
+            reached = max([reached, *steps, *(report["step"] for report in milestones)])
+            progress.to(reached)
+            tracked.add([*milestones, *curve])
 
     before = max((report["step"] for report in run.reports()), default=0)
     with stage("training", request.steps, "steps", start=before) as progress:
@@ -73,7 +79,7 @@ def training_progress(
         finally:
             ended.set()
             watcher.join()
-            tracked.update([*run.reports(), *run.curve()], status)
+            tracked.end([*run.reports(), *run.curve()], status)
 
 
 def _line(report: TrainingReport, steps: int) -> str:
@@ -100,23 +106,39 @@ class TrackedTraining:
         self._started = time.time()
         self._sync: MlflowSync | None = None
         self._updated = 0.0
+        self._waiting: list[TrainingReport] = []
 
-    def update(self, reports: Sequence[TrainingReport], status: str = records.RUNNING) -> None:
-        """Send what was measured so far, each report with its `step` and `time`."""
-        uri = os.environ.get("MLFLOW_TRACKING_URI")
-        if not uri or (
-            status == records.RUNNING and time.monotonic() - self._updated < _MLFLOW_SECONDS
-        ):
+    def add(self, reports: Sequence[TrainingReport]) -> None:
+        """Send what is new, every few seconds, each report with its `step` and `time`."""
+        self._waiting += reports
+        if time.monotonic() - self._updated < _MLFLOW_SECONDS:
             return
         self._updated = time.monotonic()
-        run = self._run(reports, status)
         if self._sync is None:
-            self._sync = MlflowSync(
-                partial(Tracker.open, uri, EXPERIMENT, self._request.out.parent), run
-            )
-        self._sync.put(run)
-        if status != records.RUNNING and not self._sync.flush():
+            self._open(self._waiting, records.RUNNING)
+        else:
+            self._sync.add_points(self._tags(), _points(self._waiting))
+        self._waiting = []
+
+    def end(self, reports: Sequence[TrainingReport], status: str) -> None:
+        """Send all that was measured, and how the training has ended."""
+        if self._sync is None:
+            self._open(reports, status)
+        if self._sync is None:
+            return
+        self._sync.put(self._run(reports, status))
+        if not self._sync.flush():
             print("MLflow is away: its run of this training is not up to date", file=sys.stderr)
+
+    def _open(self, reports: Sequence[TrainingReport], status: str) -> None:
+        """Connect, where the environment names a store, and send these reports."""
+        if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+            connect = partial(Tracker.open, uri, EXPERIMENT, self._request.out.parent)
+            self._sync = MlflowSync(connect, self._run(reports, status))
+
+    def _tags(self) -> dict[str, str]:
+        """Return what identifies the run."""
+        return {"headfold.kind": self._request.VERB, "headfold.folder": str(self._request.out)}
 
     def _run(self, reports: Sequence[TrainingReport], status: str) -> TrackedRun:
         request = self._request
@@ -126,8 +148,7 @@ class TrackedTraining:
             f"`{request.out}`."
         )
         tags = {
-            "headfold.kind": request.VERB,
-            "headfold.folder": str(request.out),
+            **self._tags(),
             **source_tags(request.VERB, shlex.join(["headfold", *sys.argv[1:]])),
             "mlflow.runName": name,
             NOTE: note,
@@ -144,7 +165,11 @@ class TrackedTraining:
             "loss": request.mark.get("loss_before"),
             "kv_bytes_per_token": request.kv_bytes_per_token,
         }
-        points = [point(values, values["step"], values["time"]) for values in (first, *reports)]
+        points = _points((first, *reports))
         return TrackedRun(
             name, tags, status, params, points, datasets=self._datasets, started=self._started
         )
+
+
+def _points(reports: Iterable[TrainingReport]) -> list[MetricPoint]:
+    return [point(values, values["step"], values["time"]) for values in reports]

@@ -12,7 +12,7 @@ import pytest
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion import promote
-from orchestrator.promotion.gate import GateResult, check_candidate
+from orchestrator.promotion.gate import GateResult, check_candidates
 from orchestrator.promotion.state import TRAINED, BaselineModel, PromotionEntry, TrainedModel
 from orchestrator.search.trials.context import SearchSession, TrialContext
 from orchestrator.storage.paths import SearchFolder
@@ -50,10 +50,16 @@ def entry(
     )
 
 
+def with_baseline(one: PromotionEntry, weights: str, loss: float) -> PromotionEntry:
+    """The entry beside a baseline of these weights."""
+    return replace(one, baseline=BaselineModel(weights, loss, 4))
+
+
 def checked(one: PromotionEntry, config: SearchConfig, context: TrialContext, folder: SearchFolder) -> GateResult:
     """What the gate says of a candidate."""
     mlflow: Any = None
-    return check_candidate(one, SearchSession(config, folder, context, mlflow, 1))
+    ((_, result),) = check_candidates([one], SearchSession(config, folder, context, mlflow, 1))
+    return result
 
 
 def trial(name: str, recipe: str, loss: float, budget: float = 0.5) -> TrialRecord:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,29 @@ def read_curve(folder: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
             lines[line["step"]] = line
     return [lines[step] for step in sorted(lines)]
+
+
+class CurveReader:
+    """Reads what a run has appended to its curve since the last look, and no line twice."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / _NAME
+        self._offset = 0
+
+    def new_lines(self) -> list[dict[str, Any]]:
+        """Return the whole lines that are new; what cannot be read is left out."""
+        lines: list[dict[str, Any]] = []
+        with contextlib.suppress(FileNotFoundError), self._file.open("rb") as stream:
+            if stream.seek(0, os.SEEK_END) < self._offset:  # another file
+                self._offset = 0
+            stream.seek(self._offset)
+            for text in stream:
+                if not text.endswith(b"\n"):  # still being written
+                    break
+                self._offset += len(text)
+                with contextlib.suppress(ValueError):
+                    lines.append(json.loads(text))
+        return lines
 
 
 def node_use() -> dict[str, float]:

@@ -95,7 +95,9 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
                 )
             )
         )
-        teacher = stack.enter_context(teacher_of(job, job.settings, engine.device))
+        teacher = None
+        if not job.settings.keeps_teacher_logits:
+            teacher = stack.enter_context(teacher_of(job, job.settings, engine.device))
         return WorkerTraining(job, engine, teacher, link, store, relaxed, [*notes, *damage]).run(
             newest, reports
         )

@@ -20,6 +20,7 @@ from trainers.jobs.checkpoints import CheckpointStore, SavedCheckpoint
 from trainers.jobs.curve import Curve
 from trainers.jobs.link import Link
 from trainers.jobs.share import WorkerShare
+from trainers.jobs.teacher_logits import stored_teacher
 from trainers.jobs.train_job import TrainJob
 from trainers.jobs.write_rate import checkpoint_cost
 from trainers.loop import TrainingDiverged, train_model
@@ -50,6 +51,9 @@ class WorkerTraining(WorkerShare):
         self.store = store
         self.notes = notes
         self.relaxed = relaxed
+        self.stored_teacher = None
+        if self.settings.keeps_teacher_logits:
+            self.stored_teacher = stored_teacher(job, self.stream, engine.device)
         self.earlier_tokens = 0
         self.train_seconds = 0.0
         self.steps = 0
@@ -107,6 +111,7 @@ class WorkerTraining(WorkerShare):
                     job.settings.distillation_weight,
                     self.teacher,
                     self.positions,
+                    self.stored_teacher,
                 ),
             )
         except TrainingDiverged as error:
@@ -197,6 +202,8 @@ class WorkerTraining(WorkerShare):
             "data_position": self.stream.state_dict()["position"],
             "first_step_at": self.first_step_at,
         }
+        if self.stored_teacher is not None:
+            metrics["teacher_logits_digest"] = self.stored_teacher.digest
         if self.notes:
             metrics["notes"] = self.notes
         if self.relaxed is not None:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
@@ -174,6 +174,9 @@ class TextCut:
     def first_document(self) -> str | None:
         """Return the document that the sequences begin with; None where there is none."""
         return next(self._texts(), None)
+    def documents(self) -> Iterator[str]:
+        """Return the documents in the order in which they are cut."""
+        return self._texts()
 
     def _texts(self, left_out: list[str] | None = None) -> Iterator[str]:
         """Documents in order. `left_out`: takes those that also stand in `apart_from`."""
@@ -492,8 +495,18 @@ def load_sequences(
     return torch.from_numpy(TextCut(source, **cut).in_memory(tokenizer)).long()
 
 
+class WritableCut(Protocol):
+    """What a token set is made of."""
+
+    def folder(self, tokenizer: Any, cache_dir: str | Path, shard_tokens: int = ...) -> Path: ...
+
+    def write(
+        self, tokenizer: Any, folder: Path, shard_tokens: int, tokenise: Tokenise, /
+    ) -> None: ...
+
+
 def token_set(
-    cut: TextCut,
+    cut: WritableCut,
     tokenizer: Any,
     cache_dir: str | Path,
     *,
@@ -553,12 +566,20 @@ class BatchStream:
         self._position = 0
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
+        self._last: tuple[list[int], Tensor] = ([], self._order)
 
     def next(self) -> Tensor:
         """Return the next batch, `[B, T]`."""
         rows = [self._row(self._position + row) for row in self._mine]
         self._position += self._batch_size
-        return self._sequences[rows].long()
+        batch = self._sequences[rows].long()
+        self._last = rows, batch
+        return batch
+
+    def rows_of(self, ids: Tensor) -> list[int]:
+        """Return which rows of the sequences `ids` `[B, T]` are, of those of the last batch."""
+        rows = {row.numpy().tobytes(): number for number, row in zip(*self._last, strict=True)}
+        return [rows[row.numpy().tobytes()] for row in ids.cpu()]
 
     def _row(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._sequences))

@@ -38,6 +38,7 @@ class TrialContext:
     Attributes:
         dtype: Of what is written and counted.
         promotion_file: The promotion's own training text.
+        test_file: The gate's own text; None where there was too little for one.
         weights: Digest of the original model's.
         mixed_moments: How its statistics are kept.
         pool: Name of the worker pool; None: every training starts workers of its own.
@@ -63,6 +64,7 @@ class TrialContext:
     device: str = "cpu"
     teacher: str | None = None
     promotion_file: str | None = None
+    test_file: str | None = None
     weights: str | None = None
     mixed_moments: Mixed | None = None
     pool: str | None = None

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
+import ray
 
 from attention.base import progress
 from attention.base.progress import stage
 from orchestrator.cluster.ray_internals import put_value
-from orchestrator.cluster.ray_tasks import PUBLISH_SECONDS, on_cluster, publish_progress, published_progress
+from orchestrator.cluster.ray_tasks import (
+    PUBLISH_SECONDS,
+    each_on_cluster,
+    on_cluster,
+    publish_progress,
+    published_progress,
+)
 
 OPTIONS = {"num_cpus": 0.5, "num_gpus": 0}
 
@@ -35,3 +43,33 @@ def test_nothing_is_kept_of_what_has_ended(ray_cluster: None) -> None:
         assert published_progress("mine") == "half done"
     assert published_progress("mine") == ""
     assert published_progress("nobody's") == ""
+
+
+def test_calls_that_each_need_all_that_there_is_follow_one_another(
+    ray_cluster: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    everything = {"num_cpus": ray.cluster_resources()["CPU"], "num_gpus": 0}
+    with progress.show_progress("search"):
+        found = dict(each_on_cluster(everything, "gates", lambda number: 10 * number, [(n,) for n in range(3)]))
+    assert found == {0: 0, 1: 10, 2: 20}
+
+
+def test_as_many_calls_run_at_a_time_as_are_allowed_and_a_mistake_ends_the_others(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    def work(number: int) -> int:
+        running = tmp_path / str(number)
+        running.touch()
+        time.sleep(0.2)
+        together = len(list(tmp_path.iterdir()))
+        running.unlink()
+        if number == 5:
+            raise ValueError("the fifth")
+        return together
+
+    options = OPTIONS | {"num_cpus": 0.1}
+    assert {together for _, together in each_on_cluster(options, "gates", work, [(n,) for n in range(4)], most=1)} == {
+        1
+    }
+    with pytest.raises(ValueError, match="the fifth"):
+        list(each_on_cluster(options, "gates", work, [(n,) for n in (4, 5, 6)]))

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from promotions import HALF, checked, entry, plan
+from promotions import HALF, checked, entry, plan, with_baseline
 
+from attention.conversion.convert import convert
 from attention.io import checkpoint
-from attention.plan import LayerPlan
+from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion import gate
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.storage.paths import SearchFolder
 from trainers.evaluation import evaluate
-from trainers.text.data import read_sequences
+from trainers.text.data import read_sequences, write_sequences
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
 
@@ -125,3 +126,114 @@ def test_an_export_with_other_logits_is_refused(
     monkeypatch.setattr(gate, "export", spoilt)
     (reason,) = checked(entry(folder), config, context, folder).reasons
     assert "logits of the exported checkpoint differ" in reason
+
+
+def test_the_exact_export_of_a_deep_model_passes_and_a_tolerance_that_is_set_overrides(
+    config: SearchConfig,
+    folder: SearchFolder,
+    context: TrialContext,
+    tiny_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose logits in float32 are further apart than the fixed 1e-4 that was allowed before."""
+    layers = 32
+    base = tiny_model("llama", num_hidden_layers=layers)
+    with torch.no_grad():
+        base.get_output_embeddings().weight *= 300
+    deep = AttentionPlan((HALF,) * layers, head_dim=8)
+    checkpoint.save(convert(base, deep), folder.trial("deep") / "trained")
+    (folder.trial("deep") / "plan.json").write_text(deep.to_json())
+
+    def exported(source: str, target: str, out: Path, tokenizer: Any = None, **_: Any) -> Any:
+        """The same model with the hidden units of its MLPs in another order."""
+        model: Any = checkpoint.load(source)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                mlp = layer.mlp
+                order = torch.randperm(mlp.down_proj.in_features, generator=generator)
+                for projection in (mlp.gate_proj, mlp.up_proj):
+                    projection.weight.copy_(projection.weight[order])
+                mlp.down_proj.weight.copy_(mlp.down_proj.weight[:, order])
+        checkpoint.save(model, out)
+        return type("Report", (), {"exact": True})()
+
+    monkeypatch.setattr(gate, "export", exported)
+    result = checked(entry(folder, "deep"), config, context, folder)
+    checks = result.record.checks
+    assert result.reasons == []
+    assert 1e-4 < checks["max_logit_difference"] <= checks["logit_tolerance"]
+    assert checks["logit_tolerance"] == 8 * checks["logit_noise"]
+    strict = config.model_copy(update={"promotion": config.promotion.model_copy(update={"logit_tolerance": 1e-4})})
+    (reason,) = checked(entry(folder, "deep"), strict, context, folder).reasons
+    assert "allowed are 0.0001" in reason
+
+
+@pytest.fixture
+def third_text(context: TrialContext, tmp_path: Path) -> TrialContext:
+    """With a text of the gate's own: sequences as they are easy for a model of `counting`."""
+    rows = torch.arange(16 * 32).reshape(32, 16) % 64
+    write_sequences(rows, tmp_path / "third")
+    return dataclasses.replace(context, test_file=str(tmp_path / "third"))
+
+
+def disturbed(folder: SearchFolder, name: str, size: float) -> str:
+    """Weights of the trial `head` with noise on the output head, in a folder of their own."""
+    model = checkpoint.load(folder.trial("head") / "trained")
+    weight = model.get_output_embeddings().weight
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        weight += size * noise
+    checkpoint.save(model, folder.trial(name) / "noisy")
+    return str(folder.trial(name) / "noisy")
+
+
+def test_the_gate_compares_on_documents_that_nothing_was_chosen_by(
+    config: SearchConfig, folder: SearchFolder, third_text: TrialContext
+) -> None:
+    """The candidate was lucky on the text that steps and trials are chosen by."""
+    worse = disturbed(folder, "head", 1.0)
+    sound = str(folder.trial("base") / "trained")
+    lucky = with_baseline(entry(folder, trained=worse, loss=2.1), sound, 2.5)
+    result = checked(lucky, config, third_text, folder)
+    (reason,) = result.reasons
+    checks = result.record.checks
+    assert "loss on the gate's own text" in reason and "not below the baseline's" in reason
+    text = read_sequences(third_text.test_file or "")[:]
+    assert checks["test_loss"] == pytest.approx(evaluate(checkpoint.load(worse), text).loss)
+    assert checks["baseline_test_loss"] == pytest.approx(evaluate(checkpoint.load(sound), text).loss)
+    assert checks["loss_difference"] == pytest.approx(checks["baseline_test_loss"] - checks["test_loss"])
+    assert (checks["test_documents"], checks["test_tokens"]) == (32, 512)
+    assert "warning" not in checks
+
+    unlucky = with_baseline(entry(folder, loss=2.6), worse, 2.5)
+    assert checked(unlucky, config, third_text, folder).reasons == []
+
+
+def test_a_difference_within_its_error_is_refused_where_the_margin_asks_for_standard_errors(
+    config: SearchConfig, folder: SearchFolder, third_text: TrialContext
+) -> None:
+    close = with_baseline(entry(folder), disturbed(folder, "base", 1e-4), 2.5)
+    clear = with_baseline(entry(folder), disturbed(folder, "apart", 1.0), 2.5)
+    section = config.promotion.model_copy(update={"margin_standard_errors": 30.0})
+    strict = config.model_copy(update={"promotion": section})
+    found = checked(close, config, third_text, folder).record.checks
+    low, high = found["loss_difference_interval"]
+    assert low is not None and high is not None and low < found["loss_difference"] < high
+    assert found["loss_difference_stderr"] == pytest.approx((high - low) / 3.92, rel=0.2)
+    (reason,) = checked(close, strict, third_text, folder).reasons
+    assert "30 standard errors" in reason
+    section = config.promotion.model_copy(update={"margin_standard_errors": 2.0})
+    usual = config.model_copy(update={"promotion": section})
+    assert checked(clear, usual, third_text, folder).reasons == []
+
+
+def test_without_a_third_text_the_record_says_what_the_comparison_lacks(
+    config: SearchConfig, folder: SearchFolder, context: TrialContext
+) -> None:
+    checks = checked(entry(folder), config, context, folder).record.checks
+    assert "too little held-out text" in checks["warning"] and "test_loss" not in checks
+    section = config.promotion.model_copy(update={"margin_standard_errors": 2.0})
+    usual = config.model_copy(update={"promotion": section})
+    (reason,) = checked(entry(folder), usual, context, folder).reasons
+    assert "2 standard errors of nan" in reason, "there are no weights of the baseline"

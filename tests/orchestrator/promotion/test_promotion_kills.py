@@ -27,7 +27,7 @@ def test_killed_in_the_gate_it_goes_on_from_the_trained_weights(
     ended_search: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with killed_in(monkeypatch, steps, "check_candidate"):
+    with killed_in(monkeypatch, steps, "check_candidates"):
         promoted(config, context, folder, tracker, ended_search)
     assert read_json(folder.promotion)["candidates"]["head"]["status"] == TRAINED
     assert promoted(config, context, folder, tracker, ended_search)["candidates"]["head"]["status"] == PROMOTED
@@ -51,7 +51,7 @@ def test_killed_before_the_alias_the_old_one_stands_until_the_next_run(
     assert tracker.alias_version("small", "kv50") == first
     assert read_json(folder.promotion)["candidates"]["head"]["status"] == REGISTERED
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
+        patch.setattr(steps, "check_candidates", lambda *a: pytest.fail("the gate ran again"))
         (candidate,) = promoted(config, context, folder, tracker, ended_search)["candidates"].values()
     assert (candidate["status"], candidate["version"]) == (PROMOTED, "2")
     assert tracker.alias_version("small", "kv50") == "2"
@@ -82,7 +82,7 @@ def test_a_run_that_a_kill_left_behind_is_taken_up_again(
     ended_search: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with killed_in(monkeypatch, Tracker, "log_point"):
+    with killed_in(monkeypatch, Tracker, "log_points"):
         promoted(config, context, folder, tracker, ended_search)
     assert len(tracker.children(ended_search)) == 1
     promoted(config, context, folder, tracker, ended_search)
@@ -122,7 +122,7 @@ def test_a_promotion_that_runs_again_repeats_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = promoted(config, context, folder, tracker, ended_search)
-    monkeypatch.setattr(steps, "check_candidate", lambda *a: pytest.fail("the gate ran again"))
+    monkeypatch.setattr(steps, "check_candidates", lambda *a: pytest.fail("the gate ran again"))
     assert promoted(config, context, folder, tracker, ended_search) == first
     assert len(tracker.children(ended_search)) == 2
     assert len(tracker.client.search_model_versions("name = 'small'")) == 1

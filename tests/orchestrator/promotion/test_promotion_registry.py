@@ -14,6 +14,7 @@ from promotions import ARTIFACTS, HALF, plan, promoted, sync_of, trial
 from attention.io import checkpoint
 from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion import promote
+from orchestrator.promotion import steps as steps_module
 from orchestrator.promotion.state import CANDIDATE, PROMOTED, REFUSED, REGISTERED
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
@@ -167,3 +168,41 @@ def test_what_was_refused_is_kept_when_the_trial_is_promoted_with_more_steps(
     assert [(e["status"], e["steps"]) for e in state["earlier"] if e["role"] == CANDIDATE] == [(REFUSED, 4)]
     assert "not below the baseline" in state["earlier"][0]["reasons"][0]
     assert state["candidates"]["head"]["steps"] == 7
+
+
+def test_a_refusal_is_checked_again_by_other_settings_and_only_then(
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_journal(folder.root, [trial("head", "headfold", 2.7), trial("base", "gqa", 2.9)])
+    strict = config.model_copy(update={"promotion": config.promotion.model_copy(update={"margin": 0.5})})
+    parent = tracker.start("search")
+    assert promoted(strict, context, folder, tracker, parent)["candidates"]["head"]["status"] == REFUSED
+    with monkeypatch.context() as patch:
+        patch.setattr(steps_module, "check_candidates", None)  # a call would fail
+        assert promoted(strict, context, folder, tracker, parent)["candidates"]["head"]["status"] == REFUSED
+    state = promoted(config, context, folder, tracker, parent)
+    assert state["candidates"]["head"]["status"] == PROMOTED
+    assert state["candidates"]["head"]["gate_settings"]["margin"] == 0
+    assert "checked again by other settings" in capsys.readouterr().out
+    (run,) = [r for r in tracker.children(parent) if r.data.tags["headfold.kind"].endswith(CANDIDATE)]
+    assert run.data.tags["gate"] == PROMOTED and not run.data.tags["reasons"]
+
+
+def test_a_refusal_of_an_earlier_version_is_read_and_stays_where_its_weights_are_gone(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker
+) -> None:
+    write_journal(folder.root, [trial("head", "headfold", 2.7), trial("base", "gqa", 2.9)])
+    strict = config.model_copy(update={"promotion": config.promotion.model_copy(update={"margin": 0.5})})
+    parent = tracker.start("search")
+    promoted(strict, context, folder, tracker, parent)
+    record = read_json(folder.promotion)
+    del record["candidates"]["head"]["gate_settings"]
+    record["candidates"]["head"]["folder"] = str(folder.root / "gone")
+    write_json(folder.promotion, record)
+    (candidate,) = promoted(config, context, folder, tracker, parent)["candidates"].values()
+    assert candidate["status"] == REFUSED and "not below the baseline" in candidate["reasons"][0]

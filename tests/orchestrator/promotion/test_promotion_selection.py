@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from promotions import entry, trial
 
 from orchestrator.config.schema import ConfigError, SearchConfig
@@ -77,3 +78,13 @@ def test_an_entry_of_an_earlier_version_is_read_and_written_unchanged(tmp_path: 
 )
 def test_measurements_are_spread_evenly(start: int, total: int, evaluations: int, expected: tuple[int, ...]) -> None:
     assert milestones(start, total, evaluations) == expected
+
+
+def test_a_promotion_may_have_other_settings_of_its_own_section_alone(
+    folder: SearchFolder, config: SearchConfig
+) -> None:
+    folder.snapshot.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert promote._stored_config(folder, ["promotion.margin=0.5"]).promotion.margin == 0.5
+    assert promote._stored_config(folder, []).promotion.margin == 0
+    with pytest.raises(ConfigError, match=r"expected settings of the promotion.*got 'data.eval.tokens=4'"):
+        promote._stored_config(folder, ["data.eval.tokens=4"])

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from promotions import trial
+from journals import write_journal
+from promotions import sync_of, trial
 
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
+from orchestrator.promotion import steps as steps_module
+from orchestrator.promotion.state import PromotionEntry, PromotionState
+from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.promotion.training import Training
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import SearchSession, TrialContext
+from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
+from orchestrator.tracking.runs import Tracker
 from search_spaces.recipes.catalogue import recipe
+from trainers.jobs import curve
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
 
@@ -114,3 +123,75 @@ def test_settings_of_a_promotion_are_checked(config: SearchConfig, train: dict[s
     changed = parse_config(config.model_dump() | {"promotion": {"train": train}})
     with pytest.raises(ConfigError, match=f"promotion.train.*(?s:.*){said}"):
         _ = changed.promotion_train
+
+
+def test_an_update_of_mlflow_reads_and_sends_only_what_is_new_however_long_the_training_is(
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = parse_config(config.model_dump() | {"promotion": {"steps": 100_000}})
+    write_json(folder.trial("head") / "recipe.json", Candidate(recipe("headfold"), 0.5, 1e-3).config())
+    write_journal(folder.root, [trial("head", "headfold", 2.2)])
+    parent = tracker.start("search")
+    session = SearchSession(config, folder, context, sync_of(tracker, folder, parent), 1)
+    (record,) = load_trials(folder.root)
+    entry = PromotionEntry.of(record, 100_004)
+    steps = PromotionSteps(session, PromotionState({"head": entry}), {"head": record})
+
+    sent: list[int] = []
+    log_batch = tracker.client.log_batch
+
+    def counting(run_id: str, **entities: Any) -> None:
+        sent.extend(metric.step for metric in entities.get("metrics", ()))
+        log_batch(run_id, **entities)
+
+    monkeypatch.setattr(tracker.client, "log_batch", counting)
+    parsed: list[str] = []
+
+    class CountingJson:
+        dumps = staticmethod(json.dumps)
+
+        @staticmethod
+        def loads(text: Any) -> Any:
+            parsed.append(text)
+            return json.loads(text)
+
+    monkeypatch.setattr(curve, "json", CountingJson)
+    updates: list[tuple[int, int]] = []
+
+    def training_of_many_steps(
+        trainings: list[Training], _: Any, done: Any, going_on: Callable[[Training], None]
+    ) -> None:
+        (training,) = trainings
+        assert training.run is not None
+        file = Path(training.run.job.storage_path) / training.run.job.run_name / "curve.jsonl"
+        file.parent.mkdir(parents=True)
+        first = 5
+        for size in (3, 600, 3, 600, 3, 0):
+            with file.open("a") as stream:
+                for step in range(first, first + size):
+                    stream.write(json.dumps({"step": step, "time": 1e9 + step, "batch_loss": 3.0}) + "\n")
+                stream.write('{"step": ')  # a line that is being written
+            first += size
+            sent.clear()
+            parsed.clear()
+            going_on(training)
+            updates.append((len(parsed), len(sent)))
+            with file.open("r+") as stream:
+                stream.truncate(file.stat().st_size - len('{"step": '))
+
+    monkeypatch.setattr(steps_module, "run_all", training_of_many_steps)
+    steps.train()
+    assert updates == [(size, size) for size in (3, 600, 3, 600, 3, 0)]
+    assert entry.run_id is not None
+    history = tracker.client.get_metric_history(entry.run_id, "train_loss_step")
+    assert sorted(metric.step for metric in history) == list(range(9, 1218)), "behind the trial's 4"
+    sent.clear()
+    steps.catch_up()
+    steps.save()
+    session.mlflow.put(steps.run_of(entry))
+    assert not sent, "the whole course was sent already"

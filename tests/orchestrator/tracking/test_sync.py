@@ -178,3 +178,21 @@ def test_a_store_that_never_comes_is_told_and_is_no_error(
     sync.put(trial(0))
     assert not sync.flush() and sync.parent_id is None and sync.waiting == 2
     assert caplog.text.count("MLflow is away") == 1 and "secret" not in caplog.text
+
+
+def test_points_that_are_added_while_the_store_is_away_are_there_once_when_it_is_back(
+    plain: Tracker, store: Store, tmp_path: Path
+) -> None:
+    sync = driver(plain, store, tmp_path)
+    run = trial(0, rungs=1)
+    sync.put(run)
+    points = trial(0).points
+    store.away = True
+    sync.add_points(run.tags, points[1:2])
+    assert sync.waiting == 1
+    store.away = False
+    calls = len(store.calls)
+    sync.add_points(run.tags, points[2:])
+    assert store.calls[calls:].count("log_batch") == 1, "both in one request"
+    sync.put(trial(0, status=DONE))
+    check(plain, 1)
