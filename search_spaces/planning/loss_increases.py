@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention.calibration.store import Calibration
+from attention.calibration.store import Calibration, layer_statistics
 from attention.conversion.convert import LiftedHeads, convert
 from attention.conversion.refinement.local import (
     FIT_DECAY,
@@ -182,7 +182,7 @@ class LayerIncreases:
 
     def _fused(self, layer: int, plan: LayerPlan) -> LayerHeads:
         heads = self.heads[layer]
-        statistics = self.calibration.layers[layer] if self.calibration else None
+        statistics = layer_statistics(self.calibration, layer, heads)
         for axis in ("alignment", "fusion"):
             heads = self.recipe.apply(axis, heads, plan, statistics, self.geometry.layer(layer))
         return heads
