@@ -52,9 +52,10 @@ LLAMA_3: dict[str, Any] = {
     "vocab_size": 128_256,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
 }
-WIDTH = 128
-"""Heads of the layers whose decoding is timed."""
 
 
 class Skipped(Exception):
@@ -145,9 +146,9 @@ def decode_models(device: Device) -> Iterator[Number]:
 def conversion(shape: str, device: Device) -> Iterator[Number]:
     """Two layers at real width, random weights, converted layer by layer to half of the KV cache with all its steps."""
     kind, settings = SHAPES[shape]
-    more = {"num_hidden_layers": 2} | device.pick(NARROW | {"num_local_experts": 2}, {})
+    more = {"num_hidden_layers": 2} | device.pick(NARROW, {})
     config: PretrainedConfig = kind(**(COMMON | settings | more))
-    tokens, length = device.pick((64, 16), (16_384, 2048))
+    tokens, length = device.pick((256, 32), (16_384, 2048))
     with tempfile.TemporaryDirectory() as folder:
         parameters = random_checkpoint(config, Path(folder, "model"))
         options = ConvertOptions(
@@ -155,7 +156,7 @@ def conversion(shape: str, device: Device) -> Iterator[Number]:
             recipe="headfold_gqa",
             kv_ratio=0.5,
             calibration_tokens=tokens,
-            eval_tokens=device.pick(32, 8192),
+            eval_tokens=device.pick(64, 8192),
             sequence_length=length,
             overrides={"refinement.fit_steps": 2} if device.small else None,
             device=device.of_processes,
@@ -173,7 +174,7 @@ def conversion(shape: str, device: Device) -> Iterator[Number]:
     yield Number("seconds a layer", sum(seconds.values()), "s", f"{parts}; {tokens} tokens of calibration")
     yield Number("peak of the device", device.peak_bytes / GIGA, "GiB", f"{parameters / 1e9:.2f}B parameters in all")
     yield Number("peak of the process on the host", memory_peak() / GIGA, "GiB")
-    yield Number("loss after, over before", record["loss"] / record["loss_before"], "", "of random weights")
+    yield Number("loss after, over before", record["loss"] / record["original_loss"], "", "of random weights")
 
 
 # ---- a training step ---------------------------------------------------------------------------------------------
@@ -238,9 +239,8 @@ def _whole_step(
         batch_size=1, zero_stage=1, dtype=dtype, device="cpu" if where == "cpu" else "auto", gpus_per_worker=0
     )
     if device.name == "fgpu":
-        plan = model.config, checkpoint.plan_of(model)
-        config = LlamaConfig(**_small_llama_3(4))
-        model, teacher = build(config, plan[1], torch.float32), random_model(config)
+        config = _llama_3(device, 4)
+        model, teacher = build(config, _halved(config), torch.float32), random_model(config)
         ids = torch.zeros(ids.shape, dtype=torch.long)
     group_of_one()
     engine = TrainEngine(model, settings, 100)
@@ -287,12 +287,10 @@ def _operations(model: Any, config: LlamaConfig, length: int) -> dict[str, float
     return {"parameters": parameters, "trunk": trunk, "logits": 2.0 * head * length * (2 + 2 + 2)}
 
 
-def _small_llama_3(layers: int) -> dict[str, Any]:
-    return LLAMA_3 | NARROW | {"num_key_value_heads": 4, "vocab_size": 2048, "num_hidden_layers": layers}
-
-
-def _llama_3(device: Device, layers: int) -> LlamaConfig:
-    return LlamaConfig(**(_small_llama_3(layers) if device.small else LLAMA_3 | {"num_hidden_layers": layers}))
+def _llama_3(device: Device, layers: int, **more: Any) -> LlamaConfig:
+    """Of the width of Llama-3-8B, with so many layers; a small one for small devices."""
+    width = LLAMA_3 | NARROW | {"vocab_size": 2048} if device.small else LLAMA_3
+    return LlamaConfig(**(width | {"num_hidden_layers": layers} | more))
 
 
 def _halved(config: LlamaConfig) -> AttentionPlan:
@@ -348,7 +346,7 @@ def served(name: str, device: Device) -> Iterator[Number]:
         engine(name).find(None)
     except EngineError as error:
         raise Skipped(str(error)) from None
-    config = LlamaConfig(**{**_llama_3(device, device.pick(2, 8)).to_dict(), "vocab_size": 2048})
+    config = _llama_3(device, device.pick(2, 8), vocab_size=2048)
     tokens, lengths = device.pick((4, "32"), (64, "1024,4096,8192"))
     with tempfile.TemporaryDirectory() as folder:
         random_checkpoint(config, Path(folder, "model"))

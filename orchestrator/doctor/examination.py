@@ -76,6 +76,7 @@ class Examination:
         needs: What the configuration takes; None without one, or where it cannot be read.
         folder: Below the storage, for what is written; None where that failed.
         shared: Whether every node sees it.
+        room: Whether the workers have room.
     """
 
     config: SearchConfig | None
@@ -185,12 +186,9 @@ class Examination:
         except ConfigError as error:
             self.room = False
             findings.append(Finding("config", "failed", str(error), REMEDIES["config"]))
-        # It may ask the hub
         try:
-            self.needs = call(
-                _needs, self.config, max(1, parallel), node=self.nodes[0], seconds=self.seconds
-            )
-        except (ConfigError, NoAnswerError) as error:
+            self.needs = _needs(self.config, max(1, parallel))
+        except ConfigError as error:
             findings.append(Finding("config", "failed", str(error), REMEDIES["config"]))
         said = f"{self.config.name}: room for {parallel} trial(s) at a time"
         status = "ok" if parallel else "skipped"
