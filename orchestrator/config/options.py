@@ -514,7 +514,7 @@ class DoctorOptions:
     ] = None
     seconds: Annotated[
         float, typer.Option(min=1, help="How long one check may take, nodes that start included.")
-    ] = 180.0
+    ] = 300.0
     probe_mib: Annotated[
         int, typer.Option(min=1, help="MiB that each node writes to measure the storage.")
     ] = 256

@@ -156,14 +156,15 @@ class Examination:
 
     @property
     def shape(self) -> Shape:
-        """The workers that are tried: those of a trial, or one for each GPU or CPU there is."""
+        """The workers that are tried: those of a trial, else one for each GPU, or for each node."""
         if self.config is not None:
             return Demand.of(self.config).shape
         nodes = [Nodes(1, node.resources) for node in self.nodes]
         gpus, cpus = int(total(nodes, "GPU")), int(total(nodes, "CPU"))
         if self.device == "cuda" and gpus:
             return Shape(gpus, 1.0, 1.0, strategy="PACK", device="cuda")
-        return Shape(max(1, min(cpus, 8)), 1.0 if cpus else 0.5, 0.0, strategy="SPREAD")
+        few = max(1, min(cpus, max(2, len(self.nodes))))
+        return Shape(few, 1.0 if cpus else 0.5, 0.0, strategy="SPREAD")
 
     @property
     def settings(self) -> TrainSettings:
