@@ -25,7 +25,7 @@ export HF_HUB_OFFLINE ?= 1
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ui check test test-all test-fast test-kernel chaos engines docs lint bench bench-gpu simulate clean
+.PHONY: help setup demo ui check test test-all test-fast test-kernel chaos engines docs lint bench gpu simulate clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -127,8 +127,10 @@ lint: $(TOOLS) ## style, types and the import rule between the packages
 bench: $(STAMP) ## measure speed against rivals (some minutes); the table goes on top of benchmarks/LOG.md
 	@$(BIN)/python -m benchmarks --log
 
-bench-gpu: $(STAMP) ## the same on a CUDA device, and a model of the shape of Llama-2-7B at 4k and 32k tokens
-	@$(BIN)/python -m benchmarks --device cuda --log
+# DEVICE=cpu or fgpu: every part in its smallest size, to see that it runs. MINUTES: end after so many, to be called again.
+DEVICE ?= cuda
+gpu: $(STAMP) ## on one GPU: kernel, conversion, a training step, ZeRO offload, vLLM; resumable; docs/gpu.md is written from it
+	@$(BIN)/python -m benchmarks.gpu --device $(DEVICE) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RECORDS),--records $(RECORDS)) $(ARGS)
 
 simulate: $(STAMP) ## 2,000 trials on 64 simulated workers: what the driver takes; then early stopping compared (docs/scale.md)
 	@$(BIN)/python -m benchmarks.simulation scale

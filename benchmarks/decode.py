@@ -57,11 +57,11 @@ def of_one_layer(scale: Scale) -> Iterator[Row]:
     for shape_name, shape in shapes.items():
         for length in lengths:
             heads, width = shape["num_attention_heads"], shape["head_dim"]
-            arms = _layer_arms(heads, width, length, dtype, scale.device)
+            arms = layer_arms(heads, width, length, dtype, scale.device)
             yield from _rows(f"{shape_name}, {length} tokens", medians(arms, scale.pick(2, 9), scale.device))
 
 
-def _layer_arms(heads: int, width: int, length: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[], Any]]:
+def layer_arms(heads: int, width: int, length: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[], Any]]:
     plan = decoupled_plan(1, heads, width).layers[0]
     maps, uniform = HeadMaps.of(plan), heads // 4
     key_map, value_map = (torch.tensor(m, device=device) for m in (plan.key_map, plan.value_map))

@@ -107,6 +107,7 @@ _TASKS = "orchestrator.tasks"
 for verb in (
     runner.function_command("demo", options.DemoOptions, f"{_TASKS}.demo:demo"),
     runner.function_command("init", options.InitOptions, f"{_TASKS}.init:init"),
+    runner.task_command("doctor", options.DoctorOptions, f"{_TASKS}.doctor:Doctor", dry_run=False),
     runner.task_command("search", options.SearchOptions, f"{_TASKS}.search:Search"),
     runner.task_command(
         "recipes", options.RecipesOptions, f"{_TASKS}.recipes:Recipes", dry_run=False

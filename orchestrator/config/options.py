@@ -502,6 +502,37 @@ class SearchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Check a cluster: GPUs, network, storage, hub, MLflow, one step of training.
+
+    It says what is wrong and what to do; exit code 2 if anything would keep a search from running.
+    """
+
+    overrides: ConfigOverrides = None
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file of a search, whose workers, storage and stores are tried (default: "
+            "what the cluster has)."
+        ),
+    ] = None
+    storage: Annotated[
+        str | None,
+        typer.Option(help="Folder or address to try without a config (default: runs)."),
+    ] = None
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="A check to make, e.g. all-reduce; repeatable (default: all)."),
+    ] = None
+    seconds: Annotated[
+        float, typer.Option(min=1, help="How long one check may take, nodes that start included.")
+    ] = 300.0
+    probe_mib: Annotated[
+        int, typer.Option(min=1, help="MiB that each node writes to measure the storage.")
+    ] = 256
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromoteOptions:
     """Train chosen trials fully, pass the gate, register. Finished steps are not repeated.
 

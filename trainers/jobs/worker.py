@@ -40,7 +40,14 @@ from trainers.jobs.train_job import TrainJob
 from trainers.loop import TrainingDiverged
 from trainers.settings import AUTO_STRATEGY, Shape
 
-__all__ = ["TrainJob", "TrainingDiverged", "job_metrics", "run_training", "serve_pool"]
+__all__ = [
+    "TrainJob",
+    "TrainingDiverged",
+    "call_on_workers",
+    "job_metrics",
+    "run_training",
+    "serve_pool",
+]
 
 RESIZE_SECONDS = 600.0
 """How often a job whose number of workers may grow does, where its checkpoints do not tell: it goes
@@ -115,6 +122,23 @@ def serve_pool(pool: Any, group: str, shape: Shape, storage_path: str) -> None:
     _trainer(_serve, entry, shape, group, storage_path, 0, preemptions=0).fit()
 
 
+def call_on_workers(
+    function: Callable[[], Any], shape: Shape, run_name: str, storage_path: str
+) -> Any:
+    """Call a function on new workers, joined in a process group as those of a training are.
+
+    Returns:
+        What the function has returned on rank 0.
+
+    Raises:
+        RayTrainError: When a worker has failed; it is not started again.
+    """
+    entry = {"function": function, "device": shape.device}
+    return (
+        _trainer(_call, entry, shape, run_name, storage_path, 0, preemptions=0).fit().return_value
+    )
+
+
 def _trainer(
     function: Callable[[dict[str, Any]], Any],
     config: dict[str, Any],
@@ -180,6 +204,11 @@ def _prepare_worker(device: str) -> None:
             os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         # Collectives come before DeepSpeed chooses.
         torch.cuda.set_device(ray.train.torch.get_device())
+
+
+def _call(config: dict[str, Any]) -> Any:
+    _prepare_worker(config["device"])
+    return config["function"]()
 
 
 def _work(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""The records of `make gpu`: a JSON file with a record for each part that has ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from attention.io.files import write_whole
+
+FORMAT = 1
+HERE = Path(__file__).resolve().parent
+MEASURED = HERE / "records.json"
+"""Of a CUDA device; docs/gpu.md is written from it."""
+
+Status = Literal["done", "skipped", "failed"]
+
+
+class Measurement(TypedDict):
+    """A number."""
+
+    name: str
+    value: float
+    unit: str
+    note: str
+
+
+class PartRecord(TypedDict):
+    """A part that has ended. `reason`: why it was skipped or has failed."""
+
+    status: Status
+    reason: str
+    seconds: float
+    date: str
+    commit: str
+    rows: list[Measurement]
+
+
+class RecordsError(ValueError):
+    """Records that cannot be gone on with. The message says what to do."""
+
+
+@dataclass
+class Records:
+    """The file. `card`: what was measured (`benchmarks.gpu.devices.card`), and versions."""
+
+    file: Path
+    card: dict[str, str]
+    parts: dict[str, PartRecord]
+
+    @classmethod
+    def open(cls, file: Path, card: Mapping[str, str]) -> Records:
+        """The records of a card, new or to go on with. Raises RecordsError for those of another one."""
+        if not file.exists():
+            return cls(file, dict(card), {})
+        records = cls.read(file)
+        if records.card.get("device") != card.get("device"):
+            raise RecordsError(
+                f"{file} has the records of {records.card.get('device')!r}, and this is {card.get('device')!r}; "
+                "name another file with --records (make gpu RECORDS=FILE), or remove it"
+            )
+        records.card = dict(card)
+        return records
+
+    @classmethod
+    def read(cls, file: Path) -> Records:
+        """Raises RecordsError for what is none of ours."""
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            if found["format"] != FORMAT:
+                raise ValueError(f"format {found['format']}, expected {FORMAT}")
+            return cls(file, found["card"], found["parts"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecordsError(f"{file} is no file of records ({error}); remove it, or name another") from None
+
+    def add(self, name: str, part: PartRecord) -> None:
+        """Put a part that has ended into the file."""
+        self.parts[name] = part
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"format": FORMAT, "card": self.card, "parts": self.parts}, indent=1)
+        write_whole(self.file, text + "\n")
+
+    def is_done(self, name: str) -> bool:
+        return name in self.parts and self.parts[name]["status"] == "done"

@@ -1,0 +1,1 @@
+"""`headfold doctor`: whether a cluster will do, check by check."""
