@@ -21,6 +21,7 @@ from trainers.jobs.curve import Curve
 from trainers.jobs.link import Link
 from trainers.jobs.share import WorkerShare
 from trainers.jobs.train_job import TrainJob
+from trainers.jobs.utilization import TokenWork
 from trainers.loop import TrainingDiverged, train_model
 from trainers.losses import objective
 
@@ -65,7 +66,9 @@ class WorkerTraining(WorkerShare):
         self.saved_step = 0
         self.leaving = False
         show = partial(link.show, job)
-        self.curve = Curve(store.named, engine, self.world_size, show) if self.rank == 0 else None
+        self.curve = None
+        if self.rank == 0:
+            self.curve = Curve(store.named, engine, self.world_size, show, self._work())
 
     def run(self, newest: SavedCheckpoint | None, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """Train to the last milestone, from a checkpoint of this run or from where the job starts.
@@ -112,6 +115,15 @@ class WorkerTraining(WorkerShare):
             # Killed between its last checkpoint and here, or the weights were lost.
             self.finish(self.metrics)
         return {"metrics": self.metrics}
+
+    def _work(self) -> TokenWork:
+        settings = self.job.settings
+        return TokenWork.of(
+            self.engine.model,
+            self.tokens_a_step // settings.batch_size,
+            recomputed=settings.activation_checkpointing,
+            teacher=None if settings.distillation == "none" else self.teacher,
+        )
 
     def _begin(self, newest: SavedCheckpoint | None) -> int:
         """Return the step to go on from."""
