@@ -157,6 +157,13 @@ def group_slots(nodes: Sequence[Nodes], shape: Shape) -> int:
     return slots(nodes, ProcessResources.of_worker(shape).bundle) // shape.workers
 
 
+def worker_bundles(nodes: Sequence[Nodes], shape: Shape, groups: int) -> list[dict[str, float]]:
+    """Return the bundles that so many groups of workers of a shape take of the nodes."""
+    if resolve_strategy(shape, nodes).strategy == "STRICT_PACK":
+        return [_joint_bundle(shape)] * groups
+    return [ProcessResources.of_worker(shape).bundle] * (groups * shape.workers)
+
+
 def slots(nodes: Sequence[Nodes], bundle: Mapping[str, float]) -> int:
     """Return how many bundles fit the nodes at a time."""
     return sum(some.count * some.fits(bundle) for some in nodes)
@@ -205,6 +212,27 @@ def search_concurrency(config: SearchConfig, nodes: Sequence[Nodes]) -> int:
 
 def _fit(nodes: Sequence[Nodes], demand: Demand, trials: int) -> bool:
     """Return whether the workers of so many trials fit, and the trials' own processes with them."""
+    free = _beside_workers(nodes, demand, trials)
+    if free is None:
+        return False
+    return not demand.process_cpus or slots(free, {"CPU": demand.process_cpus}) >= trials
+
+
+def room_to_plan(nodes: Sequence[Nodes], demand: Demand, training: int, planning: int) -> bool:
+    """Return whether nodes have room for tasks that plan beside the workers of trials that train.
+
+    Args:
+        nodes: The nodes.
+        demand: Of a trial.
+        training: Trials with workers.
+        planning: Tasks that plan.
+    """
+    free = _beside_workers(nodes, demand, training)
+    return free is not None and slots(free, demand.task.bundle) >= planning
+
+
+def _beside_workers(nodes: Sequence[Nodes], demand: Demand, trials: int) -> list[Nodes] | None:
+    """Return what the workers of so many trials leave of the nodes; None if they do not fit."""
     shape = resolve_strategy(demand.shape, nodes)
     if shape.strategy == "STRICT_PACK":
         bundle = _joint_bundle(shape)
@@ -222,12 +250,16 @@ def _fit(nodes: Sequence[Nodes], demand: Demand, trials: int) -> bool:
         if full < some.count:
             rest = min(left - full * each, each)
             taken += [(1, rest), (some.count - full - 1, 0)]
-        cpus = some.resources.get("CPU", 0.0)
-        free += [Nodes(count, {"CPU": cpus - used * bundle["CPU"]}) for count, used in taken]
+        free += [Nodes(count, _without(some.resources, bundle, used)) for count, used in taken]
         left -= full * each + rest
-    if left:
-        return False
-    return not demand.process_cpus or slots(free, {"CPU": demand.process_cpus}) >= trials
+    return None if left else free
+
+
+def _without(
+    resources: Mapping[str, float], bundle: Mapping[str, float], used: int
+) -> dict[str, float]:
+    """Return what so many bundles leave of the resources of a node."""
+    return {kind: amount - used * bundle.get(kind, 0.0) for kind, amount in resources.items()}
 
 
 def _refusal(nodes: Sequence[Nodes], demand: Demand) -> str:

@@ -18,6 +18,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
     _HEAD_GROUP_NAME,
     AutoscalingConfigProducer,
 )
+from ray.autoscaler.sdk import request_resources
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.core.generated.gcs_pb2 import JobTableData
@@ -170,12 +171,7 @@ def _on_head(function: Callable[[str], Any], gcs_address: str) -> Any:
     if on_head():
         return function(gcs_address)
     # From within a trial: not on the trial's own node
-    options: Any = {
-        "num_cpus": 0,
-        "resources": {_HEAD_RESOURCE: 0.001},
-        "scheduling_strategy": "DEFAULT",
-    }
-    task: Any = ray.remote(**options)(function)
+    task: Any = ray.remote(**head_options())(function)
     return ray.get(task.remote(gcs_address))
 
 
@@ -248,6 +244,25 @@ def _ended_monitor_log(gcs_address: str) -> str | None:
                 if ours and _CONFIG_OPTION in line:
                     return str(log)
     return None
+
+
+def request_bundles(bundles: list[dict[str, float]]) -> None:
+    """Have the autoscaler keep, or add, nodes that could hold these bundles at the same time.
+
+    The request replaces any earlier one of the cluster, and stays until it is replaced: it outlives
+    the process that makes it.
+    """
+    # Without bundles Ray takes the request as one for nothing
+    request_resources(bundles=bundles)
+
+
+def head_options() -> Mapping[str, Any]:
+    """Return the options by which a task or an actor without CPUs lies on the head node."""
+    return {
+        "num_cpus": 0,
+        "resources": {_HEAD_RESOURCE: 0.001},
+        "scheduling_strategy": "DEFAULT",
+    }
 
 
 def cluster_status() -> ClusterStatus:

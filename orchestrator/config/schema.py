@@ -162,6 +162,17 @@ class ResourcesSection(Section):
     """
     trial_accelerator_type: str | None = Field(default=None, min_length=1)
     """The same for planning and measuring; none: that of the workers."""
+    plan_ahead: int = Field(default=1, ge=0, le=64)
+    """Candidates to come that are planned and converted while trials before them plan or train, on
+    GPUs that nobody needs meanwhile (with `trial_gpus` alone).
+
+    Which trials there are and what they come to does not change: only candidates that come in any
+    case, whatever is reported until then. 0: every trial plans for itself.
+    """
+    hold_nodes: bool = True
+    """Nodes of workers that are there stay while trials to come need them, where an autoscaler
+    would end them for being idle, as while a trial plans on other nodes.
+    """
     placement_strategy: Strategy = AUTO_STRATEGY
     """How the workers of a training lie on nodes, in Ray's words: STRICT_PACK all on one node, PACK
     on few, SPREAD on many; auto: on one where a node of the cluster can hold them, else on few.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +19,7 @@ from attention.conversion.refinement.original import Original
 from attention.conversion.refinement.refine import FitWork, LayerFit, refine
 from attention.families import geometry_of
 from attention.plan import AttentionPlan
-from search_spaces.planning.context import convert_with
-from search_spaces.planning.planner import PlanningContext, make_plan
+from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.recipes.recipe import Recipe
 
 CONVERTING = ("calibrate", "search phase", "plan", "convert", "refine")
@@ -56,31 +54,6 @@ def planning_context(
         fusion_distances=fusion_distances,
         original=wrapped,
     )
-
-
-def plan_and_convert(
-    recipe: Recipe,
-    kv_ratio: float | Fraction,
-    context: PlanningContext,
-    seed: int,
-    phases: Phases,
-    plan: AttentionPlan | None = None,
-) -> tuple[PreTrainedModel, AttentionPlan, dict[str, float]]:
-    """Return the converted and refined model of a context, its plan, and its `cost`.
-
-    Args:
-        recipe: How it is converted.
-        kv_ratio: A ratio that the recipe can meet.
-        context: As in `convert_and_refine`.
-        seed: Of the plan.
-        phases: Takes the seconds.
-        plan: The plan, where it is not to be made.
-    """
-    before = len(context.work)
-    with phases("plan"):
-        plan = plan or make_plan(recipe, kv_ratio, context, np.random.default_rng(seed))
-    converted, work = convert_and_refine(recipe, plan, context, phases)
-    return converted, plan, cost([*context.work[before:], *work], phases)
 
 
 def convert_and_refine(

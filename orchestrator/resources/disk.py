@@ -10,6 +10,7 @@ Legend: w weights of one model in the search's dtype, t in that of training, s a
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,8 +127,12 @@ class Storage:
             # Of each its last and its best weights, and what its relaxation has come to
             each = 1 + (rungs > 1)
             trained = holding * t * each + min(relaxing, holding) * t
-            converted = holding * w
-            gone = (holding - left) * (w + t * each) + max(0, min(relaxing, holding) - left) * t
+            # In the search's library for trials to come, maybe after the trials that had them
+            stored = _carried(inputs) + _ahead(config)
+            conversions = min(trials, holding + stored)
+            converted = conversions * w
+            gone = (conversions - left) * w + (holding - left) * t * each
+            gone += max(0, min(relaxing, holding) - left) * t
             gone += left * t * (each - 1) * few
             # Between two rungs there are some too, by the clock
             checkpoints = running * most + paused * KEEP + min(finalists, trials - running - paused)
@@ -135,6 +140,7 @@ class Storage:
             going = (running + paused) * t * max(0, min(most, rungs - 1) - 1)
             stages = w + lifted_bytes(inputs) + t * _stages(inputs)
             going += min(relaxing, running + paused) * stages
+            going += min(relaxing, stored) * (w + lifted_bytes(inputs))
         shipped, promoting = self._promotion(parallel, w, beside)
         shared = texts + self.statistics + records + converted + trained
         kept = shared - gone + finalists * s + shipped
@@ -230,6 +236,29 @@ def lifted_bytes(inputs: SearchInputs) -> int:
     g = inputs.geometry
     more = 2 * g.num_layers * (g.num_heads - g.num_kv_heads) * g.head_dim * (g.hidden_size + 1)
     return more * inputs.written.itemsize
+
+
+def _carried(inputs: SearchInputs) -> int:
+    """Return the most conversions at a time that trials before and trials to come have in common.
+
+    By the order of the named candidates, in which those of each seed lie beside each other.
+    """
+    keys = [
+        json.dumps([candidate.recipe.conversion_choices, candidate.used_ratio], sort_keys=True)
+        for candidate in inputs.candidates
+    ]
+    last = {key: index for index, key in enumerate(keys)}
+    most = 0
+    begun: set[str] = set()
+    for index, key in enumerate(keys):
+        begun.add(key)
+        most = max(most, sum(last[other] > index for other in begun))
+    return most * len(inputs.config.seeds)
+
+
+def _ahead(config: SearchConfig) -> int:
+    """Return the number of conversions that are made ahead of their trials."""
+    return config.resources.plan_ahead if config.resources.trial_gpus else 0
 
 
 def _finalists(inputs: SearchInputs) -> int:

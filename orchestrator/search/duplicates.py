@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from attention.io.checkpoint import DIGESTS
+from orchestrator.search.candidates import Candidate
 from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.storage.json_files import read_json
 from trainers.jobs.train_job import TrainJob
@@ -67,6 +68,9 @@ class CopyingSearcher(ResumableSearcher):
 
     def suggest(self, trial_id: str) -> Any:
         return self.searcher.suggest(trial_id)
+
+    def upcoming(self, count: int) -> Sequence[Candidate]:
+        return self.searcher.upcoming(count)
 
     def add_trial(self, trial_id: str, config: Mapping[str, Any]) -> None:
         self.searcher.add_trial(trial_id, config)

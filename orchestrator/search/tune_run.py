@@ -19,6 +19,7 @@ from orchestrator.cluster.placement import Demand, task_options
 from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.cluster.session import last_error
 from orchestrator.config.schema import SearchConfig
+from orchestrator.search.ahead import HoldNodes, PlanAhead
 from orchestrator.search.callbacks import SearchLog
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import CopyingSearcher
@@ -34,6 +35,7 @@ from orchestrator.search.resume import (
 from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.searchers import make_searcher
 from orchestrator.search.trials.context import SearchSession
+from orchestrator.search.trials.conversions import ConversionLibrary
 from orchestrator.search.trials.trial import run_trial, trained
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.journal import Journal, JournalError, unwritable
@@ -83,12 +85,15 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     remove_leftovers(config, folder, history)
     log.catch_up()
     if len(history.configs) == searcher.total and not history.open:
+        ConversionLibrary.of_search(folder.root).remove()
         return  # resumed, and only the promotion is left to do
     replay(history, copying, scheduler)
     decided = JournaledScheduler(scheduler, journal)
     _quiet(session.parallel)
     reached = partial(checkpoint_step, str(folder.train), session.context.checkpoint_address)
-    callbacks = [log, Cleaning(config, folder, history)]
+    ahead = PlanAhead(session, copying, history, prepared.problem.named)
+    nodes = HoldNodes(session, history, log.expected)
+    callbacks = [log, Cleaning(config, folder, history), ahead, nodes]
     tuner = _tuner(
         session,
         JournaledSearch(copying, decided, journal, reached),
@@ -107,6 +112,9 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
         with contextlib.suppress(OSError, JournalError):
             log.on_experiment_end([])
         journal.failed = journal.failed or f"{folder.root}: {unwritable(last_error(str(error)))}"
+    finally:
+        for callback in (ahead, nodes):
+            callback.on_experiment_end([])
     # Once more: workers that were stopped may have been writing
     remove_leftovers(config, folder, history)
     if journal.failed is not None:

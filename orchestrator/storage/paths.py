@@ -7,6 +7,7 @@
     data/, calibration/              token sequences and statistics that trials share
     decode_times.json                seconds per token by KV heads, where that is an objective
     journal.jsonl                    what was tried, reported, decided and ended: the only record
+    .conversions/                    conversions that trials share, as long as trials run
     trials/<id>/                     recipe, plan, converted and trained checkpoint of each trial
     state.json, driver.lock          when and how the search began and ended; which process runs it
     tune/, train/                    files of Ray Tune and Ray Train

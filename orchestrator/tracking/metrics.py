@@ -17,6 +17,7 @@ METRICS = {
     "learning_rate": "learning_rate",
     "gradient_norm": "grad_norm",
     "mfu": "mfu",
+    "hfu": "hfu",
     "cpu_percent": "system/cpu_utilization_percentage",
     "memory_megabytes": "system/system_memory_usage_megabytes",
     "gpu_memory_megabytes": "system/gpu_0_memory_usage_megabytes",

@@ -152,6 +152,14 @@ class Recipe:
         record = {k: v for k, v in self.to_dict().items() if k not in ("name", "source")}
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
+    @property
+    def conversion_choices(self) -> dict[str, Any]:
+        """What a converted model depends on: all but names, relaxation and recovery."""
+        others = ("name", "source", "relaxation", "recovery")
+        choices = {key: value for key, value in self.to_dict().items() if key not in others}
+        settings = {k: v for k, v in self.settings if k.split(".")[0] not in others}
+        return choices | {"settings": settings}
+
     def with_changes(self, **changes: Any) -> Recipe:
         """Return this recipe with other choices.
 

@@ -12,6 +12,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import pytest
 import yaml
 from botocore.validate import ParamValidator
 from packaging.requirements import Requirement
+from ray.autoscaler._private.node_provider_availability_tracker import NodeAvailabilitySummary
+from ray.autoscaler._private.resource_demand_scheduler import _resource_based_utilization_scorer, get_nodes_for
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -162,12 +165,36 @@ def test_head_stays_and_workers_come_from_zero(file: str) -> None:
     head = config["available_node_types"][config["head_node_type"]]
     workers = [node for node in config["available_node_types"].values() if node is not head]
     assert not is_spot(head["node_config"])
-    assert "GPU" not in head["resources"]
+    assert head["resources"] == {"CPU": 0}, "no task beside the driver and MLflow"
     for node in workers:
         assert node["min_workers"] == 0
-        assert is_spot(node["node_config"])
-        assert node["resources"]["GPU"] > 0
+        # Who loses a node without GPUs loses the controllers of all its trials
+        assert is_spot(node["node_config"]) == ("GPU" in node["resources"])
     assert sum(node["max_workers"] for node in workers) == config["max_workers"]
+
+
+@both
+@pytest.mark.parametrize(("amount", "count", "nodes"), [(1.0, 8, 1), (1.0, 56, 2), (0.05, 20, 1)])
+def test_what_needs_no_gpu_starts_no_gpu_node(file: str, amount: float, count: int, nodes: int) -> None:
+    """Tasks that tokenise, and controllers of trials, by Ray's own choice of nodes."""
+    types = CONFIGS[file]["available_node_types"]
+    demand = [{"CPU": amount}] * count
+    scorer = partial(_resource_based_utilization_scorer, node_availability_summary=NodeAvailabilitySummary({}))
+    started, left = get_nodes_for(types, {}, "head", 8, demand, lambda node, needs, name: scorer(node, needs))
+    assert (dict(started), left) == ({"cpu": nodes}, [])
+
+
+@both
+def test_the_hub_is_read_by_a_token_of_each_node_into_a_cache_of_all(file: str) -> None:
+    config = CONFIGS[file]
+    options = config["docker"]["run_options"]
+    there = dict(option.removeprefix("--env ").split("=", 1) for option in options if option.startswith("--env"))
+    (shared,) = [option.split(":")[-1] for option in options if option.startswith("--volume")]
+    assert Path(there["HF_HOME"]).is_relative_to(shared)
+    token = there["HF_TOKEN_PATH"]  # else it would be looked for in HF_HOME, which every node writes to
+    assert config["file_mounts"][token] == "~/.cache/huggingface/token"
+    assert not Path(token).is_relative_to(shared)
+    assert not re.search(r"HF_TOKEN\b|hf_[A-Za-z0-9]{20}", TEXTS[file])
 
 
 def is_spot(node: dict[str, Any]) -> bool:
@@ -193,7 +220,7 @@ def test_google_is_like_amazon_but_for_its_machines() -> None:
     disks = [node["node_config"]["disks"][0]["initializeParams"] for node in types[1].values()]
     assert zone[:-2] == region
     assert {disk["diskType"] for disk in disks} == {f"zones/{zone}/diskTypes/pd-balanced"}
-    assert [disk["diskSizeGb"] for disk in disks] == [200, 300, 500]
+    assert [disk["diskSizeGb"] for disk in disks] == [200, 100, 300, 500]
 
 
 @both

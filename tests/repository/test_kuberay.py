@@ -63,7 +63,7 @@ def test_a_search_has_room_before_any_gpu_is_there(config: dict[str, Any], monke
 
     monkeypatch.setattr(ray_internals, "autoscaling_config", lambda address: config)
     monkeypatch.setattr(ray_internals.ray, "get_runtime_context", Context)
-    nodes = [Nodes(1, {"CPU": 8.0}), *(Nodes(*kind) for kind in ray_internals.node_types().values())]
+    nodes = [Nodes(1, {}), *(Nodes(*kind) for kind in ray_internals.node_types().values())]
     assert concurrency(nodes, Demand.of(read_search_config(REPOSITORY / LLAMA))) == 2
 
 
@@ -81,18 +81,19 @@ def test_pods_fill_the_machines_of_cluster_yaml() -> None:
     for pod, node in zip(PODS, AWS["available_node_types"].values(), strict=True):
         limits, told = pod["containers"][0]["resources"]["limits"], node["resources"]
         assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": node["node_config"]["InstanceType"]}
-        assert int(limits["cpu"]) == told["CPU"]
+        cpus = told["CPU"] or 8  # those of the head are for no task
+        assert int(limits["cpu"]) == cpus
         assert int(limits.get("nvidia.com/gpu", 0)) == told.get("GPU", 0)
         requests = [container["resources"]["requests"]["cpu"] for container in pod["containers"]]
         # A node keeps some of its CPUs: a pod that asks for all of them never starts
-        assert sum(float(cpu.replace("500m", "0.5")) for cpu in requests) <= told["CPU"] - 1
+        assert sum(float(cpu.replace("500m", "0.5")) for cpu in requests) <= cpus - 1
 
 
 def test_images_and_versions_are_those_of_the_project() -> None:
     version = re.search(r"headfold:([\d.]+) ", (REPOSITORY / "deploy" / "Containerfile").read_text())
     images = [container["image"] for pod in PODS for container in pod["containers"]]
     assert version and images == [
-        f"registry.example.com/headfold:{version[1]}{kind}" for kind in ("-cpu", "-cpu", "", "")
+        f"registry.example.com/headfold:{version[1]}{kind}" for kind in ("-cpu", "-cpu", "-cpu", "", "")
     ]
     assert f":{CLUSTER['spec']['rayVersion']}-" in AWS["docker"]["worker_image"]
 
@@ -103,6 +104,13 @@ def test_everybody_mounts_the_shared_volume() -> None:
         assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
         for container in pod["containers"]:
             assert container["volumeMounts"][0] == {"name": pod["volumes"][0]["name"], "mountPath": "/mnt/headfold"}
+
+
+def test_everybody_reads_the_hub_into_the_shared_volume() -> None:
+    for pod in PODS:
+        own = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
+        assert own["HF_HOME"]["value"] == "/mnt/headfold/hf"
+        assert own["HF_TOKEN"]["valueFrom"]["secretKeyRef"]["optional"], "for gated checkpoints alone"
 
 
 def test_mlflow_on_the_head_is_that_of_cluster_yaml(monkeypatch: pytest.MonkeyPatch) -> None:

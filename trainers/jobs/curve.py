@@ -20,21 +20,20 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from trainers.jobs.utilization import TokenWork, peak_flops
+
 if TYPE_CHECKING:
     from trainers.engine import TrainEngine
 
 _NAME = "curve.jsonl"
 _SECONDS = 10.0
 """Between two lines."""
-PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Operations a second of dense bfloat16 products, by a part of the device's name; from NVIDIA's
-data sheets."""
 
 
 class Curve:
     """Lines of the run in `folder`, of an `engine` on `workers` devices.
 
-    Each is also given to `show`.
+    Each is also given to `show`. `work`: of a token of the training.
     """
 
     def __init__(
@@ -43,15 +42,14 @@ class Curve:
         engine: TrainEngine,
         workers: int,
         show: Callable[[dict[str, Any]], None],
+        work: TokenWork,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._show = show
         self._file = folder / _NAME
         self._engine = engine
         self._workers = workers
-        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters())
-        # A token's, forward and back; the products of attention are left out.
-        self._flops = 6.0 * parameters
+        self._work = work
         self._written = 0.0
         self._tokens = 0
         self._seconds = 0.0
@@ -72,7 +70,8 @@ class Curve:
         }
         line |= node_use()
         if (peak := peak_flops()) is not None:
-            line["mfu"] = speed * self._flops / (peak * self._workers)
+            line["mfu"] = speed * self._work.model / (peak * self._workers)
+            line["hfu"] = speed * self._work.hardware / (peak * self._workers)
         with self._file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
         self._show(line)
@@ -127,11 +126,3 @@ def node_use() -> dict[str, float]:
         free, total = torch.cuda.mem_get_info()
         used["gpu_memory_megabytes"] = (total - free) / 1e6
     return used
-
-
-def peak_flops() -> float | None:
-    """Of this process's GPU; None without one, or for one that is not known."""
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name()
-    return next((peak for part, peak in PEAK.items() if part in name), None)

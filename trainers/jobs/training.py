@@ -22,6 +22,7 @@ from trainers.jobs.link import Link
 from trainers.jobs.share import WorkerShare
 from trainers.jobs.teacher_logits import stored_teacher
 from trainers.jobs.train_job import TrainJob
+from trainers.jobs.utilization import TokenWork
 from trainers.jobs.write_rate import checkpoint_cost
 from trainers.loop import TrainingDiverged, train_model
 from trainers.losses import objective
@@ -70,7 +71,9 @@ class WorkerTraining(WorkerShare):
         store.expected_bytes = engine.checkpoint_bytes
         self.timer = CheckpointTimer(store, link, job.checkpoint_minutes, engine.device)
         show = partial(link.show, job)
-        self.curve = Curve(store.named, engine, self.world_size, show) if self.rank == 0 else None
+        self.curve = None
+        if self.rank == 0:
+            self.curve = Curve(store.named, engine, self.world_size, show, self._work())
 
     def run(self, newest: SavedCheckpoint | None, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """Train to the last milestone, from a checkpoint of this run or from where the job starts.
@@ -125,6 +128,15 @@ class WorkerTraining(WorkerShare):
             # Killed between its last checkpoint and here, or the weights were lost.
             self.finish(self.metrics)
         return {"metrics": self.metrics}
+
+    def _work(self) -> TokenWork:
+        settings = self.job.settings
+        return TokenWork.of(
+            self.engine.model,
+            self.tokens_a_step // settings.batch_size,
+            recomputed=settings.activation_checkpointing,
+            teacher=None if settings.distillation == "none" else self.teacher,
+        )
 
     def _begin(self, newest: SavedCheckpoint | None) -> int:
         """Return the step to go on from."""

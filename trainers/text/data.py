@@ -174,6 +174,7 @@ class TextCut:
     def first_document(self) -> str | None:
         """Return the document that the sequences begin with; None where there is none."""
         return next(self._texts(), None)
+
     def documents(self) -> Iterator[str]:
         """Return the documents in the order in which they are cut."""
         return self._texts()

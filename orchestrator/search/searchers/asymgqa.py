@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -63,6 +63,9 @@ class ChainSearch(ResumableSearcher):
             return Searcher.FINISHED if not self._finals else None
         self._made += 1
         return candidate.config()
+
+    def upcoming(self, count: int) -> Sequence[Candidate]:
+        return self._problem.named[self._made :][:count]
 
     def on_trial_complete(
         self, trial_id: str, result: dict | None = None, error: bool = False

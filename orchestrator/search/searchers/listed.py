@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,9 @@ class ListedSearcher(ResumableSearcher):
         self.add_trial(trial_id, config)
         return config
 
+    def upcoming(self, count: int) -> Sequence[Candidate]:
+        return self._problem.named[self._made :][:count]
+
     def add_trial(self, trial_id: str, config: Mapping[str, Any]) -> None:
         self._made += 1
         self._tried.add(Candidate.from_config(config).key)
@@ -58,6 +61,14 @@ class RandomSearcher(ListedSearcher):
         space, generator = self._problem.space, np.random.default_rng([self._problem.seed, number])
         while True:
             yield space.candidate(space.sample(generator))
+
+    def upcoming(self, count: int) -> Sequence[Candidate]:
+        candidates = list(super().upcoming(count))
+        tried = set(self._tried)
+        for number in range(self._made + len(candidates), min(self.total, self._made + count)):
+            candidates.append(first_new(self.draws(number), tried))
+            tried.add(candidates[-1].key)
+        return candidates
 
 
 @SEARCHERS.part(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,14 @@ class ResumableSearcher(Searcher):
     def add_trial(self, trial_id: str, config: Mapping[str, Any]) -> None:
         """Take up a recorded suggestion, as if `suggest` had made it now."""
         raise NotImplementedError
+
+    def upcoming(self, count: int) -> Sequence[Candidate]:
+        """Return candidates that are suggested next whatever is reported until then.
+
+        Args:
+            count: How many at most.
+        """
+        return ()
 
 
 def make_searcher(name: str, problem: SearchProblem) -> ResumableSearcher:

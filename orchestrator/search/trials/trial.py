@@ -6,6 +6,7 @@ with DeepSpeed, have the rest.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +14,18 @@ from typing import Any
 
 from ray import tune
 
+from attention.base.timing import Phases
 from attention.io import checkpoint
 from orchestrator.cluster.ray_tasks import run_task
 from orchestrator.cluster.session import prepare_process
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.duplicates import work_digest
 from orchestrator.search.trials.context import TrialContext, training_job
+from orchestrator.search.trials.conversions import ConversionLibrary, conversion_key
 from orchestrator.search.trials.rungs import ForwardRungs, ReportRungs
 from orchestrator.search.trials.untrained import watched_facts
 from orchestrator.storage.json_files import read_json, write_json
-from orchestrator.training.run import TrainingRun
+from orchestrator.training.run import TrainingReport, TrainingRun
 
 OF_RUNG_0 = ("phases", "pooled", "work_digest")
 """What only the first report of a trial has.
@@ -45,10 +48,7 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
     trains = trained(candidate, context.rungs)
     facts = earlier_facts(candidate, folder)
     if facts is None:
-        if trains and context.task is not None:  # its GPUs are free again when the workers start
-            facts = run_task(context.task, watched_facts, candidate, context, folder)
-        else:
-            facts = watched_facts(candidate, context, folder)
+        facts = dict(rung_zero(candidate, context, folder))
         if trains:
             facts["work_digest"] = work_digest(training_job(context, folder, candidate, ""), folder)
         if math.isfinite(facts["loss"]):
@@ -60,6 +60,28 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
         later_facts = {name: value for name, value in facts.items() if name not in OF_RUNG_0}
         rungs = ReportRungs(context, later_facts, run.offset)
         run.train(context.pool, rungs.report, lambda: [ForwardRungs(rungs)])
+
+
+def rung_zero(candidate: Candidate, context: TrialContext, folder: Path) -> TrainingReport:
+    """Return the report of rung 0, by the conversion of another trial where there is one.
+
+    It waits for who makes the same conversion in this moment: no accelerator is held meanwhile.
+    """
+    if candidate.probe:
+        return watched_facts(candidate, context, folder)
+    library = ConversionLibrary.of_search(context.folder)
+    key = conversion_key(candidate, context)
+    phases = Phases()
+    with contextlib.ExitStack() as stack:
+        with phases("reuse"):
+            stack.enter_context(library.turn(key))
+            facts = library.take(key, candidate, folder)
+        if facts is not None:
+            return {**facts, "phases": dict(phases), "seconds": sum(phases.values())}
+        if trained(candidate, context.rungs) and context.task is not None:
+            # Its GPUs are free again when the workers start
+            return run_task(context.task, watched_facts, candidate, context, folder)
+        return watched_facts(candidate, context, folder)
 
 
 def trained(candidate: Candidate, rungs: Sequence[int]) -> bool:

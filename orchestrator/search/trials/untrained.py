@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,11 +23,26 @@ from orchestrator.checkpoints import base_of
 from orchestrator.cluster.ray_tasks import publish_progress
 from orchestrator.cluster.session import prepare_process
 from orchestrator.conversion import dha_distances
-from orchestrator.conversion.execution import plan_and_convert, planning_context, relaxation_start
+from orchestrator.conversion.execution import (
+    convert_and_refine,
+    cost,
+    planning_context,
+    relaxation_start,
+    steps_of_layers,
+)
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
+from orchestrator.search.trials.conversions import (
+    ConversionLibrary,
+    add_costs,
+    conversion_digest,
+    conversion_key,
+    conversion_note,
+)
 from orchestrator.storage.json_files import write_json
+from orchestrator.training.run import TrainingReport
 from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.planner import make_plan
 from search_spaces.similarity.sharing import sharing_similarity, similarity_pairs
 from trainers.evaluation import CachedTeacher, evaluate
 from trainers.jobs.share import KEEP_BELOW
@@ -61,75 +77,112 @@ def shared_parts(context: TrialContext) -> SharedParts:
     )
 
 
-def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
+def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -> TrainingReport:
     """Plan, convert, measure and save; return the report of rung 0."""
     prepare_process()
     phases = Phases()
-    converted, own_cache, facts = _converted(candidate, context, folder, phases)
-    # Casting copies the weights; the original model is released by now, so that one is in memory
-    cast_weights(converted, checkpoints.dtype_of(context.dtype))
-    if not candidate.probe:
-        with phases("save"):
-            record = {
-                "recipe": candidate.recipe.to_dict(),
-                "seed": candidate.seed,
-                **_note(context, own_cache),
-            }
-            checkpoint.save(converted, folder / "converted", context.model, record=record)
-    measured = checkpoints.cache_facts(converted, own_cache)
-    facts |= {
-        "actual_kv_ratio": measured["kv_ratio"],
-        "phases": dict(phases),
-        "seconds": sum(phases.values()),
-    }
-    return measured | facts
+    converted, outcome = _converted(candidate, context, folder, phases)
+    facts = outcome.facts
+    if converted is not None:
+        # Casting copies the weights; the original model is released by now, so that one is in
+        # memory
+        cast_weights(converted, checkpoints.dtype_of(context.dtype))
+        own_cache = outcome.own_cache
+        if not candidate.probe:
+            with phases("save"):
+                note = conversion_note(candidate, "converted", _note(context, own_cache))
+                checkpoint.save(converted, folder / "converted", context.model, record=dict(note))
+        measured = checkpoints.cache_facts(converted, own_cache)
+        facts = {**measured, **facts, "actual_kv_ratio": measured["kv_ratio"]}
+        if not candidate.probe:
+            key = conversion_key(candidate, context)
+            library = ConversionLibrary.of_search(context.folder)
+            library.add(key, outcome.digest, folder, facts, outcome.plan_cost, outcome.cost)
+        total = add_costs(outcome.plan_cost, outcome.cost)
+        facts = {**facts, "seed": candidate.seed, "conversion_cost": total}
+    return {**facts, "phases": dict(phases), "seconds": sum(phases.values())}
+
+
+class _Outcome(NamedTuple):
+    """What a conversion came to.
+
+    Attributes:
+        facts: Of the trial's report.
+        digest: `conversion_digest`.
+        own_cache: Key and value heads of the original model.
+        plan_cost: Of finding the plan.
+        cost: Of converting and refining.
+    """
+
+    facts: TrainingReport
+    digest: str
+    own_cache: int
+    plan_cost: dict[str, float]
+    cost: dict[str, float]
 
 
 def _converted(
     candidate: Candidate, context: TrialContext, folder: Path, phases: Phases
-) -> tuple[PreTrainedModel, int, dict[str, Any]]:
-    """Return the converted model as it was measured, the original's heads, and facts of the trial.
+) -> tuple[PreTrainedModel | None, _Outcome]:
+    """Return the converted model as it was measured, and what it came to.
 
-    The heads are key and value heads.
+    The model is None where another trial has made the same; it is in the trial's folder then.
     """
     recipe = candidate.recipe
     with phases("load"):
         shared = shared_parts(context)
     planning = _planning(candidate, context, shared)
     prescribed = None if candidate.plan is None else AttentionPlan.from_json(candidate.plan)
-    converted, plan, cost = plan_and_convert(
-        recipe, candidate.used_ratio, planning, candidate.seed, phases, prescribed
-    )
+    with phases("plan"):
+        generator = np.random.default_rng(candidate.seed)
+        plan = prescribed or make_plan(recipe, candidate.used_ratio, planning, generator)
+    plan_cost = cost(planning.work, phases)
+    steps = steps_of_layers(recipe, plan.num_layers, planning.increases.get(plan))
+    digest = conversion_digest(candidate, context, plan, steps)
+    own_cache = own_heads(planning.geometry)
+    if not candidate.probe:
+        library = ConversionLibrary.of_search(context.folder)
+        with phases("reuse"):
+            facts = library.take_conversion(digest, plan_cost, candidate, folder)
+        if facts is not None:
+            library.name(conversion_key(candidate, context), digest, plan_cost)
+            _release(shared)
+            return None, _Outcome(facts, digest, own_cache, plan_cost, {})
+        del phases["reuse"]
+    converting = Phases()
+    converted, work = convert_and_refine(recipe, plan, planning, converting)
+    phases.update(converting)
     write_json(folder / "recipe.json", candidate.config())
     (folder / "plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
     with phases("evaluate"):
         losses = _losses(converted, candidate, context, shared)
-    own_cache = own_heads(planning.geometry)
     relaxed = context.relaxation_steps(recipe) > 0
     if relaxed and not candidate.probe:
         with phases("save"):
             start = relaxation_start(recipe, shared.original.model, plan, shared.calibration)
-            checkpoint.save(
-                start, folder / "start", context.model, record=_note(context, own_cache)
-            )
+            note = conversion_note(candidate, "start", _note(context, own_cache))
+            checkpoint.save(start, folder / "start", context.model, record=dict(note))
             del start
     with phases("similarity"):
         similarity = None
         if all(layer.inputs.numel() for layer in shared.calibration.layers):
             similarity = sharing_similarity(shared_pairs(context), plan, planning.geometry.kv_map)
-    if checkpoints.parameters(shared.original.model) > KEEP_BELOW:
-        shared_parts.cache_clear()
+    _release(shared)
     facts = {
         **context.decode_facts(shared.original.model.config, plan),
         **losses,
         "plan_digest": plan.digest,
         "similarity": similarity,
-        "conversion_cost": cost,
-        "seed": candidate.seed,
     }
     if relaxed:
         facts["pooled"] = True
-    return converted, own_cache, facts
+    return converted, _Outcome(facts, digest, own_cache, plan_cost, cost(work, converting))
+
+
+def _release(shared: SharedParts) -> None:
+    """Let a large original model go, which is not kept for the next trial."""
+    if checkpoints.parameters(shared.original.model) > KEEP_BELOW:
+        shared_parts.cache_clear()
 
 
 def _planning(candidate: Candidate, context: TrialContext, shared: SharedParts) -> PlanningContext:
@@ -161,7 +214,7 @@ def _losses(
     return losses
 
 
-def _note(context: TrialContext, own_cache: int) -> dict[str, Any]:
+def _note(context: TrialContext, own_cache: int) -> Mapping[str, Any]:
     return checkpoint.original_note(own_cache, **base_of(context.model))
 
 
@@ -176,7 +229,7 @@ def shared_pairs(context: TrialContext) -> Any:
     return similarity_pairs(planning.heads, shared.calibration.layers, planning.geometry)
 
 
-def watched_facts(candidate: Candidate, context: TrialContext, folder: Path) -> dict[str, Any]:
+def watched_facts(candidate: Candidate, context: TrialContext, folder: Path) -> TrainingReport:
     """`untrained_facts`, with its progress sent to the driver, which shows it."""
     with publish_progress(str(folder), "planning"):
         return untrained_facts(candidate, context, folder)

@@ -14,7 +14,9 @@ from orchestrator.cluster.capacity import (
     cluster_nodes,
     concurrency,
     resolve_strategy,
+    room_to_plan,
     search_concurrency,
+    worker_bundles,
 )
 from orchestrator.cluster.placement import Demand
 from orchestrator.config.schema import ConfigError, SearchConfig
@@ -22,8 +24,7 @@ from trainers.settings import Shape
 
 A10G = {"CPU": 48.0, "GPU": 4.0, "accelerator_type:A10G": 1.0}
 A100 = {"CPU": 96.0, "GPU": 8.0, "accelerator_type:A100": 1.0}
-HEAD = Nodes(1, {"CPU": 8.0})
-CLOUD = [HEAD, Nodes(4, A10G), Nodes(2, A100)]
+CLOUD = [Nodes(1, {}), Nodes(2, {"CPU": 32.0}), Nodes(4, A10G), Nodes(2, A100)]
 """The cluster of cluster.yaml at its full size."""
 LARGE = Demand(8, 1, 8, 8, 1)
 """A trial of configs/llama2-7b.yaml."""
@@ -194,3 +195,32 @@ def test_more_nodes_than_the_most_are_counted_as_they_are(monkeypatch: pytest.Mo
     monkeypatch.setattr(capacity.ray, "nodes", lambda: [HEAD_NODE, *[node(A100, "p4d")] * 3])
     monkeypatch.setattr(capacity, "node_types", lambda: {"p4d": (2, A100), "g5": (4, A10G)})
     assert {(some.count, some.resources.get("GPU", 0)) for some in cluster_nodes()} == {(1, 0), (3, 8), (4, 4)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "demand", "training", "planning", "fits"),
+    [
+        # One machine of eight: beside a trial that plans there is room to plan, beside one that trains there is none
+        (one(CPU=96, GPU=8), LARGE, 0, 2, True),
+        (one(CPU=96, GPU=8), LARGE, 1, 1, False),
+        (one(CPU=96, GPU=8), LARGE, 0, 9, False),
+        (one(CPU=96, GPU=8), replace(LARGE, workers=6), 1, 2, True),
+        (one(CPU=96, GPU=8), replace(LARGE, workers=6), 1, 3, False),
+        # Planning on cheaper nodes goes on while workers train
+        ([Nodes(1, A10G), Nodes(1, A100)], replace(LARGE, task_type="A10G"), 1, 4, True),
+        ([Nodes(1, A10G), Nodes(1, A100)], replace(LARGE, task_type="A10G"), 1, 5, False),
+        ([Nodes(1, A10G)], replace(LARGE, accelerator_type="A100", task_type="A10G"), 1, 1, False),
+    ],
+)
+def test_room_to_plan_is_what_workers_leave(
+    nodes: list[Nodes], demand: Demand, training: int, planning: int, fits: bool
+) -> None:
+    assert room_to_plan(nodes, demand, training, planning) == fits
+
+
+def test_workers_are_requested_as_they_are_placed() -> None:
+    eight = Shape(8, 8, 1, "A100")
+    (bundle,) = worker_bundles(CLOUD, eight, 1)
+    assert bundle == {"CPU": 64, "GPU": 8, "accelerator_type:A100": pytest.approx(0.008)}
+    spread = worker_bundles(CLOUD, eight._replace(strategy="SPREAD"), 2)
+    assert len(spread) == 16 and spread[0] == {"CPU": 8, "GPU": 1, "accelerator_type:A100": 0.001}

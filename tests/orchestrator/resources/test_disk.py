@@ -68,12 +68,13 @@ def sampled(folder: Path) -> Iterator[list[int]]:
 
 
 def taken(folder: Path) -> int:
-    total = 0
+    sizes: dict[int, int] = {}  # by inode: links of one file take its space once
     for root, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):  # gone since
-                total += os.lstat(f"{root}/{name}").st_size
-    return total
+                stat = os.lstat(f"{root}/{name}")
+                sizes[stat.st_ino] = stat.st_size
+    return sum(sizes.values())
 
 
 @pytest.mark.extended
@@ -145,6 +146,20 @@ def test_what_makes_it_more(demo_dir: Path, tmp_path: Path) -> None:
     assert remote.parts["checkpoints"] == 0 and remote.most < plain.most, "workers send them to the address"
     untrained = storage_of(config_of(demo_dir, tmp_path, rungs={"steps": [0]}, promotion={"enabled": False})).disk(1)
     assert untrained.parts["checkpoints"] == untrained.parts["trained"] == untrained.parts["promotion"] == 0
+
+
+def test_conversions_for_trials_to_come_count_where_trials_leave_none(demo_dir: Path, tmp_path: Path) -> None:
+    def converted(**sections: Any) -> int:
+        sections = {"promotion": {"keep_weights": "finalists"}} | sections
+        # 18 trials, of which at most the one that runs and six finalists have weights
+        own = {"kv_ratios": [0.75, 0.5, 0.25], "learning_rates": [1e-3, 3e-4, 1e-4]} | sections.pop("search", {})
+        return storage_of(config_of(demo_dir, tmp_path, search=own, **sections)).disk(1).parts["converted"]
+
+    one = converted(search={"kv_ratios": [0.5], "recipes": ["gqa"], "learning_rates": [1e-3]})
+    assert converted() == 8 * one, "one is carried from a rate to the next"
+    planned = {"trial_gpus": 1, "plan_ahead": 2}
+    assert converted(resources=planned) == 10 * one
+    assert converted(resources=planned | {"plan_ahead": 0}) == 8 * one
 
 
 def test_what_would_do_is_said_and_does(demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,25 @@ def test_named_candidates_come_first_then_samples_then_the_end(demo_dir: Path, n
     assert [Candidate.from_config(c).key for c in configs[: len(task.named)]] == [c.key for c in task.named]
 
 
+def test_what_is_upcoming_comes_whatever_is_reported(demo_dir: Path, name: str) -> None:
+    """And asking for it changes nothing."""
+    asked, silent = (SEARCHERS.get(name)(problem(demo_dir, name)) for _ in range(2))
+    named = len(problem(demo_dir, name).named)
+    for number in range(asked.total):
+        upcoming = asked.upcoming(2)
+        assert len(upcoming) == 2 or number >= named - 1
+        configs = [searcher.suggest(f"t{number}") for searcher in (asked, silent)]
+        assert configs[0] == configs[1]
+        if not isinstance(configs[0], dict):
+            assert not upcoming
+            return
+        if upcoming:
+            assert configs[0] == upcoming[0].config()
+        for searcher in (asked, silent):
+            complete(searcher, f"t{number}", configs[0])
+    assert not asked.upcoming(1)
+
+
 def test_every_suggestion_is_a_plan_that_can_be_made(demo_dir: Path, name: str) -> None:
     geometry = geometry_of(load_config(demo_dir))
     for config in drive(SEARCHERS.get(name)(problem(demo_dir, name))):
