@@ -23,6 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ.pop("MLFLOW_TRACKING_URI", None)  # no test writes into the store of whoever runs it
 
+import emulated_device
 import pytest
 import torch
 from torch import Tensor
@@ -63,6 +64,8 @@ from trainers.text.data import write_sequences
 
 # A shell's background job ignores Ctrl-C, and so would every process that the tests start and then interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+emulated_device.reserve()
 
 TESTS = Path(__file__).resolve().parent
 REPOSITORY = TESTS.parent
@@ -255,6 +258,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 def _two_cores() -> None:
     """Tests run beside each other and beside Ray workers: one thread each is faster than all fighting."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def fgpu() -> Iterator[torch.device]:
+    """An emulated GPU, for the time of the test: what CUDA refuses raises on it (`emulated_device.py`)."""
+    with emulated_device.emulated_device() as device:
+        yield device
 
 
 @pytest.fixture(scope="session")

@@ -151,7 +151,9 @@ def add_adapters(
             parameter.data = parameter.data.to(model.dtype)
             missing.discard(name.partition(DOWN if down else UP)[0])
         if down:  # peft's own initialisation (that of nn.Linear), but from a generator
-            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
+            drawn = torch.empty(parameter.shape, dtype=parameter.dtype, device=generator.device)
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+            parameter.data.copy_(drawn)
     if missing:
         raise ValueError(f"tuning lora: peft gave no adapter to {sorted(missing)}; use tuning=full")
     return Adapters(

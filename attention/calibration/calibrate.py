@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.base.progress import stage
+from attention.base.tensor_cores import tensor_cores
 from attention.calibration.collecting import collecting
 from attention.calibration.moments import LayerStatistics
 from attention.calibration.sizes import SAMPLE_TOKENS, Mixed
@@ -102,7 +103,11 @@ def collect(
     run = run or (
         lambda batch: model.get_decoder()(input_ids=batch.to(model.device), use_cache=False)
     )
-    with collecting(model, geometry, sampled, mixed) as collectors, evaluating(model):
+    with (
+        tensor_cores(model.device, model.dtype),
+        collecting(model, geometry, sampled, mixed) as collectors,
+        evaluating(model),
+    ):
         with stage("calibrating", len(sequences), "sequences") as progress:
             for batch in sequences.split(batch_of(sequences.shape[1], batch_size)):
                 run(batch)

@@ -6,7 +6,6 @@ Legend: L layers, H query heads, d head dim, D model dim, S sampled sequences of
 input of the attention projections (after the norm); a tilde marks one appended constant, x~ = [x;
 1], so that biases are one more column. Every moment is a mean over tokens. Projections are linear,
 so the Gram matrix of any heads follows from a moment of x~ without another pass over the tokens.
-Results lie on the device of the heads.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,6 +103,8 @@ class LayerStatistics:
             as `attention.calibration.sizes.MIXED` says, that of head h at h * M // H.
         query_moment: `[H, d, d]` float64, mean of q q^T before RoPE, after bias and query norm.
         inputs: `[S, T, D]` float32, x of the first sequences, in corpus order.
+
+    All lie on one device, and so do results; `on` hands them out on that of the heads.
     """
 
     tokens: int
@@ -110,6 +112,18 @@ class LayerStatistics:
     mixed_moments: Tensor
     query_moment: Tensor
     inputs: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.input_moment.device
+
+    def on(self, device: torch.device) -> LayerStatistics:
+        """Return these statistics on `device`: each tensor is copied when it is first read.
+
+        `mixed_moments` alone, the largest by far, stays where it is: the methods copy what they
+        return.
+        """
+        return self if device == self.device else _Copied(self, device)
 
     @property
     def sums_to_one(self) -> bool:
@@ -122,18 +136,18 @@ class LayerStatistics:
 
     def mixed_triangle(self, head: int, num_heads: int) -> Tensor:
         """Return the mixed moment of one of H query heads, `packed`, `[(D+1)(D+2)/2]`."""
-        return self.mixed_moments[self.which(head, num_heads)]
+        return self.mixed_moments[self.which(head, num_heads)].to(self.device)
 
     def mixed_means(self) -> Tensor:
         """Return the mean of what the heads see, `[M, D+1]`: the last rows of the mixed moments."""
-        return self.mixed_moments[:, -len(self.input_moment) :]
+        return self.mixed_moments[:, -len(self.input_moment) :].to(self.device)
 
     def pooled_moment(self) -> Tensor:
         """Return the mean of the mixed moments, `packed`, float32."""
         total = torch.zeros_like(self.mixed_moments[0], dtype=torch.float32)
         for moment in self.mixed_moments:
             total += moment
-        return total / len(self.mixed_moments)
+        return (total / len(self.mixed_moments)).to(self.device)
 
     def key_gram(self, heads: LayerHeads) -> Tensor:
         """Return the mean of k_i k_j^T before RoPE and key norm, `[G, G, d, d]` float64.
@@ -189,7 +203,7 @@ class LayerStatistics:
         rows = augmented(heads.v[list(members)], bias).to(dtype).flatten(0, 1)
         grams = rows.new_empty(len(under), len(rows), len(rows))
         for gram, head in zip(grams, under, strict=True):
-            gram.copy_(gram_under(rows, self.mixed_triangle(head, heads.num_heads).to(rows.device)))
+            gram.copy_(gram_under(rows, self.mixed_triangle(head, heads.num_heads)))
         return grams
 
     def mixed_value_mean(self, heads: LayerHeads) -> Tensor:
@@ -198,6 +212,28 @@ class LayerStatistics:
         means = self.mixed_means().to(rows)
         means = means[[self.which(head, heads.num_heads) for head in range(heads.num_heads)]]
         return torch.einsum("gde,he->hgd", rows, means)
+
+
+class _Copied(LayerStatistics):
+    """Statistics that are read on another device than they lie on (`LayerStatistics.on`)."""
+
+    def __init__(self, source: LayerStatistics, device: torch.device) -> None:
+        self.__dict__.update(_source=source, _device=device, tokens=source.tokens)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def on(self, device: torch.device) -> LayerStatistics:
+        return self if device == self.device else self._source.on(device)
+
+    def __getattr__(self, name: str) -> Any:
+        """Copy a tensor that has not been read before."""
+        if name not in STATISTICS:
+            raise AttributeError(name)
+        tensor = getattr(self._source, name)
+        self.__dict__[name] = tensor if name == "mixed_moments" else tensor.to(self.device)
+        return self.__dict__[name]
 
 
 def merged(parts: Sequence[LayerStatistics]) -> LayerStatistics:

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 
 from attention.calibration.moments import STATISTICS, LayerStatistics
 from attention.calibration.sizes import Mixed
+from attention.heads import LayerHeads
 from attention.io.files import sha256, write_whole, written_whole
 from attention.io.replacing import unused
 
@@ -98,6 +99,16 @@ class Calibration:
             with suppress(OSError):  # somebody else's folder, to be read only
                 write_whole(source / META, json.dumps(meta | {"layers": entries}, indent=1))
         return calibration
+
+
+def layer_statistics(
+    calibration: Calibration | None, layer: int, heads: LayerHeads
+) -> LayerStatistics | None:
+    """Return a layer's statistics on the device of its heads; None without a calibration.
+
+    Whatever hands statistics to a part of an axis takes them from here.
+    """
+    return None if calibration is None else calibration.layers[layer].on(heads.q.device)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from attention.axes import ALIGNMENT, FUSION, Part
 from attention.base.progress import stage
-from attention.calibration.store import Calibration
+from attention.calibration.store import Calibration, layer_statistics
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
@@ -213,5 +213,5 @@ def through(
 ) -> Iterator[LayerHeads]:
     """Yield what a part of alignment or fusion makes of the lifted heads, layer by layer."""
     for index, (layer_heads, layer) in enumerate(zip(heads, plan.layers, strict=True)):
-        statistics = calibration.layers[index] if calibration else None
+        statistics = layer_statistics(calibration, index, layer_heads)
         yield part(layer_heads, layer, statistics, geometry.layer(index), **knobs)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from attention.base.draws import draw_categories
 from attention.base.progress import stage
 from attention.families import family_of
 from attention.modeling.losses import language_modelling
@@ -45,7 +46,7 @@ def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) 
     """
     check_predicts(sequences)
     modules = list(family_of(model.config).attention_modules(model))
-    generator = torch.Generator(model.device).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     sums = SummedGradients(modules)
     entered: list[Tensor] = []
     hook = model.get_input_embeddings().register_forward_hook(
@@ -84,12 +85,12 @@ def drawn_cost(predicted: Final, generator: torch.Generator) -> Tensor:
 
 def expected_cost(metric: Tensor, errors: Iterable[Tensor]) -> float:
     """Mean of 1/2 e^T F e over the tokens of all `errors` `[B, T, D]`: nats per token."""
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64)
     tokens = 0
     for rows in (error.flatten(0, 1) for error in errors):
-        total += float((rows @ metric * rows).sum(dtype=torch.float64))
+        total = total + (rows @ metric * rows).sum(dtype=torch.float64)
         tokens += len(rows)
-    return total / 2 / tokens
+    return float(total) / 2 / tokens
 
 
 @torch.no_grad()
@@ -97,7 +98,7 @@ def _drawn(predicted: Final, generator: torch.Generator) -> Tensor:
     """Token ids `[B, T]`, that at t + 1 drawn from the prediction at t; the first is 0."""
     states = predicted.states[:, :-1].flatten(0, 1)
     drawn = [
-        torch.multinomial(predicted.head(part).float().softmax(-1), 1, generator=generator)
+        draw_categories(predicted.head(part).float().softmax(-1), generator)
         for part in states.split(positions_at_once(predicted.vocabulary))
     ]
     ids = torch.cat(drawn).view(len(predicted.states), -1)

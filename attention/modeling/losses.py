@@ -52,12 +52,12 @@ def wide(logits: Tensor) -> Tensor:
 
 def mean_loss(losses: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Mean next-token loss over batches of (mean loss of the batch, its ids `[B, T]`)."""
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64)
     count = 0
-    for loss, ids in losses:
-        total += float(loss) * ids[:, 1:].numel()
+    for loss, ids in losses:  # nothing here waits for a GPU
+        total = total + loss.double() * ids[:, 1:].numel()
         count += ids[:, 1:].numel()
-    return total / count
+    return float(total) / count
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from scipy.stats import (  # pyright: ignore[reportMissingTypeStubs] - scipy has
 )
 
 from attention.base.progress import stage
+from attention.calibration.store import layer_statistics
 from search_spaces.costs import exchanged
 from search_spaces.grouping.neighbour import neighbour_partition
 from search_spaces.partitions import Partition, canonical
@@ -142,7 +143,7 @@ def _site(context: PlanningContext, layer: int, side: str, tokens: int) -> Site:
         units=context.units,
         heads=context.heads[layer],
         geometry=context.geometry.layer(layer),
-        statistics=context.calibration.layers[layer] if context.calibration else None,
+        statistics=layer_statistics(context.calibration, layer, context.heads[layer]),
         model=context.model,
         plan_with=lambda partition: plan_of_sites({(layer, side): partition}, context.geometry),
         measure=lambda plan: context.increases_of(pooled, [(layer, plan)], tokens=tokens)[0],

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.calibration.store import Calibration
+from attention.calibration.store import Calibration, layer_statistics
 from attention.conversion.convert import convert
 from attention.conversion.refinement.local import FIT_TOKENS, FitTexts, LayerTask
 from attention.conversion.refinement.original import Original
@@ -228,10 +228,9 @@ class PlanningContext:
         """Return the recipe's similarity of the units of one side, `[U, U]`; it is cached."""
         key = (recipe.similarity, tuple(sorted(recipe.knobs("similarity").items())), layer, side)
         if key not in self._similarities:
-            statistics = self.calibration.layers[layer] if self.calibration else None
-            full = recipe.apply(
-                "similarity", self.heads[layer], statistics, self.geometry.layer(layer), side
-            )
+            heads = self.heads[layer]
+            statistics = layer_statistics(self.calibration, layer, heads)
+            full = recipe.apply("similarity", heads, statistics, self.geometry.layer(layer), side)
             first = [unit[0] for unit in self.units]  # the heads of a unit are identical
             self._similarities[key] = full.double().cpu().numpy()[np.ix_(first, first)]
         return self._similarities[key]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention.calibration.store import Calibration
+from attention.base.tensor_cores import tensor_cores
+from attention.calibration.store import Calibration, layer_statistics
 from attention.conversion.convert import LiftedHeads, convert
 from attention.conversion.refinement.local import (
     FIT_DECAY,
@@ -176,13 +177,13 @@ class LayerIncreases:
         if measures:  # runs the whole model
             return [increase(index) for index in range(len(plans))]
         self.metric(0)  # made before several threads ask for it
-        return each_layer(
-            len(plans), increase, largest(self.trials.modules), self.trials.model.device
-        )
+        model = self.trials.model
+        with tensor_cores(model.device, model.dtype):
+            return each_layer(len(plans), increase, largest(self.trials.modules), model.device)
 
     def _fused(self, layer: int, plan: LayerPlan) -> LayerHeads:
         heads = self.heads[layer]
-        statistics = self.calibration.layers[layer] if self.calibration else None
+        statistics = layer_statistics(self.calibration, layer, heads)
         for axis in ("alignment", "fusion"):
             heads = self.recipe.apply(axis, heads, plan, statistics, self.geometry.layer(layer))
         return heads

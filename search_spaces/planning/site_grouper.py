@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from attention.calibration.store import layer_statistics
 from attention.plan import AttentionPlan
 from search_spaces.costs import GroupCost, Objective
 from search_spaces.grouping.neighbour import neighbour_partition
@@ -95,7 +96,7 @@ class SiteGrouper:
             units=context.units,
             heads=context.heads[layer],
             geometry=context.geometry.layer(layer),
-            statistics=context.calibration.layers[layer] if context.calibration else None,
+            statistics=layer_statistics(context.calibration, layer, context.heads[layer]),
             similarity=similarity,
             fusion_distance=context.fusion_distance(layer, by),
             model=context.model,

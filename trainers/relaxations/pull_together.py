@@ -70,31 +70,36 @@ class Star(Learned):
 class Beside:
     """Adds to the output of one projection what its blocks have beside the shared weights.
 
+    Where its blocks lie is a buffer of the projection, which moves with the model.
+
     Args:
+        projection: The projection whose hook it is.
         parts: For each block its star and its index there (0: the earlier block).
     """
 
     def __init__(
-        self, site: SharedSite, parts: dict[int, tuple[Star, int]], device: torch.device
+        self, site: SharedSite, projection: Any, parts: dict[int, tuple[Star, int]]
     ) -> None:
         self.columns = site.kind is SharedColumns
         self.parts = parts
-        size = site.size
-        self.places = torch.cat(
-            [torch.arange(b * size, (b + 1) * size, device=device) for b in parts]
-        )
+        blocks = torch.tensor(list(parts))
+        places = (blocks[:, None] * site.size + torch.arange(site.size)).flatten()
+        self.name = f"places_beside_{len(projection._forward_hooks)}"
+        places = places.to(projection.weight.device)
+        projection.register_buffer(self.name, places, persistent=False)
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        places = module.get_buffer(self.name)
         # By a call, for ZeRO 3.
         stars = {id(star): from_centre(star()) for star, _ in self.parts.values()}
         lines = torch.cat([stars[id(star)][index] for star, index in self.parts.values()])
         if self.columns:
-            return output + F.linear(args[0].index_select(-1, self.places), lines.T)
+            return output + F.linear(args[0].index_select(-1, places), lines.T)
         x = args[0]
         extra = F.linear(
             x, lines[:, : x.shape[-1]], lines[:, -1] if lines.shape[1] > x.shape[-1] else None
         )
-        return output.index_add(-1, self.places, extra)
+        return output.index_add(-1, places, extra)
 
 
 def _lines(projection: Any, columns: bool) -> Tensor:
@@ -148,7 +153,7 @@ def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
         yield star
     for layer, at_blocks in parts.items():
         projection = site.projection(layer)
-        projection.register_forward_hook(Beside(site, at_blocks, projection.weight.device))
+        projection.register_forward_hook(Beside(site, projection, at_blocks))
 
 
 @RELAXATION_TRAINING.part(

@@ -64,8 +64,10 @@ def fold(
     if statistics is None:
         raise ValueError("alignment=least_squares needs a calibration; pass the layer's statistics")
     check_lifted(heads, plan)
-    onto = torch.eye(heads.head_dim, dtype=torch.float64).repeat(heads.num_heads, 1, 1)
-    back = torch.eye(heads.v.shape[1], dtype=torch.float64).repeat(heads.num_heads, 1, 1)
+    onto, back = (
+        torch.eye(size, dtype=torch.float64, device=heads.q.device).repeat(heads.num_heads, 1, 1)
+        for size in (heads.head_dim, heads.v.shape[1])
+    )
     if not geometry.qk_norm:
         for group in plan.key_groups:
             if len(group) > 1:
@@ -76,7 +78,7 @@ def fold(
     for group in plan.value_groups:
         if len(group) > 1:
             back[list(group)] = bounded(cost.fit(torch.tensor(group)).back.double(), free, floor)
-    o = (heads.o.double() @ back.to(heads.o.device)).to(heads.o.dtype)
+    o = (heads.o.double() @ back).to(heads.o.dtype)
     return replace(heads.mapped(q=onto, k=torch.linalg.inv(onto).mT, v=torch.linalg.inv(back)), o=o)
 
 

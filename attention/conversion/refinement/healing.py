@@ -115,13 +115,10 @@ def _moments(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _errors(weights: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
     """`|Z W - Y|^2 / |Y|^2` of each W."""
-    missed = torch.zeros(len(weights), dtype=torch.float64)
-    power = 0.0
-    for z, y in pairs:
-        power += y.square().sum().item()
-        missed += torch.tensor(
-            [(z @ w - y).square().sum().item() for w in weights], dtype=torch.float64
-        )
+    missed = power = torch.zeros((), dtype=torch.float64)
+    for z, y in pairs:  # nothing here waits for a GPU
+        power = power + y.square().sum()
+        missed = missed + torch.stack([(z @ w - y).square().sum() for w in weights])
     return (missed / power).tolist()
 
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from attention.axes import Knob
 from attention.base.progress import stage
+from attention.base.tensor_cores import tensor_cores
 from attention.conversion.refinement.capture import Record, split_held_out
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.original import Original, Text
@@ -475,6 +476,9 @@ def fit_heal(
         progress.step(steps[layer] - done)
         return fitted
 
-    with stage("fitting layers", sum(steps), "steps") as progress:
+    with (
+        tensor_cores(converted.device, converted.dtype),
+        stage("fitting layers", sum(steps), "steps") as progress,
+    ):
         fits = each_layer(len(modules), fit, largest(modules), converted.device)
     return (*fits, *heal(original, converted, sequences, first=first, **knobs))

@@ -96,7 +96,7 @@ def _above(head: OutputHead, streams: Tensor) -> Tensor:
 
     They are `[N, T, D]` in float32.
     """
-    generator = torch.Generator(head.device).manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     gradients = torch.empty(streams.shape)
     for rows in torch.arange(len(streams)).split(SENSITIVITY_BATCH):
         entered = streams[rows].to(head.device).requires_grad_(True)

@@ -39,6 +39,14 @@ def low_rank(scores_BnhXY: Tensor, down_BXnRh: Tensor, up_BXnRh: Tensor) -> Tens
     return torch.einsum("bnrxy,bxnrh->bnhxy", inner, up_BXnRh)
 
 
+def _fill(parameter: Tensor, std: float, generator: torch.Generator | None) -> None:
+    """Fill with normal numbers of the generator's device, so that a seed gives the same on each."""
+    drawn = parameter
+    if generator is not None:
+        drawn = torch.empty(parameter.shape, dtype=parameter.dtype, device=generator.device)
+    parameter.copy_(drawn.normal_(std=std, generator=generator))
+
+
 def _unpack(
     weights: Tensor, heads: int, groups: int, rank: int
 ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
@@ -147,14 +155,12 @@ class DynamicWeights(nn.Module):
         rank = self.rank
         if self.w_1 is not None and self.w_2 is not None:
             hidden, _, inner = self.w_1.shape
-            self.w_1.normal_(std=math.sqrt(2 / (hidden + inner)), generator=generator)
-            self.w_2.normal_(std=0.02 / (math.sqrt(2 * h * rank) * (h + rank)), generator=generator)
+            _fill(self.w_1, math.sqrt(2 / (hidden + inner)), generator)
+            _fill(self.w_2, 0.02 / (math.sqrt(2 * h * rank) * (h + rank)), generator)
             if identity:
                 self.w_2[..., inner // 2 :].zero_()
         if self.w_gate is not None:
-            self.w_gate.normal_(
-                std=0.05 * math.sqrt(2 / (self.w_gate.shape[0] + h)), generator=generator
-            )
+            _fill(self.w_gate, 0.05 * math.sqrt(2 / (self.w_gate.shape[0] + h)), generator)
             if identity:
                 self.w_gate.zero_()
 
@@ -211,7 +217,7 @@ class Compose(nn.Module):
                     torch.eye(self.base.shape[-1], device=self.base.device, dtype=self.base.dtype)
                 )
             else:
-                self.base.normal_(std=math.sqrt(1 / self.base.shape[-1]), generator=generator)
+                _fill(self.base, math.sqrt(1 / self.base.shape[-1]), generator)
 
     def key_weights(self, x: Tensor) -> Tensor | None:
         """`[B, S, D]` -> `[B, S, H(2R+1)]`, what the cache keeps of these tokens.

@@ -1,0 +1,34 @@
+"""Products of float32 matrices on the tensor cores of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+ACCELERATED = ("cuda",)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def tensor_cores(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Multiply float32 by TF32 within, on a GPU and for a model of 16 bits.
+
+    TF32 has 11 significant bits, as many as float16 and three more than bfloat16: what such a model
+    computes goes into the products unrounded, sums stay in float32. A model of float32 keeps
+    float32 products. The setting is the process's, and is put back.
+
+    Args:
+        device: Where the products are.
+        dtype: Of the model whose layers are calibrated or fitted.
+    """
+    if device.type not in ACCELERATED or dtype not in HALVES:
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
