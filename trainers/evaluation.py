@@ -273,7 +273,7 @@ class PredictionCosts:
 
     def __call__(self, logits: Tensor, labels: Tensor, reference: Tensor | None) -> Tensor:
         losses = prediction_losses(logits, labels)
-        self._losses.append(losses.cpu())
+        self._losses.append(losses)  # where they are: a GPU is waited for once a batch
         loss = losses.mean()
         divergence = torch.zeros_like(loss) if reference is None else kl(logits, reference).double()
         return torch.stack([loss, divergence, torch.ones_like(loss)])
@@ -284,7 +284,7 @@ class PredictionCosts:
 
     def by_token(self, rows: int) -> Tensor:
         """Return the loss of each prediction, `[rows, T - 1]` float64 on the CPU."""
-        return torch.cat(self._losses).view(rows, -1)
+        return torch.cat(self._losses).cpu().view(rows, -1)
 
 
 def _share(

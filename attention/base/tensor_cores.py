@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-KINDS = ("cuda",)
+ACCELERATED = ("cuda",)
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -23,7 +23,7 @@ def tensor_cores(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         device: Where the products are.
         dtype: Of the model whose layers are calibrated or fitted.
     """
-    if device.type not in KINDS or dtype not in HALVES:
+    if device.type not in ACCELERATED or dtype not in HALVES:
         yield
         return
     before = torch.get_float32_matmul_precision()

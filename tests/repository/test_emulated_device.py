@@ -173,7 +173,7 @@ def test_nothing_of_it_is_left_afterwards() -> None:
     assert (torch.tensor, torch.as_tensor, torch.Generator) == before
     assert not torch.accelerator.is_available() and torch.tensor([1.0]).device.type == "cpu"
     with pytest.raises(RuntimeError, match="in use only"):
-        kept + 1
+        _ = kept + 1
     with pytest.raises((RuntimeError, NotImplementedError), match=NAME):
         torch.ones(2, device=device)
     with warnings.catch_warnings():

@@ -62,13 +62,13 @@ def gpu(fgpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.d
 
 
 def numbers(record: Any, name: str = "") -> dict[str, Any]:
-    """The leaves of a record by their path, but for times, places and what else is of a run."""
+    """The leaves of a record by their path, but for words, times, places and what else is of a run."""
     if isinstance(record, Mapping):
         parts = [(f"{name}.{key}", value) for key, value in record.items()]
     elif isinstance(record, (list, tuple)):
         parts = [(f"{name}.{index}", value) for index, value in enumerate(record)]
     else:
-        return {name: record}
+        return {} if isinstance(record, str) else {name: record}
     parts = [(key, value) for key, value in parts if not any(word in key for word in NOT_OF_RESULTS)]
     return {path: leaf for key, value in parts for path, leaf in numbers(value, key).items()}
 

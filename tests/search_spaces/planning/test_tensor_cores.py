@@ -55,7 +55,7 @@ def test_off_on_the_cpu_and_for_models_of_float32(device: str, dtype: torch.dtyp
 
 def test_calibration_fits_and_curves_are_in_its_scope(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands for the GPU here: what counts is the setting at the products."""
-    monkeypatch.setattr(tensor_cores, "KINDS", ("cpu",))
+    monkeypatch.setattr(tensor_cores, "ACCELERATED", ("cpu",))
     seen: dict[str, set[str]] = {}
 
     def note(name: str, function: Any) -> Any:
