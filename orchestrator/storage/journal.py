@@ -204,7 +204,6 @@ class Journal:
         self._check = check
         content = self.path.read_bytes() if self.path.exists() else b""
         self._length = content.rfind(b"\n") + 1  # of the whole lines
-        self._cut_short = content[self._length :]
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the check, which holds a lock.
@@ -250,14 +249,13 @@ class Journal:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             size = os.fstat(descriptor).st_size
-            beyond = os.pread(descriptor, len(self._cut_short) + 1, self._length)
-            if size < self._length or beyond != self._cut_short:
+            beyond = os.pread(descriptor, max(0, size - self._length), self._length)
+            if size < self._length or b"\n" in beyond:  # what is cut short was nobody's act
                 raise JournalError(
                     f"{self.path} was changed by another process ({size} bytes, expected "
-                    f"{self._length + len(self._cut_short)}): another driver has taken the search "
-                    "over, and this one stops; nothing of the other's was changed"
+                    f"{self._length}): another driver has taken the search over, and this one "
+                    "stops; nothing of the other's was changed"
                 )
-            self._cut_short = b""
             os.ftruncate(descriptor, self._length)
             if os.pwrite(descriptor, line, self._length) != len(line):
                 raise OSError("no space left on device")
