@@ -52,7 +52,7 @@ def test_every_fan_out_before_the_trials_ends(gpus: int, tmp_path: Path) -> None
     assert (told["search_phases"], told["similarities"]) == (3, 8)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_what_can_never_go_on_ends_and_says_what_waits_for_what(tmp_path: Path) -> None:
     told, _ = run(tmp_path, 1, "stalled")
     reason = told["stalled"]
