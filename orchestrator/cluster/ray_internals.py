@@ -13,14 +13,13 @@ import yaml
 from ray._private import state, worker
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.utils import get_num_cpus
-from ray._raylet import RAY_NODE_GROUP_KEY
 from ray.autoscaler._private.kuberay.autoscaling_config import (
     _HEAD_GROUP_NAME,
     AutoscalingConfigProducer,
 )
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.autoscaler.v2.sdk import get_cluster_status
-from ray.core.generated.gcs_pb2 import JobTableData
+from ray.core.generated import gcs_pb2
 from ray.exceptions import RayError
 from ray.experimental.internal_kv import (
     _internal_kv_del,
@@ -29,6 +28,7 @@ from ray.experimental.internal_kv import (
     _internal_kv_put,
 )
 
+_NODE_TYPE_LABEL = "ray.io/node-group"
 _HEAD_RESOURCE = "node:__internal_head__"  # that the head node alone has
 
 
@@ -88,7 +88,8 @@ def other_jobs_at_work() -> bool:
     table = state.state._connect_and_get_accessor().get_job_table(
         skip_submission_job_info_field=True, skip_is_running_tasks_field=True
     )
-    jobs = [JobTableData.FromString(record) for record in table]
+    messages: Any = gcs_pb2  # whose classes are made as it is imported
+    jobs = [messages.JobTableData.FromString(record) for record in table]
     others = {
         job.job_id.hex(): job.is_dead
         for job in jobs
@@ -129,7 +130,7 @@ def node_type_of(node: Mapping[str, Any]) -> str | None:
     Args:
         node: As `ray.nodes` has it.
     """
-    return node.get("Labels", {}).get(RAY_NODE_GROUP_KEY)
+    return node.get("Labels", {}).get(_NODE_TYPE_LABEL)
 
 
 def autoscaling_config(gcs_address: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
 
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.exceptions import RayError
@@ -120,8 +121,8 @@ def _holding(status: ClusterStatus) -> str:
 def _processes(*states: str) -> str:
     """Return tasks and actors in some states that take resources, by name; empty if unknown."""
     try:
-        tasks = list_tasks(detail=True, limit=1000, raise_on_missing_output=False)
-        actors = list_actors(detail=True, limit=1000, raise_on_missing_output=False)
+        tasks: list[Any] = list_tasks(detail=True, limit=1000, raise_on_missing_output=False)
+        actors: list[Any] = list_actors(detail=True, limit=1000, raise_on_missing_output=False)
     except (RayError, RayStateApiException, OSError):  # no dashboard
         return ""
     waits = {
