@@ -125,15 +125,10 @@ def _processes(*states: str) -> str:
         actors: list[Any] = list_actors(detail=True, limit=1000, raise_on_missing_output=False)
     except (RayError, RayStateApiException, OSError):  # no dashboard
         return ""
-    waits = {
-        "RUNNING_IN_RAY_GET": ", waits for others",
-        "RUNNING_IN_RAY_WAIT": ", waits for others",
-    }
     found: Counter[str] = Counter()
     for task in tasks:
         if task.state in states and task.type == "NORMAL_TASK" and task.required_resources:
-            amounts = _amounts(task.required_resources)
-            found[f"{task.name!r} ({amounts}{waits.get(task.state, '')})"] += 1
+            found[f"{task.name!r} ({_amounts(task.required_resources)})"] += 1
     for actor in actors:
         if actor.state in states and actor.required_resources:
             found[f"{actor.class_name!r} ({_amounts(actor.required_resources)})"] += 1
