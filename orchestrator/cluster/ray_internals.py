@@ -13,7 +13,6 @@ import yaml
 from ray._private import state, worker
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.utils import get_num_cpus
-from ray._raylet import RAY_NODE_GROUP_KEY
 from ray.autoscaler._private.kuberay.autoscaling_config import (
     _HEAD_GROUP_NAME,
     AutoscalingConfigProducer,
@@ -21,7 +20,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
 from ray.autoscaler.sdk import request_resources
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.autoscaler.v2.sdk import get_cluster_status
-from ray.core.generated.gcs_pb2 import JobTableData
+from ray.core.generated import gcs_pb2
 from ray.exceptions import RayError
 from ray.experimental.internal_kv import (
     _internal_kv_del,
@@ -30,6 +29,7 @@ from ray.experimental.internal_kv import (
     _internal_kv_put,
 )
 
+_NODE_TYPE_LABEL = "ray.io/node-group"
 _HEAD_RESOURCE = "node:__internal_head__"  # that the head node alone has
 
 
@@ -89,7 +89,8 @@ def other_jobs_at_work() -> bool:
     table = state.state._connect_and_get_accessor().get_job_table(
         skip_submission_job_info_field=True, skip_is_running_tasks_field=True
     )
-    jobs = [JobTableData.FromString(record) for record in table]
+    messages: Any = gcs_pb2  # whose classes are made as it is imported
+    jobs = [messages.JobTableData.FromString(record) for record in table]
     others = {
         job.job_id.hex(): job.is_dead
         for job in jobs
@@ -130,7 +131,7 @@ def node_type_of(node: Mapping[str, Any]) -> str | None:
     Args:
         node: As `ray.nodes` has it.
     """
-    return node.get("Labels", {}).get(RAY_NODE_GROUP_KEY)
+    return node.get("Labels", {}).get(_NODE_TYPE_LABEL)
 
 
 def autoscaling_config(gcs_address: str) -> dict[str, Any]:

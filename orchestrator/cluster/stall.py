@@ -10,6 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
 
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.exceptions import RayError
@@ -120,19 +121,14 @@ def _holding(status: ClusterStatus) -> str:
 def _processes(*states: str) -> str:
     """Return tasks and actors in some states that take resources, by name; empty if unknown."""
     try:
-        tasks = list_tasks(detail=True, limit=1000, raise_on_missing_output=False)
-        actors = list_actors(detail=True, limit=1000, raise_on_missing_output=False)
+        tasks: list[Any] = list_tasks(detail=True, limit=1000, raise_on_missing_output=False)
+        actors: list[Any] = list_actors(detail=True, limit=1000, raise_on_missing_output=False)
     except (RayError, RayStateApiException, OSError):  # no dashboard
         return ""
-    waits = {
-        "RUNNING_IN_RAY_GET": ", waits for others",
-        "RUNNING_IN_RAY_WAIT": ", waits for others",
-    }
     found: Counter[str] = Counter()
     for task in tasks:
         if task.state in states and task.type == "NORMAL_TASK" and task.required_resources:
-            amounts = _amounts(task.required_resources)
-            found[f"{task.name!r} ({amounts}{waits.get(task.state, '')})"] += 1
+            found[f"{task.name!r} ({_amounts(task.required_resources)})"] += 1
     for actor in actors:
         if actor.state in states and actor.required_resources:
             found[f"{actor.class_name!r} ({_amounts(actor.required_resources)})"] += 1

@@ -296,7 +296,9 @@ class _CalibrationActor:
         self._weights = LazyWeights(task.model.folder, task.model.config)
         self._parts = parts
 
-    def advance(self, number: int, layer: int, entering: np.ndarray | None) -> list[Any]:
+    def advance(
+        self, number: int, layer: int, entering: np.ndarray | None
+    ) -> tuple[None, np.ndarray, _Sums]:
         """Take a part through a layer.
 
         Args:

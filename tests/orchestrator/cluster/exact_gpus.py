@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -155,6 +156,7 @@ def main(folder: Path, gpus: int, names: list[str]) -> dict[str, Any]:
         given = {"include_dashboard": True, "dashboard_port": port}
         environment = {DASHBOARD: f"http://127.0.0.1:{port}", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
         given["runtime_env"] = {"env_vars": environment}
+        os.environ |= environment  # else Ray asks whatever other Ray is on this machine
     ray.init(address="local", num_cpus=gpus, num_gpus=gpus, logging_level="ERROR", log_to_driver=False, **given)
     made = FanOuts(folder)
     return {name: getattr(made, name)() for name in names}

@@ -235,7 +235,7 @@ def by_workers(task: CalibrationPass, tokens: Tensor, count: int, folder: Path) 
     return list(made.layers)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_statistics_are_the_same_for_any_number_of_workers_also_if_some_are_lost(
     ray_cluster: None, tiny_model: Tiny, tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
