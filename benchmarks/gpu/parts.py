@@ -113,8 +113,9 @@ def _difference(width: int, tokens: int, device: Device, dtype: torch.dtype) -> 
     )
     out = decode(query, key, value, HeadMaps.of(DECOUPLED), None, None)
     maps = [torch.tensor(side).to(device.torch_device) for side in (DECOUPLED.key_map, DECOUPLED.value_map)]
-    states = (expand_heads(side, heads) for side, heads in zip((key, value), maps, strict=True))
-    expected = nn.functional.scaled_dot_product_attention(query, *states)
+    expected = nn.functional.scaled_dot_product_attention(
+        query, expand_heads(key, maps[0]), expand_heads(value, maps[1])
+    )
     return float((out - expected).abs().max())
 
 
@@ -126,7 +127,8 @@ def decode_speed(device: Device) -> Iterator[Number]:
         heads, width = shape["num_attention_heads"], shape["head_dim"]
         for length in device.pick([16], [1024, 4096, 16_384, 65_536]):
             arms = layer_arms(heads, width, length, device.dtype, str(device.torch_device))
-            taken = medians(arms, device.pick(1, 20), device.clock, dict.fromkeys(arms, device.pick(1, 20)))
+            repeat: dict[str, int] = {name: device.pick(1, 20) for name in arms}
+            taken = medians(arms, device.pick(1, 20), device.clock, repeat)
             read = 2 * heads // 4 * width * length * device.dtype.itemsize / taken["ours"]
             name = f"{shape_name}, {length} tokens"
             yield Number(f"{name}: ours", 1e6 * taken["ours"], "us", f"{read / 1e9:.0f} GB/s of the cache are read")
@@ -185,9 +187,10 @@ def step(device: Device) -> Iterator[Number]:
     config = _llama_3(device, 4)
     length = device.pick(16, 4096)
     plan = _halved(config)
-    model: Any = build(config, plan, device.dtype).to(device.torch_device)
-    model.train()
-    teacher: Any = random_model(config, device.dtype).to(device.torch_device).requires_grad_(False)
+    model: Any = build(config, plan, device.dtype).train()
+    model.to(device.torch_device)
+    teacher: Any = random_model(config, device.dtype).requires_grad_(False)
+    teacher.to(device.torch_device)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (1, length), generator=generator).to(device.torch_device)
     work = _operations(model, config, length)
@@ -282,20 +285,21 @@ def _operations(model: Any, config: LlamaConfig, length: int) -> dict[str, float
     head = config.vocab_size * config.hidden_size
     parameters = sum(parameter.numel() for parameter in model.parameters())
     inner = parameters - 2 * head
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length**2
+    width = config.num_attention_heads * int(config.head_dim or 0)
+    attention = 2 * config.num_hidden_layers * width * length**2
     trunk = 2.0 * inner * length + attention
     return {"parameters": parameters, "trunk": trunk, "logits": 2.0 * head * length * (2 + 2 + 2)}
 
 
 def _llama_3(device: Device, layers: int, **more: Any) -> LlamaConfig:
     """Of the width of Llama-3-8B, with so many layers; a small one for small devices."""
-    width = LLAMA_3 | NARROW | {"vocab_size": 2048} if device.small else LLAMA_3
+    width: dict[str, Any] = LLAMA_3 | NARROW | {"vocab_size": 2048} if device.small else LLAMA_3
     return LlamaConfig(**(width | {"num_hidden_layers": layers} | more))
 
 
 def _halved(config: LlamaConfig) -> AttentionPlan:
     """Half of the model's own KV heads in every layer."""
-    heads, kept = config.num_attention_heads, config.num_key_value_heads // 2
+    heads, kept = config.num_attention_heads, int(config.num_key_value_heads or 0) // 2
     heads_map = tuple(head * kept // heads for head in range(heads))
     layers = (LayerPlan(heads_map, heads_map),) * config.num_hidden_layers
     return AttentionPlan(layers, int(config.head_dim or 0))

@@ -112,7 +112,9 @@ def call_on_nodes(
             except RayError as error:
                 answers[name] = error
     finally:
-        for task in tasks.values():  # of one that has answered nothing is left to cancel
-            with contextlib.suppress(RayError, ValueError):
-                ray.cancel(task, force=True)
+        # Of what has ended nothing is cancelled: Ray ends this process for that [2.60]
+        for name, task in tasks.items():
+            if name not in answers or isinstance(answers[name], NoAnswerError):
+                with contextlib.suppress(RayError, ValueError):
+                    ray.cancel(task, force=True)
     return answers

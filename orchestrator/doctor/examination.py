@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -233,10 +234,9 @@ class Examination:
     def check_clocks(self) -> list[Finding]:
         """Compare the clocks of the nodes with that of this process."""
         offsets: dict[str, tuple[float, float]] = {}
-        clock = ray.remote(num_cpus=0)(_Clock)
+        clock: Any = ray.remote(num_cpus=0)(_Clock)
         actors = [
-            (node, clock.options(scheduling_strategy=node.strategy).remote())  # pyright: ignore[reportAttributeAccessIssue]
-            for node in self.nodes
+            (node, clock.options(scheduling_strategy=node.strategy).remote()) for node in self.nodes
         ]
         deadline = time.monotonic() + self.seconds
         findings = []
@@ -453,13 +453,13 @@ class _Clock:
         return probes.now()
 
 
-def _offset(actor: object, deadline: float) -> tuple[float, float]:
+def _offset(actor: Any, deadline: float) -> tuple[float, float]:
     """Return by how many seconds an actor's clock is ahead, and by how many that may be wrong."""
     best: tuple[float, float] | None = None
     for _ in range(_PINGS):
         left = max(0.0, deadline - time.monotonic())
         before = time.time()
-        there: float = ray.get(actor.now.remote(), timeout=left)  # type: ignore[attr-defined]
+        there: float = ray.get(actor.now.remote(), timeout=left)
         after = time.time()
         error = (after - before) / 2
         if best is None or error < best[1]:
