@@ -20,6 +20,7 @@ from attention.io import checkpoint
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials import trial, untrained
 from orchestrator.search.trials.context import TrialContext
+from orchestrator.search.trials.conversions import ConversionLibrary
 from orchestrator.search.trials.rungs import ReportRungs
 from orchestrator.search.trials.trial import run_trial
 from orchestrator.search.trials.untrained import shared_parts
@@ -76,6 +77,7 @@ def test_rung_zero(context: TrialContext, tried: list[int], monkeypatch: pytest.
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", limited)
     shared_parts.cache_clear()
+    ConversionLibrary.of_search(context.folder).remove()  # or it would have no need to measure
     (short,) = reports_of(context, "short", monkeypatch)
     shared_parts.cache_clear()
     assert short["notes"] == [NOTE]
