@@ -18,7 +18,6 @@ from trainers.text.corpora import Conversation, DataError
 from trainers.text.data import TextCut
 from trainers.text.tokenising import beginning, check_end_token, tokenise
 
-
 WITHOUT_MASKS = ("gpt_oss", "opt")
 """Model types of transformers that make no mask from the positions of packed documents [5.23]."""
 
