@@ -99,8 +99,8 @@ def test_conversations_that_cannot_be_told_apart_are_refused(
     file.write_text("".join(f"{json.dumps({'messages': each})}\n" for each in spoken))
     cut = TextCut(str(file), "train", 64, 32)
     check_documents(cut, chat_tokenizer, "llama")
-    with pytest.raises(DataError, match=r"train\.document_mask: opt makes no mask between packed documents"):
-        check_documents(cut, chat_tokenizer, "opt")
+    with pytest.raises(DataError, match=r"train\.document_mask: headfold_opt makes no mask between packed"):
+        check_documents(cut, chat_tokenizer, "headfold_opt")
     by_turns = copy.deepcopy(demo_tokenizer)
     by_turns.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
     without_beginning = copy.deepcopy(chat_tokenizer)

@@ -62,7 +62,7 @@ def check_documents(cut: TextCut, tokenizer: Any, model_type: str) -> None:
             for conversations whose chat template ends each turn with the end token, or does
             not begin them as the tokenizer begins a text.
     """
-    if model_type in WITHOUT_MASKS:
+    if model_type.removeprefix("headfold_") in WITHOUT_MASKS:  # or of a converted one
         raise DataError(
             f"train.document_mask: {model_type} makes no mask between packed documents in "
             "transformers; set it to false"
