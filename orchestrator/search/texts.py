@@ -71,7 +71,7 @@ class SearchTexts:
         if config.train.document_mask or config.promotion_train.document_mask:
             for name in {"train", _PROMOTION} & set(cuts):
                 with _named(name, cuts[name].source):
-                    check_documents(cuts[name], tokenizer)
+                    check_documents(cuts[name], tokenizer, model.config.model_type)
         return cls(model.path, tokenizer, cache, every, config.data.test is not None)
 
     @cached_property

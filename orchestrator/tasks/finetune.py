@@ -208,7 +208,7 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
         for cut in request.cuts:
             cut.check()
         if request.settings.document_mask:
-            check_documents(request.cuts[0], tokenizer)
+            check_documents(request.cuts[0], tokenizer, model.config.model_type)
         request.check_folders(options.overwrite)
         return request
 

@@ -150,7 +150,7 @@ class Train(TrainingTask[TrainOptions, TrainRecord]):
         for cut in request.cuts:
             cut.check()
         if request.settings.document_mask:
-            check_documents(request.cuts[0], tokenizer)
+            check_documents(request.cuts[0], tokenizer, opened.config.model_type)
         request.check_folders(options.overwrite)
         return request
 

@@ -22,7 +22,7 @@ from trainers.losses import objective
 from trainers.settings import TrainSettings
 from trainers.text.corpora import DataError
 from trainers.text.data import TextCut
-from trainers.text.documents import DocumentStarts, check_documents
+from trainers.text.documents import WITHOUT_MASKS, DocumentStarts, check_documents
 
 END = 0
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
@@ -51,6 +51,9 @@ def test_the_loss_of_a_sequence_is_that_of_its_documents(name: str, tiny_model: 
         with torch.no_grad():
             masked = objective(positions=STARTS.positions)(model, row.expand(2, -1))
             whole = objective()(model, row)
+        if name in WITHOUT_MASKS:  # refused; once transformers has them, this says so
+            assert abs(masked.item() - expected) > 1e-3
+            continue
         assert masked.item() == pytest.approx(expected, abs=2e-5)
         assert abs(whole.item() - expected) > 1e-3
 
@@ -95,14 +98,16 @@ def test_conversations_that_cannot_be_told_apart_are_refused(
     spoken = [[{"role": "user", "content": f"a {n}"}, {"role": "assistant", "content": "b"}] for n in range(30)]
     file.write_text("".join(f"{json.dumps({'messages': each})}\n" for each in spoken))
     cut = TextCut(str(file), "train", 64, 32)
-    check_documents(cut, chat_tokenizer)
+    check_documents(cut, chat_tokenizer, "llama")
+    with pytest.raises(DataError, match=r"train\.document_mask: headfold_opt makes no mask between packed"):
+        check_documents(cut, chat_tokenizer, "headfold_opt")
     by_turns = copy.deepcopy(demo_tokenizer)
     by_turns.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
     without_beginning = copy.deepcopy(chat_tokenizer)
     without_beginning.chat_template = by_turns.chat_template
     for tokenizer in (by_turns, without_beginning):
         with pytest.raises(DataError, match=r"chat\.jsonl: with train\.document_mask a conversation must begin"):
-            check_documents(cut, tokenizer)
+            check_documents(cut, tokenizer, "llama")
     plain = tmp_path / "plain.jsonl"
     plain.write_text("".join(f"{json.dumps({'text': f'a b {n}'})}\n" for n in range(30)))
-    check_documents(TextCut(str(plain), "train", 64, 32), by_turns)
+    check_documents(TextCut(str(plain), "train", 64, 32), by_turns, "llama")

@@ -18,6 +18,9 @@ from trainers.text.corpora import Conversation, DataError
 from trainers.text.data import TextCut
 from trainers.text.tokenising import beginning, check_end_token, tokenise
 
+WITHOUT_MASKS = ("gpt_oss", "opt")
+"""Model types of transformers that make no mask from the positions of packed documents [5.23]."""
+
 
 class DocumentStarts(NamedTuple):
     """By which tokens documents are told apart.
@@ -51,13 +54,19 @@ class DocumentStarts(NamedTuple):
         return index - torch.where(starts, index, 0).cummax(1).values
 
 
-def check_documents(cut: TextCut, tokenizer: Any) -> None:
+def check_documents(cut: TextCut, tokenizer: Any, model_type: str) -> None:
     """Check that the documents of a text can be told apart once they are packed.
 
     Raises:
-        DataError: For conversations whose chat template ends each turn with the end token, or does
+        DataError: For a type of model that would let them attend to each other all the same, and
+            for conversations whose chat template ends each turn with the end token, or does
             not begin them as the tokenizer begins a text.
     """
+    if model_type.removeprefix("headfold_") in WITHOUT_MASKS:  # or of a converted one
+        raise DataError(
+            f"train.document_mask: {model_type} makes no mask between packed documents in "
+            "transformers; set it to false"
+        )
     text = cut.first_document()
     if not isinstance(text, Conversation):
         return
