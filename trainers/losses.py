@@ -130,7 +130,7 @@ def objective(
 
     def loss(model: Any, batch: Tensor) -> Tensor:
         reference = None
-        more = {} if positions is None else {"position_ids": positions(batch)}
+        more: dict[str, Any] = {} if positions is None else {"position_ids": positions(batch)}
         if distillation != "none":
             with torch.no_grad():
                 if stored is None:

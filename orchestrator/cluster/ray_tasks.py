@@ -38,7 +38,8 @@ def on_cluster(
         return work(*arguments)
     # On CPUs nothing else runs meanwhile: the task has the threads that this process would have
     threads = None if options["num_gpus"] else torch.get_num_threads()
-    task: Any = ray.remote(**options, max_retries=3, name=label or None)(_run_work)
+    settings: dict[str, Any] = {**options, "max_retries": 3, "name": label or None}
+    task: Any = ray.remote(**settings)(_run_work)
     key = uuid.uuid4().hex
     try:
         with stage(label) as progress:

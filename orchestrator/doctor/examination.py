@@ -479,7 +479,7 @@ def _needs(config: SearchConfig, parallel: int) -> ConfigFacts:
     return ConfigFacts(
         weights_bytes=size.total * setup.inputs.written.itemsize if on_hub else 0,
         checkpoint_bytes=checkpoint_bytes(setup.inputs.model, size, train),
-        checkpoint_minutes=section.checkpoint_minutes,
+        checkpoint_minutes=section.checkpoint_minutes or config.resources.checkpoint_minutes,
         shortage=None if is_remote(config.storage) else storage_of(setup).shortage(parallel),
         head_dim=setup.geometry.head_dim,
     )

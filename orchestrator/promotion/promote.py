@@ -77,7 +77,8 @@ def promote_search(
             is too small.
     """
     ids = list(trials)
-    folder, config, chosen = _request(search, ids, top, overrides)
+    settings = list(overrides)
+    folder, config, chosen = _request(search, ids, top, settings)
     config = open_models(config)
     prepared = validate_search(config)
     with (
@@ -87,7 +88,7 @@ def promote_search(
     ):
         control = SearchControl.of(folder, lock, mirror)
         if mirror is not None:  # it may have gone on elsewhere
-            _, _, chosen = _request(search, ids, top)
+            _, _, chosen = _request(search, ids, top, settings)
             control.fetch({trial.trial_id for trial in chosen})
         parallel = search_concurrency(config, nodes)
         prepared.texts.make_all()

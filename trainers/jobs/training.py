@@ -134,7 +134,7 @@ class WorkerTraining(WorkerShare):
         return TokenWork.of(
             self.engine.model,
             self.tokens_a_step // settings.batch_size,
-            recomputed=settings.activation_checkpointing,
+            recomputed=settings.activation_checkpointing is True,
             teacher=None if settings.distillation == "none" else self.teacher,
         )
 

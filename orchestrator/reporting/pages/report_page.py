@@ -202,6 +202,7 @@ def _repetition(trial: TrialRecord, folder: SearchFolder) -> Repetition:
 
 def _provenance(folder: SearchFolder, original: OriginalRecord) -> list[PageSection]:
     state = folder.read_state()
+    seconds = state.get("seconds")
     versions = [f"{name} {version}" for name, version in _read(folder.versions).items()]
     digests = original.get("digests", {})
     facts = {
@@ -210,7 +211,7 @@ def _provenance(folder: SearchFolder, original: OriginalRecord) -> list[PageSect
         "folder": str(folder.root),
         "tracking": state.get("tracking"),
         "parent run": state.get("parent_run"),
-        "time": clock(state["seconds"]) if state.get("seconds") else None,
+        "time": clock(seconds) if seconds else None,
         **{f"{name} digest": digest for name, digest in digests.items()},
         "versions": ", ".join(versions),
     }
