@@ -294,7 +294,8 @@ def _operations(model: Any, config: LlamaConfig, length: int) -> dict[str, float
 def _llama_3(device: Device, layers: int, **more: Any) -> LlamaConfig:
     """Of the width of Llama-3-8B, with so many layers; a small one for small devices."""
     width: dict[str, Any] = LLAMA_3 | NARROW | {"vocab_size": 2048} if device.small else LLAMA_3
-    return LlamaConfig(**(width | {"num_hidden_layers": layers} | more))
+    settings: dict[str, Any] = width | {"num_hidden_layers": layers} | more
+    return LlamaConfig(**settings)
 
 
 def _halved(config: LlamaConfig) -> AttentionPlan:
