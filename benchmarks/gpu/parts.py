@@ -352,7 +352,7 @@ def served(name: str, device: Device) -> Iterator[Number]:
     except EngineError as error:
         raise Skipped(str(error)) from None
     config = _llama_3(device, device.pick(2, 8), vocab_size=2048)
-    tokens, lengths = device.pick((4, "32"), (64, "1024,4096,8192"))
+    tokens, lengths = device.pick((4, "64"), (64, "1024,4096,8192"))
     with tempfile.TemporaryDirectory() as folder:
         random_checkpoint(config, Path(folder, "model"))
         model = checkpoint.load(Path(folder, "model"))
