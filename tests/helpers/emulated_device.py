@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+import torch.utils._device
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -106,6 +107,8 @@ def _register() -> None:
     """Register name, methods (`Tensor.fgpu()`), module and hooks of the device, once in a process."""
     global _registered
     reserve()
+    # `with torch.device(...)` knows these functions by themselves, from its first use in the process on
+    torch.utils._device._device_constructors()
     if not _registered:
         torch.utils.rename_privateuse1_backend(NAME)
         torch.utils.generate_methods_for_privateuse1_backend()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -181,3 +185,17 @@ def test_nothing_of_it_is_left_afterwards() -> None:
         weight = torch.ones(3, requires_grad=True)
         (weight * 2).sum().backward()
     assert weight.grad is not None and weight.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_device_as_context_is_what_it_was_after_the_first_use_beside_it() -> None:
+    """In a process of its own: torch collects what `with torch.device(...)` changes once."""
+    code = """
+import torch
+from emulated_device import emulated_device
+with emulated_device(), torch.device("meta"):
+    assert torch.arange(3).is_meta
+with torch.device("meta"):
+    assert torch.arange(3).is_meta and torch.eye(2).is_meta
+"""
+    helpers = Path(__file__).parents[1] / "helpers"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(helpers)})
