@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 NOISE_FACTOR = 8.0
 """An exact export is another order too, of other sums: it may differ by so many times the noise."""
 _ORDERS = 2
+_LINEAR: Any = torch._C._nn.linear  # pyright: ignore[reportAttributeAccessIssue]
+"""`torch.nn.functional.linear`, which DeepSpeed replaces in processes that have used ZeRO 3."""
 
 
 class _ReorderedSums(TorchFunctionMode):
@@ -28,6 +30,17 @@ class _ReorderedSums(TorchFunctionMode):
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
         self._generator = generator
+        self._replaced: Any = None
+
+    def __enter__(self) -> _ReorderedSums:
+        self._replaced = F.linear
+        F.linear = _LINEAR
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        F.linear = self._replaced
 
     def __torch_function__(
         self,
@@ -36,7 +49,7 @@ class _ReorderedSums(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is F.linear:
+        if func is _LINEAR:
             features, weight, *bias = args
             order = self._order(weight.shape[1]).to(weight.device)
             args = (features[..., order], weight[:, order], *bias)

@@ -96,7 +96,7 @@ class SearchStatus:
 def read_status(folder: SearchFolder, now: datetime | None = None) -> SearchStatus:
     """Return the state of a search. Reads a few small files, writes none."""
     trials = load_trials(folder.root)
-    state = folder.read_state()
+    state = _read(folder.state)
     original_loss = _read(folder.original).get("loss")
     estimate = _read(folder.estimate)
     candidates = _read(folder.promotion).get("candidates", {})

@@ -21,6 +21,8 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.storage.conditional import ConditionalObjects, StoredObject, WriteConflictError
 
 _MISSED_BEATS = 5
+_READS = 5
+_READ_PAUSE_SECONDS = 0.05
 _Record = TypeVar("_Record")
 
 
@@ -214,8 +216,18 @@ class AddressLease:
         self._tag = self._objects.write(self._path, content, self._tag)
 
     def _read(self) -> tuple[AddressHolder, str] | None:
-        found = self._objects.read(self._path)
-        return None if found is None else (read_record(found, AddressHolder, self._path), found.tag)
+        for attempt in range(_READS):
+            found = self._objects.read(self._path)
+            if found is None:
+                return None
+            try:
+                return read_record(found, AddressHolder, self._path), found.tag
+            except ConfigError:
+                # On a file system that replaces no file in one step, a beat may be half there
+                if attempt == _READS - 1:
+                    raise
+                time.sleep(_READ_PAUSE_SECONDS)
+        return None
 
 
 def describe_holder(holder: AddressHolder) -> str:

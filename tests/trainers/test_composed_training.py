@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from decay import groups_by_decay
 from parameters import extended
 
 from attention.conversion.convert import convert
@@ -30,7 +31,7 @@ def test_trains_as_plain_torch_does(tiny_model: Any, tmp_path: Any, stage: int) 
     start = convert(tiny_model("llama"), AttentionPlan(MAPS, 8, (), SETTINGS))
     settings, loss_fn = TrainSettings(learning_rate=3e-3, zero_stage=stage), objective()
     plain, stream, expected = copy.deepcopy(start).train(), BatchStream(ids, 8), []
-    optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=settings.weight_decay)
+    optimizer = torch.optim.AdamW(groups_by_decay(plain, settings.weight_decay))
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = settings.rate(step, STEPS)

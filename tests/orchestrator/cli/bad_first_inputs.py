@@ -11,6 +11,11 @@ DEMOS = (
     Bad("a demo by name", "demo runs/demo", ("key=value", "runs/demo")),
 )
 
+CLUSTERS = (
+    Bad("a check that there is not", "doctor --only heartbeat", ("heartbeat",)),
+    Bad("no file for a cluster's search", "doctor --config none.yaml", ("none.yaml",)),
+)
+
 FIRST_CONFIGS = (
     Bad("no model to begin with", "init", ("model",)),
     Bad("a model to begin with that is not there", "init nothing", ("model", "nothing")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bad_checkpoint_inputs import EVALUATIONS, FINETUNINGS, TRAININGS
 from bad_conversion_inputs import CONVERSIONS, ESTIMATES, EXPORTS, INSPECTIONS, RECIPES
-from bad_first_inputs import DEMOS, FIRST_CONFIGS
+from bad_first_inputs import CLUSTERS, DEMOS, FIRST_CONFIGS
 from bad_input import Bad
 from bad_search_inputs import GENERAL, PAGES, PROMOTIONS, REPORTS, SEARCHES, WATCHES
 
@@ -12,6 +12,7 @@ BY_VERB: dict[str, tuple[Bad, ...]] = {
     "any verb": GENERAL,
     "demo": DEMOS,
     "init": FIRST_CONFIGS,
+    "doctor": CLUSTERS,
     "search": SEARCHES,
     "recipes": RECIPES,
     "convert": CONVERSIONS,

@@ -29,7 +29,7 @@ def run(folder: Path, gpus: int, *fan_outs: str, seconds: float = 400) -> tuple[
     return json.loads(ended.stdout.splitlines()[-1]), ended.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_large_calibration_needs_no_gpu_beside_those_of_its_workers(tmp_path: Path) -> None:
     """It used to be shared by as many tasks as there are GPUs, one of which its own parent held."""
     told, printed = run(tmp_path, 2, "calibration")

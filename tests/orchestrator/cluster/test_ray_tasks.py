@@ -45,6 +45,7 @@ def test_nothing_is_kept_of_what_has_ended(ray_cluster: None) -> None:
     assert published_progress("nobody's") == ""
 
 
+@pytest.mark.extended
 def test_calls_that_each_need_all_that_there_is_follow_one_another(
     ray_cluster: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

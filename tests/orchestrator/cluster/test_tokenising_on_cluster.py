@@ -9,6 +9,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+import ray
 import yaml
 from ray.autoscaler._private.resource_demand_scheduler import _default_utilization_scorer, get_nodes_for
 
@@ -54,6 +55,9 @@ def test_no_task_waits_for_a_cpu_that_is_not_there(
             blocks.append(number)
             yield [str(number)]
 
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("CPU", 0) < 1 and time.monotonic() < deadline:
+        time.sleep(0.1)  # workers of tests before are leaving
     blocks: list[int] = []
     monkeypatch.setattr(tokenising, "_tokenise", wait)
     tokenised: list[Any] = []
