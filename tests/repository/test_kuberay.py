@@ -148,15 +148,17 @@ def test_the_entrypoint_starts_a_search(monkeypatch: pytest.MonkeyPatch) -> None
         def to_dict(self) -> dict[str, Any]:
             return {}
 
-    monkeypatch.setattr(pipeline, "search", lambda config, resume: started.append(config) or Outcome())
+    monkeypatch.setattr(pipeline, "search", lambda config, resume, **_: started.append(config) or Outcome())
     done = CliRunner().invoke(app, words)
     assert (program, done.exit_code) == ("headfold", 0), done.output
     assert started == [read_search_config(REPOSITORY / LLAMA, ["storage=/mnt/headfold/runs"])]
 
 
 def test_a_worker_s_pod_that_is_ended_drains_its_node_in_the_time_it_has() -> None:
-    for group in GROUPS:
-        pod = group["template"]["spec"]
+    pods = [group["template"]["spec"] for group in GROUPS]
+    training = [pod for pod in pods if "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]]
+    assert len(training) == 2
+    for pod in training:
         for container in pod["containers"]:
             python, dash_m, module, option, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
             assert (python, dash_m, option) == ("python", "-m", "--seconds")

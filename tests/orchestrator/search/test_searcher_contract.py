@@ -176,7 +176,11 @@ def test_the_same_seed_gives_the_same_suggestions_in_another_process(demo_dir: P
     code = f"import pathlib, {module} as own; print(own.digest_of_draws(pathlib.Path({str(demo_dir)!r})))"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(REPOSITORY)},
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": "12345",
+            "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests" / "helpers"))),
+        },
         capture_output=True,
         text=True,
         check=True,

@@ -126,11 +126,11 @@ def test_a_sound_configuration_gives_candidates_and_token_files(
     prepared = validate_search(parse_config(record(demo_dir, tmp_path, **given)))
     names = [(c.recipe.name, c.kv_ratio) for c in prepared.problem.named]
     assert names == [("gqa", 0.5), ("gqa", 0.25), ("headfold", 0.5), ("headfold", 0.25)]
-    assert set(prepared.files) == {"train", "eval", "calibration"} and len(set(prepared.files.values())) == 3
+    assert set(prepared.files) == {"train", "eval", "calibration", "test"} and len(set(prepared.files.values())) == 4
     assert all(map(is_complete, prepared.files.values()))
     assert prepared.reused == ()
     again = validate_search(parse_config(record(demo_dir, tmp_path, search={"seed": 1}, **given)))
-    assert again.reused == ("eval",), "held-out text is the same whatever the seed"
+    assert again.reused == ("eval", "test"), "held-out text is the same whatever the seed"
     assert validate_search(parse_config(record(demo_dir, tmp_path, **given))).reused == ("train", "eval", "calibration")
 
 
