@@ -131,7 +131,12 @@ def test_a_sound_configuration_gives_candidates_and_token_files(
     assert prepared.reused == ()
     again = validate_search(parse_config(record(demo_dir, tmp_path, search={"seed": 1}, **given)))
     assert again.reused == ("eval", "test"), "held-out text is the same whatever the seed"
-    assert validate_search(parse_config(record(demo_dir, tmp_path, **given))).reused == ("train", "eval", "calibration", "test")
+    assert validate_search(parse_config(record(demo_dir, tmp_path, **given))).reused == (
+        "train",
+        "eval",
+        "calibration",
+        "test",
+    )
 
 
 def test_a_text_is_trained_on_once_unless_more_is_asked_for(demo_dir: Path, tmp_path: Path) -> None:
