@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from attention.base.progress import show_progress, stage
 from orchestrator.cluster.ray_internals import delete_value, get_value, put_value
@@ -94,8 +94,23 @@ def each_on_cluster(
         except RayTaskError as error:
             raise error.cause from None
         finally:
-            for reference in running:
-                ray.cancel(reference, force=True)
+            cancel_unfinished(list(running))
+
+
+def cancel_unfinished(tasks: Sequence[Any]) -> None:
+    """End the processes of tasks that have not ended.
+
+    Ray ends the process that cancels a task that has ended by force [2.60].
+
+    Args:
+        tasks: References to their results.
+    """
+    if not tasks:
+        return
+    _, unfinished = ray.wait(list(tasks), num_returns=len(tasks), timeout=0, fetch_local=False)
+    for task in unfinished:
+        with contextlib.suppress(RayError, ValueError):
+            ray.cancel(task, force=True)
 
 
 def _run_work(
@@ -122,7 +137,7 @@ def run_task(options: Mapping[str, Any], function: Callable[..., Any], *argument
     try:
         return ray.get(reference)
     except BaseException:
-        ray.cancel(reference, force=True)
+        cancel_unfinished([reference])
         raise
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.cluster.ray_tasks import cancel_unfinished
 
 _T = TypeVar("_T")
 
@@ -112,9 +113,5 @@ def call_on_nodes(
             except RayError as error:
                 answers[name] = error
     finally:
-        # Of what has ended nothing is cancelled: Ray ends this process for that [2.60]
-        for name, task in tasks.items():
-            if name not in answers or isinstance(answers[name], NoAnswerError):
-                with contextlib.suppress(RayError, ValueError):
-                    ray.cancel(task, force=True)
+        cancel_unfinished(list(tasks.values()))
     return answers

@@ -29,6 +29,7 @@ from orchestrator.cluster.capacity import (
 )
 from orchestrator.cluster.node_reservation import NodeReservation
 from orchestrator.cluster.placement import Demand, task_options
+from orchestrator.cluster.ray_tasks import cancel_unfinished
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.search.trials.context import SearchSession, TrialContext
@@ -205,8 +206,7 @@ class PlanAhead(Callback):
 
     def _end(self, key: str) -> None:
         task = self._tasks.pop(key)
-        with contextlib.suppress(RayError):
-            ray.cancel(task.reference, force=True)
+        cancel_unfinished([task.reference])
         shutil.rmtree(task.folder, ignore_errors=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import uuid
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from attention.io.files import written_whole
+from attention.io.files import sha256, written_whole
 from orchestrator.storage.conditional import (
     ComparedObjects,
     ConditionalObjects,
@@ -296,8 +295,7 @@ class AddressFolder:
             content = self._read(name)
             return digest(content) if content is not None else None
         try:
-            with (self.local / name).open("rb") as stream:
-                return hashlib.file_digest(stream, "sha256").hexdigest()
+            return sha256(self.local / name)
         except FileNotFoundError:
             return None
 

@@ -267,7 +267,7 @@ class Tracker(Registry):
                 return runs
 
 
-def _opening(address: str) -> contextlib.AbstractContextManager[None]:
+def _opening(address: str) -> contextlib.AbstractContextManager[object]:
     """Return the lock under which a store is opened: of a file beside an sqlite database."""
     database = urlparse(address).path.removeprefix("/")
     if not address.startswith("sqlite:///") or not database:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from decay import groups_by_decay
 from parameters import extended
 from torch import Tensor
 
@@ -77,10 +78,7 @@ def run(
 
 def plain_torch(model: Any, ids: Tensor, settings: TrainSettings) -> list[float]:
     """The same training without DeepSpeed."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and "embed_tokens" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed_tokens" in name]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups)
+    optimizer = torch.optim.AdamW(groups_by_decay(model, settings.weight_decay))
     stream, losses, loss_fn = BatchStream(ids, 8), [], objective()
     for step in range(STEPS):
         for group in optimizer.param_groups:

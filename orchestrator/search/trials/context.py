@@ -46,7 +46,7 @@ class TrialContext:
         checkpoint_minutes: After which a training has a checkpoint at the latest.
         checkpoint_address: Where training checkpoints lie, if storage is an address.
         decode_times: Of the engine that the search is for, where decode time is an objective.
-        recomputation: What `train.activation_checkpointing: auto` comes to, by process.
+        recomputation: What `train.activation_checkpointing: auto` selects for each process.
         task: `ray.remote` options of the task that plans a trial which trains; None: its own
             process does.
     """

@@ -13,13 +13,11 @@ which the same plan is found.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
 import os
 import shutil
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +28,13 @@ from attention.io.replacing import DIGESTS, unused
 from attention.plan import AttentionPlan
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
+from orchestrator.storage.file_lock import file_lock
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.training.run import TrainingReport
 
 _FOLDER = ".conversions"
 """Hidden, so that storage at an address is not sent its links: trials have the same files."""
 _PARTS = ("converted", "start")
-_POLL_SECONDS = 0.5
 
 
 class _Conversion(TypedDict):
@@ -271,11 +269,7 @@ class ConversionLibrary:
         Yields:
             Whether this process has the right.
         """
-        file = self.root / "locks" / key
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w") as opened:
-            while not (locked := _try_lock(opened.fileno())) and wait:
-                time.sleep(_POLL_SECONDS)
+        with file_lock(self.root / "locks" / key, wait=wait) as locked:
             yield locked
 
     def _of_candidate(self, key: str) -> _CandidateConversion | None:
@@ -301,16 +295,6 @@ def conversion_note(
 def add_costs(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
     """Return the sum of two costs of `orchestrator.conversion.execution.cost`."""
     return {name: first[name] + second[name] for name in first}
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # the file system has no locks
-        return True
-    return True
 
 
 def _put(source: Path, folder: Path, plan: AttentionPlan, note: Mapping[str, Any]) -> None:

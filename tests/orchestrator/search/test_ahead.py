@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from small_searches import small_search
 
+from orchestrator.cluster import ray_tasks
 from orchestrator.cluster.capacity import Nodes
 from orchestrator.search import ahead
 from orchestrator.search.ahead import HoldNodes, PlanAhead
@@ -100,8 +101,9 @@ class Tasks:
 
         return lambda function: SimpleNamespace(remote=start)
 
-    def wait(self, references: list[Candidate], timeout: float) -> tuple[list[Candidate], None]:
-        return [reference for reference in references if reference in self.ended], None
+    def wait(self, references: list[Candidate], timeout: float, **_: Any) -> tuple[list[Candidate], list[Candidate]]:
+        ended = [reference for reference in references if reference in self.ended]
+        return ended, [reference for reference in references if reference not in ended]
 
     def cancel(self, reference: Candidate, force: bool) -> None:
         self.cancelled.append(reference)
@@ -131,6 +133,7 @@ def session(tmp_path: Path, demo_dir: Path) -> Any:
 def tasks(monkeypatch: pytest.MonkeyPatch) -> Tasks:
     made = Tasks()
     monkeypatch.setattr(ahead, "ray", made)
+    monkeypatch.setattr(ray_tasks, "ray", made)
     monkeypatch.setattr(ahead, "live_nodes", lambda: [NODE])
     monkeypatch.setattr(ahead, "free_nodes", lambda: [NODE])
     monkeypatch.setattr(ahead, "CHECK_SECONDS", 0.0)

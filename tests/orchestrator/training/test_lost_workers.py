@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 from verbs import finetune_checkpoint, train_from_scratch
 
 from attention.plan import AttentionPlan, LayerPlan
@@ -77,23 +76,6 @@ def test_a_trial_goes_on_from_a_checkpoint_between_its_rungs(tiny_job: Any, on_g
     killed = replace(job, run_name="killed", out_dir=str(tmp_path / "killed"), checkpoint_minutes=0.01)
     killer = WorkerKiller(Path(job.storage_path) / "killed", 1)
     check(killer, 1, on_group(killed), expected)
-
-
-@pytest.fixture(scope="module")
-def like(tmp_path_factory: pytest.TempPathFactory, demo_tokenizer: Any) -> Path:
-    """An architecture and a tokenizer; no weights."""
-    folder = tmp_path_factory.mktemp("like")
-    LlamaConfig(
-        vocab_size=2048,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    ).save_pretrained(folder)
-    demo_tokenizer.save_pretrained(folder)
-    return folder
 
 
 def test_train_and_finetune_start_again_by_themselves(ray_cluster: None, like: Path, tmp_path: Path) -> None:

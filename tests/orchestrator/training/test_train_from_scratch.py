@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from sizes import extra_parameters
-from transformers import LlamaConfig
 from verbs import check_training_from_scratch as check
 from verbs import evaluate_checkpoint, train_from_scratch
 
@@ -35,24 +34,6 @@ SHORT: dict[str, Any] = {"learning_rate": 3e-3, "eval_tokens": 1024, "sequence_l
 ASKED: dict[str, Any] = {"steps": 12, "eval_every": 4, "overrides": ["train.cpus_per_worker=0.4"], **SHORT}
 COMPOSED = ["train.cpus_per_worker=0.4", "composition.rank=1"]
 TRAINED = ASKED | {"steps": 60, "eval_every": 6, "recipe": "dcformer", "overrides": COMPOSED}
-
-
-@pytest.fixture(scope="module")
-def like(tmp_path_factory: pytest.TempPathFactory, demo_tokenizer: Any) -> Path:
-    """An architecture and a tokenizer; no weights."""
-    folder = tmp_path_factory.mktemp("like")
-    LlamaConfig(
-        vocab_size=2048,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    ).save_pretrained(folder)
-    demo_tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

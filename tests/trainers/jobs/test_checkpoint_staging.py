@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_files import steps, writing
 
 from trainers.jobs import checkpoints
 from trainers.jobs.checkpoints import CheckpointNotSentError, CheckpointStore
@@ -30,18 +31,6 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(str(tmp_path / "work"), "run")
-
-
-def writing(text: str) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        (folder / "deep").mkdir()
-        (folder / "deep" / "state.pt").write_text(text)
-
-    return write
-
-
-def steps(store: CheckpointStore) -> list[int]:
-    return [saved.step for saved in store.read()[0]]
 
 
 @pytest.fixture

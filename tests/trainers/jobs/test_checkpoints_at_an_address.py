@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import steps, writing
 from test_carrying import PLAN, SAME, Alone
 
 from trainers.jobs import checkpoints
@@ -39,18 +40,6 @@ def bucket(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(tmp_path: Path, bucket: Path) -> CheckpointStore:
     return CheckpointStore(str(tmp_path / "work"), "run", address=f"file://{bucket}/train")
-
-
-def writing(text: str) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        (folder / "deep").mkdir()
-        (folder / "deep" / "state.pt").write_text(text)
-
-    return write
-
-
-def steps(store: CheckpointStore) -> list[int]:
-    return [kept.step for kept in store.read()[0]]
 
 
 class Link:

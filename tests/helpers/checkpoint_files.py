@@ -1,0 +1,20 @@
+"""What a test writes as a training checkpoint, and which are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from trainers.jobs.checkpoints import CheckpointStore
+
+
+def writing(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "deep").mkdir()
+        (folder / "deep" / "state.pt").write_text(text)
+
+    return write
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return [saved.step for saved in store.read()[0]]
