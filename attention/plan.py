@@ -101,6 +101,8 @@ class AttentionPlan:
                     f"and value_map "
                     f"{self.layers[index].value_map}; group the heads or share them, not both"
                 )
+        if self.composition and self.is_wide:
+            raise PlanError("composition: the heads must be as wide as the checkpoint's, got wider")
         if self.composition and heads % self.composition.groups:
             raise PlanError(
                 f"composition: groups must divide the {heads} heads, got {self.composition.groups}"
@@ -147,9 +149,17 @@ class AttentionPlan:
         return self.layers[0].num_heads
 
     @property
+    def is_wide(self) -> bool:
+        """Whether any layer has heads wider than those of the checkpoint."""
+        return any(layer.is_wide for layer in self.layers)
+
+    @property
     def kv_heads(self) -> int:
-        """Kept key heads plus kept value heads, over all layers."""
-        return sum(layer.key_heads + layer.value_heads for layer in self.layers)
+        """Kept key heads plus kept value heads, over all layers.
+
+        A head counts as often as it is wide.
+        """
+        return sum(layer.key_slices + layer.value_slices for layer in self.layers)
 
     @property
     def kv_ratio(self) -> float:
@@ -181,7 +191,7 @@ class AttentionPlan:
         """Whether the plan, heads permuted, is plain GQA with one head count in all layers."""
         return (
             all(layer.is_uniform_gqa for layer in self.layers)
-            and len({layer.key_heads for layer in self.layers}) == 1
+            and len({(layer.key_heads, layer.key_width) for layer in self.layers}) == 1
             and not self.is_shared
             and self.composition is None
         )
@@ -197,9 +207,7 @@ class AttentionPlan:
         record = {
             "format": _FORMAT,
             "head_dim": self.head_dim,
-            "layers": [
-                {"key_map": list(x.key_map), "value_map": list(x.value_map)} for x in self.layers
-            ],
+            "layers": [layer_record(layer) for layer in self.layers],
             "shares": [],
             "composition": self.composition.to_dict() if self.composition else None,
         }
@@ -240,7 +248,7 @@ class AttentionPlan:
         missing = [name for name in ("layers", "head_dim") if name not in values]
         if missing:
             raise PlanError(f"a plan without {missing[0]} is incomplete")
-        layers = tuple(_layer(index, item) for index, item in enumerate(_listed(values, "layers")))
+        layers = tuple(layer_of_record(index, item) for index, item in enumerate(_listed(values, "layers")))
         shares = {
             name: tuple(
                 _built(HeadShare, item, f"{name} {index}")
@@ -256,6 +264,13 @@ class AttentionPlan:
     def digest(self) -> str:
         """SHA-256 of the canonical JSON, first 16 hex digits."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+def layer_record(layer: LayerPlan) -> dict[str, Any]:
+    """Return the maps of a layer as plain values, and its widths where they are not 1."""
+    record: dict[str, Any] = {"key_map": list(layer.key_map), "value_map": list(layer.value_map)}
+    widths = {"key_width": layer.key_width, "value_width": layer.value_width}
+    return record | {name: width for name, width in widths.items() if width != 1}
 
 
 Built = TypeVar("Built", HeadShare, Composition)
@@ -297,14 +312,14 @@ def _built(kind: type[Built], item: Any, where: str) -> Built:
     return kind(**values)
 
 
-def _layer(index: int, item: Any) -> LayerPlan:
+def layer_of_record(index: int, item: Any) -> LayerPlan:
     where = f"layers: layer {index}"
     values = _object(item)
     if values is None:
         raise PlanError(f"{where} must be a JSON object, got {shortened(item)}")
     if missing := sorted({"key_map", "value_map"} - set(values)):
         raise PlanError(f"{where} is incomplete: it has no {missing[0]}, got {shortened(item)}")
-    if unknown := sorted(set(values) - {"key_map", "value_map"}):
+    if unknown := sorted(set(values) - {"key_map", "value_map", "key_width", "value_width"}):
         raise PlanError(f"{where} has no field {unknown[0]!r}")
     for name in ("key_map", "value_map"):
         if not isinstance(values[name], list):
@@ -312,6 +327,11 @@ def _layer(index: int, item: Any) -> LayerPlan:
                 f"{where}: {name} must be a list of integers, got {shortened(values[name])}"
             )
     try:
-        return LayerPlan(tuple(values["key_map"]), tuple(values["value_map"]))
+        return LayerPlan(
+            tuple(values["key_map"]),
+            tuple(values["value_map"]),
+            values.get("key_width", 1),
+            values.get("value_width", 1),
+        )
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None

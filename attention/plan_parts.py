@@ -52,17 +52,29 @@ def map_of(groups: Iterable[Iterable[int]], num_heads: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The maps of one layer.
+    """The maps of one layer, and the widths of its key and value heads.
 
     Attributes:
         key_map: For each query head the key head that it reads; ids are dense from 0.
         value_map: For each query head the value head that it reads.
+        key_width: How many times as wide as the checkpoint's heads the key heads are. A head of
+            width m is cached as m neighbouring slices of the head dim.
+        value_width: The same of the value heads.
     """
 
     key_map: tuple[int, ...]
     value_map: tuple[int, ...]
+    key_width: int = 1
+    value_width: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("key_width", "value_width"):
+            width = getattr(self, name)
+            if type(width) is not int or width < 1:
+                raise PlanError(
+                    f"{name} must be a whole number of head dims, at least 1, got "
+                    f"{shortened(width)}"
+                )
         for name in ("key_map", "value_map"):
             ids = getattr(self, name)
             if not isinstance(ids, tuple) or not all(type(i) is int for i in ids):
@@ -92,9 +104,10 @@ class LayerPlan:
         key_groups: Iterable[Iterable[int]],
         value_groups: Iterable[Iterable[int]],
         num_heads: int,
+        widths: tuple[int, int] = (1, 1),
     ) -> LayerPlan:
         """Return the maps of a partition of the query heads for keys and one for values."""
-        return cls(map_of(key_groups, num_heads), map_of(value_groups, num_heads))
+        return cls(map_of(key_groups, num_heads), map_of(value_groups, num_heads), *widths)
 
     @property
     def num_heads(self) -> int:
@@ -117,16 +130,37 @@ class LayerPlan:
         return groups_of(self.value_map)
 
     @property
+    def widths(self) -> tuple[int, int]:
+        """Widths of key and value heads, in head dims."""
+        return self.key_width, self.value_width
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether key or value heads are wider than those of the checkpoint."""
+        return self.widths != (1, 1)
+
+    @property
+    def key_slices(self) -> int:
+        """Key heads times their width: head dims that are cached per token."""
+        return self.key_heads * self.key_width
+
+    @property
+    def value_slices(self) -> int:
+        """Value heads times their width: head dims that are cached per token."""
+        return self.value_heads * self.value_width
+
+    @property
     def is_identity(self) -> bool:
-        return self.key_heads == self.value_heads == self.num_heads
+        return self.key_heads == self.value_heads == self.num_heads and not self.is_wide
 
     @property
     def is_uniform_gqa(self) -> bool:
         """One map for keys and values, groups of equal size.
 
-        Plain GQA once the query heads are permuted.
+        Plain GQA once the query heads are permuted, of heads as wide as the plan says.
         """
-        return self.key_map == self.value_map and len({len(g) for g in self.key_groups}) == 1
+        alike = self.key_map == self.value_map and self.key_width == self.value_width
+        return alike and len({len(g) for g in self.key_groups}) == 1
 
 
 @dataclass(frozen=True, order=True)

@@ -136,8 +136,16 @@ def unshare(model: PreTrainedModel) -> PreTrainedModel:
     return assemble(model, plan.unshared, read_layers(model)) if plan.is_shared else model
 
 
-def check_composition(old: AttentionPlan, new: AttentionPlan) -> None:
-    """Raise PlanError if a conversion would do more to composition than add it as an identity."""
+def check_start(old: AttentionPlan, new: AttentionPlan) -> None:
+    """Raise PlanError for what a conversion cannot start from, or would break.
+
+    It cannot start from wide heads, and does no more to composition than add it as an identity.
+    """
+    if old.is_wide:
+        raise PlanError(
+            "the heads of this model are wider than its checkpoint's, and are not converted again; "
+            "convert the checkpoint that it was made from"
+        )
     if old.composition is not None and new.composition != old.composition:
         raise PlanError(
             f"the model composes its heads ({old.composition}); its plan must keep that "
@@ -182,7 +190,7 @@ def convert(
     """
     geometry = geometry_of(model.config)
     check_fits(plan, geometry)
-    check_composition(plan_of(model), plan)
+    check_start(plan_of(model), plan)
     align = ALIGNMENT.get(alignment)
     fuse = FUSION.get(fusion)
     align_knobs = align.settings(alignment_settings)

@@ -96,20 +96,28 @@ def _split(linear: nn.Linear, head_dim: int) -> tuple[Tensor, Tensor | None]:
     return linear.weight.detach().view(-1, head_dim, linear.in_features), bias
 
 
-def read_qkv(module: Any, head_dim: int) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Weights of q, k and v, and their biases, by heads."""
-    parts = [_split(p, head_dim) for p in (module.q_proj, module.k_proj, module.v_proj)]
+def read_qkv(
+    module: Any, num_heads: int, value_dim: int
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Weights of q, k and v, and their biases, by heads.
+
+    Args:
+        module: Its query projection says how wide its keys are.
+        num_heads: H.
+        value_dim: Width of a value head.
+    """
+    key_dim = module.q_proj.out_features // num_heads
+    dims = ((module.q_proj, key_dim), (module.k_proj, key_dim), (module.v_proj, value_dim))
+    parts = [_split(projection, dim) for projection, dim in dims]
     return [weight for weight, _ in parts], [bias for _, bias in parts]
 
 
 def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
-    (q, k, v), (q_bias, k_bias, v_bias) = read_qkv(module, geometry.head_dim)
     output = output_projection(module)
     o = (
-        output.weight.detach()
-        .view(geometry.hidden_size, geometry.num_heads, geometry.head_dim)
-        .permute(1, 0, 2)
+        output.weight.detach().view(geometry.hidden_size, geometry.num_heads, -1).permute(1, 0, 2)
     )
+    (q, k, v), (q_bias, k_bias, v_bias) = read_qkv(module, geometry.num_heads, o.shape[2])
     return LayerHeads(
         q, k, v, o, q_bias, k_bias, v_bias, None if output.bias is None else output.bias.detach()
     )
@@ -118,16 +126,27 @@ def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
     """Fresh key and value projections with the plan's head counts.
 
-    The query side keeps its shape.
+    The query side keeps its shape, unless heads are wider than the checkpoint's.
     """
-    for name, heads in (("k_proj", plan.key_heads), ("v_proj", plan.value_heads)):
-        old = getattr(module, name)
-        rows = heads * geometry.head_dim
-        if rows != old.out_features:
-            like = {"device": old.weight.device, "dtype": old.weight.dtype}
-            setattr(
-                module, name, nn.Linear(old.in_features, rows, bias=old.bias is not None, **like)
-            )
+    counts = {
+        "q_proj": plan.num_heads * plan.key_width,
+        "k_proj": plan.key_slices,
+        "v_proj": plan.value_slices,
+    }
+    for name, slices in counts.items():
+        resize(module, name, rows=slices * geometry.head_dim)
+    name = next(name for name in OUTPUT_NAMES if hasattr(module, name))
+    resize(module, name, columns=plan.num_heads * plan.value_width * geometry.head_dim)
+
+
+def resize(module: Any, name: str, *, rows: int | None = None, columns: int | None = None) -> None:
+    """Replace a linear layer of other sizes by a fresh one; `None` keeps what there is."""
+    old = getattr(module, name)
+    columns = columns or old.in_features
+    rows = rows or old.out_features
+    if (columns, rows) != (old.in_features, old.out_features):
+        like = {"device": old.weight.device, "dtype": old.weight.dtype}
+        setattr(module, name, nn.Linear(columns, rows, bias=old.bias is not None, **like))
 
 
 @torch.no_grad()

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
-from attention.families._separate import geometry_with
+from attention.families._separate import OUTPUT_NAMES, geometry_with, resize
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.plan import LayerPlan
 
@@ -42,16 +43,23 @@ def separate(
     weight = getattr(module, fused).weight
     like = {"device": weight.device, "dtype": weight.dtype}
     delattr(module, fused)
-    for name, heads, bias in (
-        ("q_proj", geometry.num_heads, geometry.query_bias),
-        ("k_proj", plan.key_heads, geometry.key_bias),
-        ("v_proj", plan.value_heads, geometry.value_bias),
+    for name, slices, bias in (
+        ("q_proj", geometry.num_heads * plan.key_width, geometry.query_bias),
+        ("k_proj", plan.key_slices, geometry.key_bias),
+        ("v_proj", plan.value_slices, geometry.value_bias),
     ):
         setattr(
             module,
             name,
-            nn.Linear(geometry.hidden_size, heads * geometry.head_dim, bias=bias, **like),
+            nn.Linear(geometry.hidden_size, slices * geometry.head_dim, bias=bias, **like),
         )
+    columns = geometry.num_heads * plan.value_width * geometry.head_dim
+    if hasattr(module, "c_proj"):  # a Conv1D, which has its weight the other way round
+        if columns != module.c_proj.weight.shape[0]:
+            module.c_proj = Conv1D(geometry.hidden_size, columns).to(**like)
+    else:
+        name = next(name for name in OUTPUT_NAMES if hasattr(module, name))
+        resize(module, name, columns=columns)
     module.__class__ = uneven
 
 

@@ -66,10 +66,10 @@ def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
     H = geometry.num_heads
     d = geometry.head_dim
     D = geometry.hidden_size
-    o = module.c_proj.weight.detach().view(H, d, D).transpose(1, 2)
+    o = module.c_proj.weight.detach().view(H, -1, D).transpose(1, 2)
     o_bias = module.c_proj.bias.detach()
     if isinstance(module, UnevenGPT2Attention):
-        (q, k, v), (q_bias, k_bias, v_bias) = _separate.read_qkv(module, d)
+        (q, k, v), (q_bias, k_bias, v_bias) = _separate.read_qkv(module, H, o.shape[2])
     else:
         q, k, v = module.c_attn.weight.detach().T.view(3, H, d, D).unbind(0)
         q_bias, k_bias, v_bias = module.c_attn.bias.detach().view(3, H, d).unbind(0)

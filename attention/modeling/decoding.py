@@ -15,8 +15,9 @@ Three ways, all equal to `expand_heads` followed by SDPA, which stays as the ref
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -126,19 +127,21 @@ def decode(
     """Attention of one new token by whichever way is fastest here.
 
     query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask broadcastable to `[B,
-    H, 1, S]` (boolean: True attends; or additive), sinks `[H]`.
+    H, 1, S]` (boolean: True attends; or additive), sinks `[H]`. A head of width m is m of them, its
+    slices, side by side.
 
     Returns:
-        `[B, H, 1, d]`.
+        `[B, H, 1, d]`, d times their width where value heads are wide.
     """
     if softcap is not None or sinks is not None:  # the other ways know neither
         return decode_padded(query, key, value, maps, mask, scaling, softcap, sinks)
-    if kernels.takes(query, key, value, mask):
+    if kernels.takes(query, key, value, mask, maps.plan.widths):
         return kernels.fused_decode(query, key, value, maps.kernel, mask, scaling)
     # Of several sequences the threads of a batched product each take some; one thread has nothing
     # of that.
     single = len(query) == 1 or torch.get_num_threads() == 1
-    if query.device.type == "cpu" and single and key.shape[2] * key.shape[3] >= GROUPED_FROM:
+    large = key.shape[2] * key.shape[3] >= GROUPED_FROM
+    if query.device.type == "cpu" and single and large and not maps.plan.is_wide:
         return decode_by_group(query, key, value, maps, mask, scaling)
     return decode_padded(query, key, value, maps, mask, scaling)
 
@@ -189,9 +192,28 @@ def _products(rows: Tensor, head_rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def decode_scores(query: Tensor, key: Tensor, maps: HeadMaps, scaling: float | None) -> Tensor:
-    """Scaled scores of one new token, `[B, H, 1, d]` and `[B, G^K, S, d]` -> `[B, H, 1, S]`."""
-    grouped = maps.key_slots.gather(query.squeeze(2) * _factor(query, scaling))
-    return maps.key_slots.scatter(grouped @ key.transpose(-1, -2)).unsqueeze(2)
+    """Scaled scores of one new token, `[B, H, 1, d]` and `[B, G^K, S, d]` -> `[B, H, 1, S]`.
+
+    Those of the slices of wide heads add up.
+    """
+    query = query.squeeze(2) * _factor(query, scaling)
+    width = maps.plan.key_width
+    if width == 1:
+        grouped = maps.key_slots.gather(query)
+        return maps.key_slots.scatter(grouped @ key.transpose(-1, -2)).unsqueeze(2)
+    slices = zip(slices_of(query, width), slices_of(key, width), strict=True)
+    products = (maps.key_slots.gather(q) @ k.transpose(-1, -2) for q, k in slices)
+    return maps.key_slots.scatter(sum_of(products)).unsqueeze(2)
+
+
+def slices_of(states: Tensor, width: int) -> tuple[Tensor, ...]:
+    """`[B, n·m, ...]` -> m views `[B, n, ...]`, one of each slice of all heads."""
+    return states.unflatten(1, (-1, width)).unbind(2)
+
+
+def sum_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Add up tensors of one shape."""
+    return reduce(torch.add, tensors)
 
 
 def decode_mix(weights: Tensor, value: Tensor, maps: HeadMaps) -> Tensor:
@@ -203,11 +225,12 @@ def decode_mix(weights: Tensor, value: Tensor, maps: HeadMaps) -> Tensor:
         maps: Those of the layer.
 
     Returns:
-        `[B, H, 1, d]`.
+        `[B, H, 1, d]`, the slices of wide heads side by side.
     """
-    return maps.value_slots.scatter(maps.value_slots.gather(weights.squeeze(2)) @ value).unsqueeze(
-        2
-    )
+    grouped = maps.value_slots.gather(weights.squeeze(2))
+    slices = slices_of(value, maps.plan.value_width)
+    mixed = [maps.value_slots.scatter(grouped @ part) for part in slices]
+    return torch.cat(mixed, -1).unsqueeze(2) if len(mixed) > 1 else mixed[0].unsqueeze(2)
 
 
 def _factor(query: Tensor, scaling: float | None) -> float:

@@ -36,6 +36,13 @@ def expand_heads(states: Tensor, head_map: Tensor) -> Tensor:
     return states.index_select(1, head_map)
 
 
+def joined_slices(states: Tensor, width: int) -> Tensor:
+    """`[B, n·m, S, d]` -> `[B, n, S, m·d]`: the slices of each head of width m side by side."""
+    if width == 1:
+        return states
+    return states.unflatten(1, (-1, width)).transpose(2, 3).flatten(3)
+
+
 def grouped_attention(
     module: nn.Module,
     query: Tensor,
@@ -59,11 +66,12 @@ def grouped_attention(
     `attention.modeling.composition`).
 
     Args:
-        query: `[B, H, T, d]`.
+        query: `[B, H, T, d]`. A head of width m comes as m neighbouring slices of width d, here and
+            in the cache: so the rotary embedding of the stock model turns each of them.
         s_aux: `[H]`, logits of sinks.
 
     Returns:
-        `[B, T, H, d]`, and None for the weights.
+        `[B, T, H, d]`, d times their width where value heads are wide, and None for the weights.
     """
     maps: HeadMaps = module.head_maps  # type: ignore[assignment]
     if composed_input is not None:
@@ -96,6 +104,12 @@ def grouped_attention(
         return output.transpose(1, 2).contiguous(), None
     key_map = module.key_map
     value_map = module.value_map
+    if maps.plan.is_wide:
+        # The scale is that of the checkpoint's heads, however wide these are
+        scaling = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
+        query = joined_slices(query, maps.plan.key_width)
+        key = joined_slices(key, maps.plan.key_width)
+        value = joined_slices(value, maps.plan.value_width)
     if not maps.plan.is_identity:
         key = expand_heads(key, key_map)  # type: ignore[arg-type]
         value = expand_heads(value, value_map)  # type: ignore[arg-type]

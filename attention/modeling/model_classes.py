@@ -37,6 +37,12 @@ def check_fits(plan: AttentionPlan, geometry: HeadGeometry) -> None:
             raise PlanError(
                 f"the plan has {got} {name}, the checkpoint ({geometry.family}) has {expected}"
             )
+    if geometry.qk_norm and any(layer.key_width > 1 for layer in plan.layers):
+        raise PlanError(
+            f"queries and keys of this {geometry.family} pass a norm after their projection, which "
+            f"wider keys would change: only values may be wide, got key_width "
+            f"{max(layer.key_width for layer in plan.layers)}"
+        )
 
 
 class HeadfoldMixin:

@@ -38,6 +38,10 @@ EIGEN = 9
 class Cost:
     """Cost of a group. Nothing is remembered: that is for the caller, who knows what comes again.
 
+    Args:
+        num_heads: H.
+        width: How many times as wide as its members the shared head of a group is.
+
     Attributes:
         preparation: About the multiply-adds before the first price, as far as they count beside
             those of prices.
@@ -45,8 +49,9 @@ class Cost:
 
     preparation: float = 0.0
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, num_heads: int, width: int = 1) -> None:
         self.num_heads = num_heads
+        self.width = width
 
     def cost(self, members: Sequence[int]) -> float:
         """Cost of fusing these heads into one.
@@ -107,9 +112,13 @@ class KeyCost(Cost):
     """
 
     def __init__(
-        self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry
+        self,
+        heads: LayerHeads,
+        statistics: LayerStatistics,
+        geometry: HeadGeometry,
+        width: int = 1,
     ) -> None:
-        super().__init__(heads.num_heads)
+        super().__init__(heads.num_heads, width)
         self.layout = geometry.rotary
         self.qk_norm = geometry.qk_norm and not geometry.whole_norm
         heads = under_norm(heads) if geometry.whole_norm else heads
@@ -140,9 +149,8 @@ class KeyCost(Cost):
             return self._of_mean(groups)
         index = groups.to(self.energy.device)
         gram = self.pairs[:, index[:, :, None], index[:, None, :]].transpose(0, 1)
-        costs = (
-            complex_error(gram, self.energy[:, index].transpose(0, 1)) if self.layout.dims else 0.0
-        )
+        energy = self.energy[:, index].transpose(0, 1)
+        costs = complex_error(gram, energy, self.width) if self.layout.dims else 0.0
         if self.layout.free:
             costs = costs + self._free(index)
         return costs  # type: ignore[return-value]
@@ -154,7 +162,8 @@ class KeyCost(Cost):
         gram = self._weighted_free[index[:, :, None], index[:, None, :]].transpose(2, 3)
         size = members * gram.shape[-1]
         values = torch.linalg.eigvalsh(gram.reshape(count, size, size))
-        return values[:, : size - size // members].clamp_min(0).sum(1)
+        dropped = max(0, members - self.width) * gram.shape[-1]
+        return values[:, :dropped].clamp_min(0).sum(1)
 
     @cached_property
     def _weighted_free(self) -> Tensor:
@@ -185,9 +194,13 @@ class ValueCost(Cost):
     """
 
     def __init__(
-        self, heads: LayerHeads, statistics: LayerStatistics, geometry: HeadGeometry | None = None
+        self,
+        heads: LayerHeads,
+        statistics: LayerStatistics,
+        geometry: HeadGeometry | None = None,
+        width: int = 1,
     ) -> None:
-        super().__init__(heads.num_heads)
+        super().__init__(heads.num_heads, width)
         self.heads = heads
         self.statistics = statistics
         self.metrics = head_metrics(heads)
@@ -220,16 +233,17 @@ class ValueCost(Cost):
             return (root_udd @ matrix.reshape(len(units), dim, -1)).flatten(0, 1)
 
         pooled = weighted(weighted(own_gnn.mean(0)).T)
-        basis_nd = weighted(torch.linalg.eigh(pooled)[1][:, -dim:])
-        seen_gnd = own_gnn @ basis_nd
-        each = torch.arange(len(group), device=seen_gnd.device)
-        cross_gdd = seen_gnd.view(len(group), -1, dim, dim)[each, which].double()
-        shared_gdd = (basis_nd.T @ seen_gnd).double()
-        values, vectors = torch.linalg.eigh((shared_gdd + shared_gdd.transpose(1, 2)) / 2)
+        rank = min(self.width, len(units)) * dim
+        basis_nr = weighted(torch.linalg.eigh(pooled)[1][:, -rank:])
+        seen_gnr = own_gnn @ basis_nr
+        each = torch.arange(len(group), device=seen_gnr.device)
+        cross_gdr = seen_gnr.view(len(group), -1, dim, rank)[each, which].double()
+        shared_grr = (basis_nr.T @ seen_gnr).double()
+        values, vectors = torch.linalg.eigh((shared_grr + shared_grr.transpose(1, 2)) / 2)
         alive = values > SINGLE_PRECISION * values[..., -1:].clamp_min(
             torch.finfo(values.dtype).tiny
         )
-        read = cross_gdd @ vectors
+        read = cross_gdr @ vectors
         read = (read * (metrics @ read)).sum(1) * alive / torch.where(alive, values, 1.0)
         energy = (metrics * diagonal_blocks(own_gnn, which, dim)).sum((1, 2))
         return (energy - read.sum(1)).clamp_min(0).sum()
@@ -295,7 +309,11 @@ class ValueCost(Cost):
         """
         gram = mixed_gram(self.heads, self.statistics, self.different(group), group.tolist())
         return fit_real(
-            gram, self.metrics[group.to(self.metrics.device)], self._units(group)[1], sweeps=sweeps
+            gram,
+            self.metrics[group.to(self.metrics.device)],
+            self._units(group)[1],
+            sweeps=sweeps,
+            width=self.width,
         )
 
 

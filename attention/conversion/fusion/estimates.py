@@ -34,8 +34,14 @@ class PooledValueCost(Cost):
     largest, whose sum a subspace iteration bounds from below.
     """
 
-    def __init__(self, heads: LayerHeads, statistics: LayerStatistics, steps: int = _STEPS) -> None:
-        super().__init__(heads.num_heads)
+    def __init__(
+        self,
+        heads: LayerHeads,
+        statistics: LayerStatistics,
+        steps: int = _STEPS,
+        width: int = 1,
+    ) -> None:
+        super().__init__(heads.num_heads, width)
         self.steps = steps
         self.dim = heads.v.shape[1]
         self.centred = heads.o_bias is not None
@@ -61,7 +67,7 @@ class PooledValueCost(Cost):
         )
 
     def effort(self, members: int) -> float:
-        return 2.0 * self.steps * (members * self.dim) ** 2 * self.dim
+        return 2.0 * self.steps * (members * self.dim) ** 2 * self.dim * self.width
 
     def _batch(self, groups: Tensor) -> Tensor:
         return torch.stack([self._error(group.to(self.gram.device)) for group in groups])
@@ -75,7 +81,8 @@ class PooledValueCost(Cost):
         """Return the Gram of the members' outputs, and a basis of its leading directions.
 
         Returns:
-            The Gram `[n, n]`, and nearly its leading directions `[n, d]`, orthonormal.
+            The Gram `[n, n]`, and nearly its leading directions `[n, m d]`, orthonormal, m the
+            width of the shared head.
         """
         size = len(group) * self.dim
         blocks = self.gram.view(self.num_heads, self.dim, self.num_heads, self.dim)
@@ -87,7 +94,8 @@ class PooledValueCost(Cost):
             .index_select(1, group)
             .view(size, size)
         )
-        return gram, subspace(gram, self.start(len(group), self.dim), self.steps)
+        rank = min(self.width, len(group)) * self.dim
+        return gram, subspace(gram, self.start(len(group), rank), self.steps)
 
     def dims(self, group: Tensor) -> Tensor:
         """Rows of the members in `gram`, `[n]`."""
@@ -113,7 +121,7 @@ class LeadingValueCost(Cost):
     def __init__(
         self, pooled: PooledValueCost, statistics: LayerStatistics, leading: int = LEADING
     ) -> None:
-        super().__init__(pooled.num_heads)
+        super().__init__(pooled.num_heads, pooled.width)
         self.pooled = pooled
         gram = pooled.gram
         size = len(pooled.gram)
@@ -141,7 +149,7 @@ class LeadingValueCost(Cost):
     def effort(self, members: int) -> float:
         return (
             self.pooled.effort(members)
-            + float(members) * self.changes.shape[-1] ** 2 * self.pooled.dim
+            + float(members) * self.changes.shape[-1] ** 2 * self.pooled.dim * self.width
         )
 
     def _batch(self, groups: Tensor) -> Tensor:
@@ -156,15 +164,16 @@ class LeadingValueCost(Cost):
         changes = self.changes[group]
         basis = torch.linalg.qr(gram @ basis + predict @ (changes.mean(0) @ (predict.T @ basis)))[0]
         read = predict.T @ basis
-        moved = changes @ read  # [g, K, d]
+        moved = changes @ read  # [g, K, m d]
         plain = gram @ basis
-        cross = plain.view(members, dim, dim) + predict.view(members, dim, -1) @ moved
+        rank = basis.shape[1]
+        cross = plain.view(members, dim, rank) + predict.view(members, dim, -1) @ moved
         shared = (basis.T @ plain + read.T @ moved).double()
         ridge = (
             SINGLE_PRECISION * shared.diagonal(dim1=1, dim2=2).mean(1)
             + torch.finfo(torch.float32).tiny
         )
-        shared = (shared + shared.transpose(1, 2)) / 2 + ridge[:, None, None] * torch.eye(dim).to(
+        shared = (shared + shared.transpose(1, 2)) / 2 + ridge[:, None, None] * torch.eye(rank).to(
             shared
         )
         factor = torch.linalg.cholesky_ex(shared)[0]

@@ -1,8 +1,9 @@
 """Least-squares fusion.
 
-One shared head a group, and for each member the linear map that reads it best.
+One shared head a group, as wide as its members or m times as wide, and for each member the linear
+map that reads it best.
 
-Legend: H heads, g members, d head dim, D model dim. The maps cost nothing at run time: they are
+Legend: H heads, g members, d head dim, m width of the shared heads, D model dim. The maps cost nothing at run time: they are
 folded into query rows (keys) and output columns (values).
 """
 
@@ -56,7 +57,8 @@ def least_squares_fuse(
     complex key and one complex scale a member, folded into its query; in free dims a shared key and
     a map a member; with a norm on the queries and keys of each head mean keys, after the signs that
     pass it (`attention.conversion.fusion.signs`); for a norm over all heads see
-    `_under_whole_norm`. Shared heads have the root-mean-square norm of their members.
+    `_under_whole_norm`. Shared heads have the root-mean-square norm of their members. A shared head
+    of width m has m keys in each rotary pair, and m d dims of values, which all members read.
 
     Raises:
         ValueError: Without statistics or if the heads are not lifted.
@@ -72,23 +74,25 @@ def least_squares_fuse(
             if geometry.keeps_signs
             else heads
         )
-        keys = mean_fuse(turned, plan)
+        keys = mean_fuse(turned, replace(plan, key_width=1, value_width=1))
     else:
-        keys = _fuse_keys(heads, plan.key_groups, statistics, geometry)
-    values = _fuse_values(heads, plan.value_groups, statistics, sweeps)
+        keys = _fuse_keys(heads, plan, statistics, geometry)
+    values = _fuse_values(heads, plan, statistics, sweeps)
     of_keys = {name: getattr(keys, name) for name in (*KEY_SIDE, "q", "q_bias", "q_norm")}
     return replace(values, **of_keys)
 
 
-def _shared(rows: Tensor | None, groups: Groups, maps: Sequence[Tensor | None]) -> Tensor | None:
+def _shared(
+    rows: Tensor | None, groups: Groups, maps: Sequence[Tensor | None], width: int
+) -> Tensor | None:
     """One head a group, sum_i maps_i y_i of the rows `[H, d, D]` or biases `[H, d]` of its heads.
 
-    A group of one, which has no maps, is copied.
+    A group of one, which has no maps, is copied; what it lacks of `width` is zero.
     """
     if rows is None:
         return None
     heads = [
-        rows[group[0]]
+        _padded(rows[group[0]], 0, width)
         if into is None
         else torch.einsum("iab,ib...->a...", into, rows[list(group)].double())
         for group, into in zip(groups, maps, strict=True)
@@ -96,14 +100,25 @@ def _shared(rows: Tensor | None, groups: Groups, maps: Sequence[Tensor | None]) 
     return torch.stack([head.to(rows.dtype) for head in heads])
 
 
+def _padded(rows: Tensor, axis: int, width: int) -> Tensor:
+    """Return `rows` with its axis of size d lengthened to `width` times d by zeros."""
+    size = list(rows.shape)
+    size[axis] *= width - 1
+    return torch.cat([rows, rows.new_zeros(size)], axis) if width > 1 else rows
+
+
 def _pick(rows: Tensor | None, group: Sequence[int]) -> Tensor | None:
     return None if rows is None else rows[list(group)]
 
 
 def key_maps(
-    heads: LayerHeads, group: Sequence[int], statistics: LayerStatistics, geometry: HeadGeometry
+    heads: LayerHeads,
+    group: Sequence[int],
+    statistics: LayerStatistics,
+    geometry: HeadGeometry,
+    width: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """`[g, d, d]` twice.
+    """`[g, m d, d]` twice, m = `width`.
 
     F with k' = sum_i F_i k_i, and E with q'_i = E_i q_i, so that q'_i^T k' ~ q_i^T k_i.
     """
@@ -120,38 +135,46 @@ def key_maps(
     gram = complex_gram(augmented(heads.k, heads.k_bias)[first], statistics.input_moment, layout)[
         :, which
     ][:, :, which]
-    mix, scale = fit_complex(gram, pair_energy(statistics.query_power(heads), layout))
-    into, onto = (pair_maps(numbers.real.T, -numbers.imag.T, layout) for numbers in (mix, scale))
+    energy = pair_energy(statistics.query_power(heads), layout)
+    # [m, P, g] -> [g, m, d, d]
+    into, onto = (
+        pair_maps(numbers.real.permute(2, 0, 1), -numbers.imag.permute(2, 0, 1), layout)
+        for numbers in fit_complex(gram, energy, width)
+    )
     if layout.free:
         free_gram, moment = free_parts(heads, statistics, geometry)
         flat = free_gram.transpose(1, 2).reshape(len(group) * len(layout.free), -1)
-        fit = fit_real(flat.expand(len(group), *flat.shape), moment)
+        fit = fit_real(flat.expand(len(group), *flat.shape), moment, width=width)
         free = torch.tensor(layout.free)
-        into[:, free[:, None], free] = fit.basis.transpose(1, 2)
-        onto[:, free[:, None], free] = fit.back.transpose(1, 2)
-    return into, onto
+        for maps, found in ((into, fit.basis), (onto, fit.back)):
+            slices = found.unflatten(2, (width, -1)).permute(0, 2, 3, 1)
+            maps[:, :, free[:, None], free] = slices
+    return into.flatten(1, 2), onto.flatten(1, 2)
 
 
 def _fuse_keys(
-    heads: LayerHeads, groups: Groups, statistics: LayerStatistics, geometry: HeadGeometry
+    heads: LayerHeads, plan: LayerPlan, statistics: LayerStatistics, geometry: HeadGeometry
 ) -> LayerHeads:
-    changed = [rows.clone() for rows in (heads.q, heads.q_bias) if rows is not None]
+    groups = plan.key_groups
+    width = plan.key_width
+    sides = {
+        name: _padded(rows, 1, width).clone()
+        for name in ("q", "q_bias")
+        if (rows := getattr(heads, name)) is not None
+    }
     maps: list[Tensor | None] = []
     for group in groups:
         if len(group) == 1:
             maps.append(None)
             continue
-        into, onto = key_maps(heads, group, statistics, geometry)
+        into, onto = key_maps(heads, group, statistics, geometry, width)
         maps.append(into)
-        for rows in changed:
-            rows[list(group)] = torch.einsum(
-                "iab,ib...->ia...", onto, rows[list(group)].double()
-            ).to(rows.dtype)
-    k = _shared(heads.k, groups, maps)
-    k_bias = _shared(heads.k_bias, groups, maps)
-    return replace(
-        heads, q=changed[0], q_bias=changed[1] if len(changed) > 1 else None, k=k, k_bias=k_bias
-    )
+        for name, rows in sides.items():
+            members = getattr(heads, name)[list(group)].double()
+            rows[list(group)] = torch.einsum("iab,ib...->ia...", onto, members).to(rows.dtype)
+    k = _shared(heads.k, groups, maps, width)
+    k_bias = _shared(heads.k_bias, groups, maps, width)
+    return replace(heads, **sides, k=k, k_bias=k_bias)
 
 
 def _under_whole_norm(
@@ -166,7 +189,7 @@ def _under_whole_norm(
     """
     if plan.key_heads == plan.num_heads:
         return heads
-    fused = _fuse_keys(under_norm(heads), plan.key_groups, statistics, geometry)
+    fused = _fuse_keys(under_norm(heads), plan, statistics, geometry)
     # The norm counts a key once for each query head.
     read = fused.expand(plan.key_map, range(plan.num_heads))
     sizes = []
@@ -183,11 +206,13 @@ def _under_whole_norm(
 
 
 def _fuse_values(
-    heads: LayerHeads, groups: Groups, statistics: LayerStatistics, sweeps: int
+    heads: LayerHeads, plan: LayerPlan, statistics: LayerStatistics, sweeps: int
 ) -> LayerHeads:
-    cost = ValueCost(heads, statistics)
+    groups = plan.value_groups
+    width = plan.value_width
+    cost = ValueCost(heads, statistics, width=width)
     mean = statistics.mixed_value_mean(heads)
-    o = heads.o.clone()
+    o = _padded(heads.o, 2, width).clone()
     shift = heads.o.new_zeros(heads.hidden_size, dtype=torch.float64)
     maps: list[Tensor | None] = []
     read: list[Sequence[int]] = []  # heads that each map is of
@@ -211,6 +236,6 @@ def _fuse_values(
     o_bias = heads.o_bias
     if o_bias is not None and statistics.sums_to_one:
         o_bias = (o_bias.double() + shift).to(o_bias.dtype)
-    v = _shared(heads.v, read, maps)
-    v_bias = _shared(heads.v_bias, read, maps)
+    v = _shared(heads.v, read, maps, width)
+    v_bias = _shared(heads.v_bias, read, maps, width)
     return replace(heads, o=o, v=v, v_bias=v_bias, o_bias=o_bias)

@@ -49,9 +49,14 @@ def mean_fuse(
     """Each kept head is the mean of its group's heads; queries and output stay.
 
     Raises:
-        ValueError: If not lifted.
+        ValueError: If not lifted, and for a plan of wide heads.
     """
     check_lifted(heads, plan)
+    if plan.is_wide:
+        raise ValueError(
+            f"a mean is as wide as its heads, and the plan has key and value heads of "
+            f"{plan.key_width} and {plan.value_width} times that; use fusion=least_squares"
+        )
     keys = plan.key_groups
     values = plan.value_groups
     fused = heads.changed(KEY_SIDE, lambda rows: _mean(rows, keys))

@@ -1,11 +1,13 @@
 """The two factorisations behind least-squares fusion.
 
-Real rank f, and complex rank 1 for each rotary pair.
+Real rank m f, and complex rank m for each rotary pair, of a shared head m times as wide as the
+members (1: as wide).
 
 Legend: g members of a group, u different heads among them (query heads that share a head have the
-same), d head dim, f dims treated by the real form, P = r/2 rotary pairs, y_i the activations of
-member i. Both find one shared head y' = sum_i N_i^T y_i and, for each member, the map that reads
-y_i back from y'.
+same), d head dim, f dims treated by the real form, n = m f, P = r/2 rotary pairs, y_i the
+activations of member i. Both find one shared head y' = sum_i N_i^T y_i and, for each member, the
+map that reads y_i back from y'. Plain groups of m narrow heads are a special case of one wide head,
+so that its error is never larger.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attention.geometry import RotaryLayout
 
@@ -24,7 +27,7 @@ CUTOFF = 1e-10
 
 @dataclass(frozen=True)
 class RealFit:
-    """basis N `[u, f, f]`, back L `[g, f, f]` with y_i ~ L_i y', errors `[g]`.
+    """basis N `[u, f, n]`, back L `[g, f, n]` with y_i ~ L_i y', errors `[g]`.
 
     The mean of |R_i (y_i - L_i y')|^2.
     """
@@ -35,7 +38,12 @@ class RealFit:
 
 
 def fit_real(
-    grams: Tensor, metrics: Tensor, which: Tensor | None = None, *, sweeps: int = 0
+    grams: Tensor,
+    metrics: Tensor,
+    which: Tensor | None = None,
+    *,
+    sweeps: int = 0,
+    width: int = 1,
 ) -> RealFit:
     """Return the shared head of g members, each under its own covariance and its own metric.
 
@@ -44,12 +52,14 @@ def fit_real(
     `[g, f, f]`: R_h^T R_h, how the error of member h counts. The basis is exact for the mean of the
     covariances; each read-back is exact for its own. With equal covariances that is the optimum
     (Eckart and Young), otherwise each of `sweeps` rounds solves the basis for the read-backs and
-    the read-backs for the basis, which only lowers the error.
+    the read-backs for the basis, which only lowers the error. The shared head has `width` times as
+    many dims as a member; those beyond the u f that there are, are zero.
     """
     members, dim = metrics.shape[:2]
     heads = grams.shape[1] // dim
     which = torch.arange(members, device=grams.device) if which is None else which.to(grams.device)
-    basis = _leading_basis(grams.mean(0), symmetric_root(summed(metrics, which, heads)))
+    roots = symmetric_root(summed(metrics, which, heads))
+    basis = _leading_basis(grams.mean(0), roots, min(width, heads) * dim)
     back, errors = _read_back(grams, metrics, which, basis)
     energy = (metrics * diagonal_blocks(grams, which, dim)).sum()
     for _ in range(sweeps):
@@ -62,8 +72,10 @@ def fit_real(
         basis = refitted
         back = fitted
         errors = missed
-    size = _size_factor(grams, which, basis)
-    return RealFit((basis * size).view(heads, dim, dim), back / size, errors)
+    size = _size_factor(grams, which, basis, dim)
+    zeros = max(0, width - heads) * dim
+    basis = pad(basis * size, (0, zeros)).view(heads, dim, width * dim)
+    return RealFit(basis, pad(back / size, (0, zeros)), errors)
 
 
 def summed(metrics: Tensor, which: Tensor, heads: int) -> Tensor:
@@ -97,17 +109,16 @@ def _safe(values: Tensor, alive: Tensor) -> Tensor:
     return torch.where(alive, values, torch.ones_like(values))
 
 
-def _leading_basis(gram: Tensor, roots: Tensor) -> Tensor:
-    """Return N `[u f, f]` of the best rank-f fit under one covariance.
+def _leading_basis(gram: Tensor, roots: Tensor, rank: int) -> Tensor:
+    """Return N `[u f, n]` of the best fit of this rank n under one covariance.
 
     gram `[u f, u f]`, roots `[u, f, f]`.
     """
-    dim = roots.shape[1]
     weight = torch.block_diag(*roots)
     weighted = weight @ gram @ weight.T
     values, vectors = torch.linalg.eigh((weighted + weighted.T) / 2)
-    values = values[-dim:]
-    vectors = vectors[:, -dim:]
+    values = values[-rank:]
+    vectors = vectors[:, -rank:]
     alive = _positive(values)
     return weight.T @ (vectors * (_safe(values, alive).pow(-0.25) * alive))
 
@@ -115,15 +126,16 @@ def _leading_basis(gram: Tensor, roots: Tensor) -> Tensor:
 def _read_back(
     grams: Tensor, metrics: Tensor, which: Tensor, basis: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the least-squares map from the shared head to each member, `[g, f, f]`, and errors.
+    """Return the least-squares map from the shared head to each member, `[g, f, n]`, and errors.
 
-    Each is under the member's own covariance: grams `[g, u f, u f]`, basis `[u f, f]`. The map is
+    Each is under the member's own covariance: grams `[g, u f, u f]`, basis `[u f, n]`. The map is
     the best in every metric at once, so the metric enters errors alone.
     """
     members, dim = metrics.shape[:2]
     seen = grams @ basis
     # Mean of y_h y'^T.
-    cross = seen.view(members, -1, dim, dim)[torch.arange(members, device=seen.device), which]
+    each = torch.arange(members, device=seen.device)
+    cross = seen.view(members, -1, dim, basis.shape[1])[each, which]
     shared = basis.T @ seen
     values, vectors = torch.linalg.eigh((shared + shared.transpose(1, 2)) / 2)
     alive = _positive(values)
@@ -182,11 +194,15 @@ def _pseudo_inverse(matrix: Tensor, ridge: float) -> Tensor:
     )
 
 
-def _size_factor(grams: Tensor, which: Tensor, basis: Tensor) -> Tensor:
-    """Return the factor `[]` that gives the shared head the members' root-mean-square norm."""
+def _size_factor(grams: Tensor, which: Tensor, basis: Tensor, dim: int) -> Tensor:
+    """Return the factor `[]` that gives the shared head the members' root-mean-square per dim.
+
+    Args:
+        dim: Dims of a member, f.
+    """
     pooled = grams.mean(0)
-    shared = ((pooled @ basis) * basis).sum()
-    members = pooled.diagonal().view(-1, basis.shape[1]).sum(1)[which].mean()
+    shared = ((pooled @ basis) * basis).sum() * dim / basis.shape[1]
+    members = pooled.diagonal().view(-1, dim).sum(1)[which].mean()
     return (members / shared).sqrt() if shared > 0 else torch.ones_like(shared)
 
 
@@ -211,26 +227,53 @@ def pair_energy(power: Tensor, layout: RotaryLayout) -> Tensor:
     return (power[:, list(layout.first)] + power[:, list(layout.second)]).T
 
 
-def fit_complex(gram: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the shared key of each pair and each member's complex scale.
+def fit_complex(gram: Tensor, energy: Tensor, width: int = 1) -> tuple[Tensor, Tensor]:
+    """Return the m shared keys of each pair and each member's complex scales.
 
-    N `[P, g]` and s `[P, g]`.
+    N `[m, P, g]` and s `[m, P, g]`, m = `width`.
 
-    z' = sum_i conj(N_i) z_i and z_i ~ s_i z'. gram `[P, g, g]` from `complex_gram`, energy `[P, g]`
-    the members' mean query energy. Both come from the leading eigenvector of the weighted Gram
-    sqrt(e_i) G_ij sqrt(e_j). The free modulus is fixed so that z' has the members' mean energy, the
-    free phase so that the heaviest member keeps its own.
+    z'_j = sum_i conj(N_ji) z_i and z_i ~ sum_j s_ji z'_j. gram `[P, g, g]` from `complex_gram`,
+    energy `[P, g]` the members' mean query energy. Both come from the m leading eigenvectors of the
+    weighted Gram sqrt(e_i) G_ij sqrt(e_j), whose z'_j are unrelated, so that each is fitted alone.
+    Any mix of heads within one frequency commutes with the rotation. The free modulus is fixed so
+    that z'_j has the members' mean energy, the free phase so that the heaviest member keeps its
+    own.
     """
     tiny = torch.finfo(energy.dtype).tiny
     weight = energy.clamp_min(CUTOFF * energy.amax(1, keepdim=True)).clamp_min(tiny).sqrt()
-    _, vectors = torch.linalg.eigh(weight[:, :, None] * gram * weight[:, None, :])
-    leading = vectors[:, :, -1]
+    values, vectors = torch.linalg.eigh(weight[:, :, None] * gram * weight[:, None, :])
+    members = weight.shape[1]
+    # Members that are the same head leave nothing but rounding beyond the different ones
+    least = CUTOFF * values[:, -1].clamp_min(0)
+    fits = [
+        _shared_key(gram, weight, vectors[:, :, members - 1 - j], least * (j > 0))
+        for j in range(min(width, members))
+    ]
+    mixes, scales = (torch.stack(part) for part in zip(*fits, strict=True))
+    # There are no more keys than members
+    return tuple(pad(part, (0, 0, 0, 0, 0, max(0, width - members))) for part in (mixes, scales))
+
+
+def _shared_key(
+    gram: Tensor, weight: Tensor, leading: Tensor, least: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the shared key of each pair along one eigenvector, and each member's scale.
+
+    Args:
+        gram: `[P, g, g]`.
+        weight: Roots of the members' energy, `[P, g]`.
+        leading: `[P, g]`.
+        least: Power of a shared key, `[P]`, up to which there is none.
+
+    Returns:
+        N and s, `[P, g]` each.
+    """
     heaviest = leading.gather(1, leading.abs().argmax(1, keepdim=True))
     mix = leading * (heaviest.conj() / heaviest.abs()) * weight
     cross = torch.einsum("pij,pj->pi", gram, mix)  # mean of z_i conj(z')
     shared = torch.einsum("pi,pi->p", mix.conj(), cross).real
     members = gram.diagonal(dim1=1, dim2=2).real.mean(1)
-    alive = shared > 0
+    alive = shared > least
     size = torch.where(alive, members / _safe(shared, alive), 1.0).sqrt()[:, None]
     scale = torch.where(
         alive[:, None], cross / _safe(shared, alive)[:, None] / size, torch.zeros_like(cross)
@@ -239,8 +282,8 @@ def fit_complex(gram: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(alive[:, None], mix * size, torch.full_like(mix, 1 / mix.shape[1])), scale
 
 
-def complex_error(gram: Tensor, energy: Tensor) -> Tensor:
-    """All but the leading eigenvalue of the weighted Gram, over all pairs.
+def complex_error(gram: Tensor, energy: Tensor, width: int = 1) -> Tensor:
+    """All but the `width` leading eigenvalues of the weighted Gram, over all pairs.
 
     `[..., P, g, g]`, `[..., P, g]` -> `[...]`.
 
@@ -249,4 +292,4 @@ def complex_error(gram: Tensor, energy: Tensor) -> Tensor:
     """
     weight = energy.clamp_min(0).sqrt()
     values = torch.linalg.eigvalsh(weight[..., :, None] * gram * weight[..., None, :])
-    return values[..., :-1].clamp_min(0).sum((-1, -2)) / 2
+    return values[..., :-width].clamp_min(0).sum((-1, -2)) / 2

@@ -23,25 +23,29 @@ from attention.plan import LayerPlan
 
 __all__ = ["Tables", "available", "fused_decode", "takes"]
 
-_WIDEST = 128
+# Of a head, slices together.
+_WIDEST = 256
 # Largest difference from the reference on values of unit variance that passes for rounding.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernel decodes this call.
+def takes(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, widths: tuple[int, int] = (1, 1)
+) -> bool:
+    """Whether the kernel decodes this call, for key and value heads of these widths.
 
     Shapes as `attention.modeling.decoding.decode` has them.
     """
     if query.device.type != "cuda" or torch.compiler.is_compiling() or not available():
         return False
     width = query.shape[-1]
-    fits = width <= _WIDEST and value.shape[-1] == width and query.dtype in TOLERANCE
+    widest = width * max(widths)
+    fits = widest <= _WIDEST and value.shape[-1] == width and query.dtype in TOLERANCE
     alike = query.dtype == key.dtype == value.dtype
     shared = mask is None or (
         mask.shape[1] == 1 and (mask.dtype == torch.bool or mask.is_floating_point())
     )
-    return fits and alike and shared and trusted(query.device, query.dtype, width)
+    return fits and alike and shared and trusted(query.device, query.dtype, width, widths)
 
 
 @cache
@@ -71,15 +75,17 @@ def fused_decode(
 
 
 @cache
-def trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+def trusted(
+    device: torch.device, dtype: torch.dtype, width: int, widths: tuple[int, int] = (1, 1)
+) -> bool:
     """Whether the kernel gives what the reference gives on this device.
 
-    Looked at once a process, dtype and head dim.
+    Looked at once a process, dtype, head dim and widths of key and value heads.
 
     A compiler or a chip that nobody has tried must not change what a model says: it warns, and
     other ways are taken.
     """
-    plan = LayerPlan((0, 1, 0, 2, 2, 2), (0, 0, 1, 1, 0, 1))
+    plan = LayerPlan((0, 1, 0, 2, 2, 2), (0, 0, 1, 1, 0, 1), *widths)
     try:
         apart = difference(plan, width, 300, device, dtype)
     except Exception as error:  # whatever a compiler may raise
@@ -115,16 +121,24 @@ def difference(
     query, key, value = (
         torch.randn(2, heads, length, width, generator=generator).to(device, dtype)
         for heads, length in (
-            (plan.num_heads, 1),
-            (plan.key_heads, tokens),
-            (plan.value_heads, tokens),
+            (plan.num_heads * plan.key_width, 1),
+            (plan.key_slices, tokens),
+            (plan.value_slices, tokens),
         )
     )
     out = fused_decode(query, key, value, Tables.of(plan), mask, None).float()
-    index = (torch.tensor(m, device=device) for m in (plan.key_map, plan.value_map))
-    key, value = (
-        states.float().index_select(1, index_of_side)
-        for states, index_of_side in zip((key, value), index, strict=True)
+
+    def side(states: Tensor, head_width: int, head_map: tuple[int, ...]) -> Tensor:
+        """Return each query head's own copy, its slices side by side."""
+        heads = states.float().unflatten(1, (-1, head_width)).transpose(2, 3).flatten(3)
+        return heads.index_select(1, torch.tensor(head_map, device=device))
+
+    every = tuple(range(plan.num_heads))
+    expected = scaled_dot_product_attention(
+        side(query, plan.key_width, every),
+        side(key, plan.key_width, plan.key_map),
+        side(value, plan.value_width, plan.value_map),
+        attn_mask=mask,
+        scale=width**-0.5,
     )
-    expected = scaled_dot_product_attention(query.float(), key, value, attn_mask=mask)
     return float((out - expected).abs().max())

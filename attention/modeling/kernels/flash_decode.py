@@ -3,7 +3,8 @@
 Neither keys nor values are ever expanded.
 
 Legend: B batch, H query heads, U units (query heads of one key head), M rows of a unit, G^K / G^V
-kept heads, S cached tokens in n splits, d head dim, D its power of two.
+kept heads, S cached tokens in n splits, d head dim; K and V: widths of key and value heads, m·d, in
+powers of two.
 
 Flash decoding (Dao 2023): the cache is split, each program goes through one split with an online
 softmax, a second small kernel merges the splits. One program serves all query heads of a key head,
@@ -32,6 +33,7 @@ from attention.modeling.kernels.tables import Tables
 STEP_BYTES = (
     128  # of one column: 64 tokens a step in half precision, 32 in float32, to fit in shared memory
 )
+_LONG_COLUMN = 128  # numbers of a head
 MOST_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 4
 NO_MASK = 0
@@ -46,46 +48,59 @@ def _attend_split(
     query, key, value, mask, keys, members, values, counts, value_map, out, maxima, sums,
     scaling, tokens, split_tokens, units, heads, splits,
     query_b, query_h, key_b, key_h, key_s, value_b, value_h, value_s, mask_b, mask_s,
-    WIDTH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr,
+    HEAD: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of one unit of one sequence.
 
-    Writes out `[B, H, n, d]`, not yet divided, and maxima and sums `[B, H, n]`.
+    Writes out `[B, H, n, m·d]`, not yet divided, and maxima and sums `[B, H, n]`. A head of width
+    m·d lies in memory as m neighbouring heads of width d.
     """
     unit = tl.program_id(0) % units
     batch = (tl.program_id(0) // units).to(tl.int64)  # offsets of long caches pass 2^31
     split = tl.program_id(1)
-    columns = tl.arange(0, D)
+    key_columns = tl.arange(0, K)
+    value_columns = tl.arange(0, V)
+    key_slice = (key_columns // HEAD).to(tl.int64)
+    value_slice = (value_columns // HEAD).to(tl.int64)
     rows = tl.arange(0, M)
-    wide = columns < WIDTH
+    in_key = key_columns < KEY_WIDTH * HEAD
+    in_value = value_columns < VALUE_WIDTH * HEAD
     head = tl.load(members + unit * M + rows)
     real = head >= 0
     own_value = tl.load(value_map + head, mask=real, other=-1)
-    key_head = tl.load(keys + unit).to(tl.int64)
+    key_head = tl.load(keys + unit).to(tl.int64) * KEY_WIDTH
     count = tl.load(counts + unit)
-    q_MD = tl.load(
-        query + batch * query_b + head[:, None] * query_h + columns[None, :],
-        mask=real[:, None] & wide[None, :],
+    q_MK = tl.load(
+        query
+        + batch * query_b
+        + (head[:, None] * KEY_WIDTH + key_slice[None, :]) * query_h
+        + (key_columns % HEAD)[None, :],
+        mask=real[:, None] & in_key[None, :],
         other=0.0,
     )
     if UPCAST:
-        q_MD = q_MD.to(tl.float32)
+        q_MK = q_MK.to(tl.float32)
     maximum = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    mixed = tl.zeros([M, D], tl.float32)
+    mixed = tl.zeros([M, V], tl.float32)
     end = tl.minimum((split + 1) * split_tokens, tokens)
     for start in range(split * split_tokens, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
         inside = place < end
-        k_DS = tl.load(
-            key + batch * key_b + key_head * key_h + place[None, :] * key_s + columns[:, None],
-            mask=inside[None, :] & wide[:, None],
+        k_KS = tl.load(
+            key
+            + batch * key_b
+            + (key_head + key_slice)[:, None] * key_h
+            + place[None, :] * key_s
+            + (key_columns % HEAD)[:, None],
+            mask=inside[None, :] & in_key[:, None],
             other=0.0,
         )
         if UPCAST:
-            k_DS = k_DS.to(tl.float32)
-        scores = tl.dot(q_MD, k_DS, input_precision="ieee") * scaling
+            k_KS = k_KS.to(tl.float32)
+        scores = tl.dot(q_MK, k_KS, input_precision="ieee") * scaling
         if MASK == 1:
             inside = inside & (
                 tl.load(mask + batch * mask_b + place * mask_s, mask=inside, other=0) != 0
@@ -104,25 +119,27 @@ def _attend_split(
         mixed = mixed * faded[:, None]
         for n in range(0, count):
             value_head = tl.load(values + unit * N + n)
-            v_SD = tl.load(
+            v_SV = tl.load(
                 value
                 + batch * value_b
-                + value_head.to(tl.int64) * value_h
+                + (value_head.to(tl.int64) * VALUE_WIDTH + value_slice)[None, :] * value_h
                 + place[:, None] * value_s
-                + columns[None, :],
-                mask=(place < end)[:, None] & wide[None, :],
+                + (value_columns % HEAD)[None, :],
+                mask=(place < end)[:, None] & in_value[None, :],
                 other=0.0,
             )
             if UPCAST:
-                v_SD = v_SD.to(tl.float32)
+                v_SV = v_SV.to(tl.float32)
             own = tl.where((own_value == value_head)[:, None], weights, 0.0)
-            mixed += tl.dot(own.to(v_SD.dtype), v_SD, input_precision="ieee")
+            mixed += tl.dot(own.to(v_SV.dtype), v_SV, input_precision="ieee")
         maximum = higher
     slot = (batch * heads + head) * splits + split
     tl.store(maxima + slot, maximum, mask=real)
     tl.store(sums + slot, total, mask=real)
     tl.store(
-        out + slot[:, None] * WIDTH + columns[None, :], mixed, mask=real[:, None] & wide[None, :]
+        out + slot[:, None] * (VALUE_WIDTH * HEAD) + value_columns[None, :],
+        mixed,
+        mask=real[:, None] & in_value[None, :],
     )
 
 
@@ -162,38 +179,45 @@ def flash_decode(
     from a softmax.
 
     Args:
-        query: `[B, H, 1, d]`.
-        key: `[B, G^K, S, d]`.
-        value: `[B, G^V, S, d]`.
+        query: `[B, H, 1, d]`; heads of width m as m of them.
+        key: `[B, G^K, S, d]`, likewise.
+        value: `[B, G^V, S, d]`, likewise.
         tables: Those of the layer's maps.
         mask: `[B or 1, 1, 1, S]`, or None.
         scaling: Factor of the scores.
 
     Returns:
-        `[B, H, 1, d]`.
+        `[B, H, 1, m·d]`, m the width of value heads.
     """
-    batch, heads, _, width = query.shape
+    batch, slices, _, head = query.shape
+    heads = slices // tables.key_width
+    width = tables.value_width * head
     tokens = key.shape[2]
     device = query.device
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     tables = tables.on(device)
     units, rows = tables.members.shape
-    block = STEP_BYTES // query.element_size()
+    key_padded, value_padded = (
+        max(16, triton.next_power_of_2(m * head)) for m in (tables.key_width, tables.value_width)
+    )
+    # Of long columns fewer tokens a step, so that these too fit in shared memory
+    longest = max(_LONG_COLUMN, key_padded, value_padded)
+    block = max(16, STEP_BYTES * _LONG_COLUMN // longest // query.element_size())
     splits, split_tokens = split_sizes(tokens, batch * units, _processors(device), block)
     parts = torch.empty((batch, heads, splits, width), dtype=torch.float32, device=device)
     maxima, sums = torch.empty((2, batch, heads, splits), dtype=torch.float32, device=device)
     out = torch.empty((batch, heads, 1, width), dtype=query.dtype, device=device)
     kind, read, mask_b, mask_s = _mask(mask, query, batch, tokens)
-    padded = max(16, triton.next_power_of_2(width))
     grid: Any = (batch * units, splits)
     merged: Any = (batch * heads,)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         _attend_split[grid](
             query, key, value, read, tables.keys, tables.members, tables.values, tables.counts, tables.value_map,
             parts, maxima, sums,
-            width**-0.5 if scaling is None else scaling, tokens, split_tokens, units, heads, splits,
+            head**-0.5 if scaling is None else scaling, tokens, split_tokens, units, heads, splits,
             query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3], mask_b, mask_s,
-            WIDTH=width, D=padded, M=rows, N=tables.values.shape[1], BLOCK=block, MASK=kind,
+            HEAD=head, KEY_WIDTH=tables.key_width, VALUE_WIDTH=tables.value_width, K=key_padded, V=value_padded,
+            M=rows, N=tables.values.shape[1], BLOCK=block, MASK=kind,
             UPCAST=INTERPRETED and query.dtype == torch.bfloat16,
         )  # fmt: skip
         _merge_splits[merged](
@@ -203,7 +227,7 @@ def flash_decode(
             out,
             splits,
             WIDTH=width,
-            D=padded,
+            D=value_padded,
             SPLITS=max(2, triton.next_power_of_2(splits)),
         )
     return out

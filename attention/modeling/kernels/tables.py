@@ -6,7 +6,7 @@ Legend: H query heads, U units of work, M query heads of a unit, N value heads t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Tables:
     `keys [U]`: the key head of each unit; `members [U, M]`: its query heads, -1 beyond; `values [U,
     N]`: the value heads that any of them reads, of which the first `counts [U]` are real;
     `value_map [H]`. All int32, on the CPU; `on(device)` gives copies elsewhere, made once.
+    `key_width` and `value_width`: those of the layer's plan.
     """
 
     keys: Tensor
@@ -36,6 +37,8 @@ class Tables:
     values: Tensor
     counts: Tensor
     value_map: Tensor
+    key_width: int = 1
+    value_width: int = 1
     _copies: dict[torch.device, Tables] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -54,6 +57,7 @@ class Tables:
             _int32([[*values, *[-1] * (max(map(len, read)) - len(values))] for values in read]),
             _int32([len(values) for values in read]),
             _int32(plan.value_map),
+            *plan.widths,
         )
 
     def on(self, device: torch.device) -> Tables:
@@ -66,7 +70,7 @@ class Tables:
                 for name, tensor in self.__dict__.items()
                 if isinstance(tensor, Tensor)
             }
-            self._copies[device] = Tables(**tensors)
+            self._copies[device] = replace(self, **tensors, _copies={})
         return self._copies[device]
 
     def __getstate__(self) -> dict[str, object]:
