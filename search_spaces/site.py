@@ -31,7 +31,7 @@ class Site:
     and the group cost look at. Partitions are over units. `similarity` `[U, U]` if the recipe has
     one; `fusion_distance` `[U, U]` where DHA's search phase was run. `plan_with(partition)` is the
     plan with this site grouped so and the sites before it as already found; `measure(plan)` its
-    loss in nats per token.
+    loss in nats per token. `width`: how many times as wide as its members a shared head is.
     """
 
     layer: int
@@ -45,6 +45,7 @@ class Site:
     fusion_distance: np.ndarray | None = None
     model: Any = None
     plan_with: Callable[[Partition], AttentionPlan] | None = None
+    width: int = 1
     measure: Callable[[AttentionPlan], float] | None = None
 
     def need_statistics(self, why: str) -> LayerStatistics:
@@ -60,11 +61,18 @@ class Site:
 
 
 def plan_of_sites(
-    partitions: Mapping[tuple[int, str], Partition], geometry: HeadGeometry
+    partitions: Mapping[tuple[int, str], Partition],
+    geometry: HeadGeometry,
+    widths: Mapping[str, int] | None = None,
 ) -> AttentionPlan:
     """Return the plan of partitions of units by (layer, side).
 
     Sites without one keep what the checkpoint has.
+
+    Args:
+        partitions: The groups of each site.
+        geometry: That of the checkpoint.
+        widths: Of the heads of each side, by default 1.
     """
     units = groups_of(geometry.kv_map)
     single_units = tuple((unit,) for unit in range(len(units)))
@@ -73,5 +81,10 @@ def plan_of_sites(
         keys, values = (
             expand_units(partitions.get((layer, side), single_units), units) for side in SIDES
         )
-        layers.append(LayerPlan.from_groups(keys, values, geometry.num_heads))
+        wide = (
+            (widths or {}).get(side, 1) if (layer, side) in partitions else 1 for side in SIDES
+        )
+        layers.append(
+            LayerPlan.from_groups(keys, values, geometry.num_heads, (next(wide), next(wide)))
+        )
     return AttentionPlan(tuple(layers), geometry.head_dim)

@@ -32,6 +32,7 @@ from attention.io.files import honour_umask, sha256, write_whole
 from attention.io.replacing import DIGESTS, digests, parents_made, recover, resolved, swap, unused
 from attention.io.sources import NOT_REACHED, CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
+from attention.io.wide_form import WideFormError, to_wide, wide_config
 from attention.modeling import model_classes
 from attention.modeling.beside import beside_original
 from attention.modeling.model_classes import TYPE_PREFIX, family_fields, plan_of
@@ -84,8 +85,15 @@ def plain_form(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfi
 
     Query heads must be permuted for it (`to_plain`).
     """
+    if not plan.is_uniform_gqa:
+        return None
+    if plan.is_wide:
+        try:
+            config, plan = wide_config(config, plan)
+        except WideFormError:
+            return None
     family = family_of(config)
-    plain = family.plain_config(config, plan.layers[0].key_heads) if plan.is_uniform_gqa else None
+    plain = family.plain_config(config, plan.layers[0].key_heads)
     return None if plain is None else family.config_class(**family_fields(plain))
 
 
@@ -100,6 +108,8 @@ def to_plain(model: PreTrainedModel) -> PreTrainedModel:
     plan = plan_of(model)
     family = family_of(model.config)
     config = plain_form(model.config, plan)
+    if config is not None and plan.is_wide:
+        return to_plain(to_wide(model))
     if config is None:
         raise ValueError(
             "only a plan with one map for keys and values and equal groups in all layers has a "
@@ -220,23 +230,33 @@ def note_of(folder: str | Path) -> dict[str, Any]:
     return record
 
 
-def original_note(own_heads: int, **names: str | None) -> dict[str, Any]:
+def original_note(own_heads: int, head_dim: int, **names: str | None) -> dict[str, Any]:
     """Return what `record` of `save` says of the original model.
 
     Args:
         own_heads: Its key and value heads (`attention.ratios.own_heads`).
+        head_dim: Their head dim.
         **names: What it is called; None where that is not known.
     """
     called = {key: value for key, value in names.items() if value is not None}
-    return {ORIGINAL: {"key_and_value_heads": own_heads, **called}}
+    return {ORIGINAL: {"key_and_value_heads": own_heads, "head_dim": head_dim, **called}}
 
 
-def original_heads(folder: str | Path) -> int | None:
+def original_heads(folder: str | Path, head_dim: int) -> int | None:
     """Return key plus value heads of the model that a checkpoint was converted from.
 
-    None where that was not recorded.
+    Args:
+        folder: Of the checkpoint.
+        head_dim: Dims that make a head. A checkpoint of wider heads than its original's has fewer
+            of them in the same bytes.
+
+    Returns:
+        The heads, rounded; None where they were not recorded.
     """
-    return note_of(folder).get(ORIGINAL, {}).get("key_and_value_heads")
+    original = note_of(folder).get(ORIGINAL, {})
+    heads = original.get("key_and_value_heads")
+    # Notes from before there were wide heads have no head dim: it was that of the checkpoint
+    return None if heads is None else round(heads * original.get("head_dim", head_dim) / head_dim)
 
 
 def carried(folder: str | Path) -> dict[str, Any]:

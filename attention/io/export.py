@@ -106,9 +106,9 @@ def export(
     chosen = targets.target(target)
     opened = Checkpoint.open(source)
     check_folder(out, overwrite=overwrite, reads=[opened.path])
-    original = checkpoint.original_heads(opened.path)
     config = opened.config
     plan = opened.plan
+    original = checkpoint.original_heads(opened.path, plan.head_dim)
     written = str(dtype or opened.stored_dtype).removeprefix("torch.")
     if written not in chosen.dtypes:
         raise ValueError(one_of(f"dtype for target {chosen.name}", chosen.dtypes, written))

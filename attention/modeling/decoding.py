@@ -196,8 +196,8 @@ def decode_scores(query: Tensor, key: Tensor, maps: HeadMaps, scaling: float | N
 
     Those of the slices of wide heads add up.
     """
-    query = query.squeeze(2) * _factor(query, scaling)
     width = maps.plan.key_width
+    query = query.squeeze(2) * _factor(query, scaling, width)
     if width == 1:
         grouped = maps.key_slots.gather(query)
         return maps.key_slots.scatter(grouped @ key.transpose(-1, -2)).unsqueeze(2)
@@ -233,8 +233,8 @@ def decode_mix(weights: Tensor, value: Tensor, maps: HeadMaps) -> Tensor:
     return torch.cat(mixed, -1).unsqueeze(2) if len(mixed) > 1 else mixed[0].unsqueeze(2)
 
 
-def _factor(query: Tensor, scaling: float | None) -> float:
-    return float(query.shape[-1]) ** -0.5 if scaling is None else scaling
+def _factor(query: Tensor, scaling: float | None, width: int = 1) -> float:
+    return float(width * query.shape[-1]) ** -0.5 if scaling is None else scaling
 
 
 def _softmax(

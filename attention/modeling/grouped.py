@@ -105,8 +105,6 @@ def grouped_attention(
     key_map = module.key_map
     value_map = module.value_map
     if maps.plan.is_wide:
-        # The scale is that of the checkpoint's heads, however wide these are
-        scaling = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
         query = joined_slices(query, maps.plan.key_width)
         key = joined_slices(key, maps.plan.key_width)
         value = joined_slices(value, maps.plan.value_width)
@@ -168,6 +166,12 @@ def attach(module: nn.Module, plan: LayerPlan) -> None:
     Persistent buffers (others come back as garbage) and the run-time form.
     """
     device = next(module.parameters()).device
+    scaling = getattr(module, "scaling", None)
+    if isinstance(scaling, float):
+        # Of the logits of m d dims, as a stock module of that head dim has it
+        before = getattr(module, "key_width", 1)
+        module.scaling = scaling * (before / plan.key_width) ** 0.5  # type: ignore[assignment]
+        module.key_width = plan.key_width  # type: ignore[assignment]
     module.register_buffer("key_map", torch.tensor(plan.key_map, device=device), persistent=True)
     module.register_buffer(
         "value_map", torch.tensor(plan.value_map, device=device), persistent=True

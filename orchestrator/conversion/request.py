@@ -388,7 +388,7 @@ class ConversionRequest:
         return {
             "recipe": self.recipe.to_dict(),
             "seed": self.seed,
-            **checkpoint.original_note(heads, **base_of(self.model)),
+            **checkpoint.original_note(heads, self.geometry.head_dim, **base_of(self.model)),
         }
 
     def record(

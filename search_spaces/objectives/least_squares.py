@@ -35,10 +35,13 @@ def least_squares(site: Site) -> GroupCost:
     They are logits for keys and outputs for values.
     """
     statistics = site.need_statistics("objective=least_squares")
-    keys: list[Cost] = [KeyCost(site.heads, statistics, site.geometry)] if "key" in site.by else []
+    width = site.width
+    keys: list[Cost] = (
+        [KeyCost(site.heads, statistics, site.geometry, width)] if "key" in site.by else []
+    )
     if "value" not in site.by:
         return _group_cost(site, keys)
-    values = ValueCost(site.heads, statistics)
+    values = ValueCost(site.heads, statistics, width=width)
     unit = max(map(len, site.units), default=1)
     if values.preparation + _SEARCHED * values.effort(OFTEN * unit) <= DEAR:
         return _group_cost(site, [*keys, values])
@@ -52,7 +55,7 @@ def _estimates(
 
     @cache
     def pooled() -> PooledValueCost:
-        return PooledValueCost(site.heads, statistics)
+        return PooledValueCost(site.heads, statistics, width=site.width)
 
     scales = cache(lambda: _scales([*keys, pooled()]))
 

@@ -25,7 +25,8 @@ from search_spaces.allocation.problem import (
     SiteCurves,
     SiteLoss,
 )
-from search_spaces.recipes.recipe import AXES, Recipe
+from search_spaces.planning.widths import widest
+from search_spaces.recipes.recipe import AXES, WIDEST, Recipe
 from search_spaces.recipes.rules import keeps_everything, nothing_to_fuse, sharing_saves_no_cache
 from search_spaces.sharing.matching import share_count
 
@@ -49,14 +50,20 @@ def admissible_counts(recipe: Recipe, geometry: HeadGeometry) -> tuple[int, ...]
     """Head counts that the recipe's grouping can make of one site, ascending.
 
     Every count, in groups as equal as can be; divisors alone where the grouping makes no other
-    groups, or where a stock checkpoint of the family could not hold them.
+    groups, or where a stock checkpoint of the family could not hold them. A head of width m counts
+    as m.
     """
     stored = geometry.num_kv_heads
     part = AXES["grouping"].get(recipe.grouping)
     equal = "equal_groups" in part.needs or (
         recipe.equal_groups and recipe.together and not geometry.pads_queries
     )
-    return tuple(g for g in range(1, stored + 1) if not equal or stored % g == 0)
+
+    def possible(count: int) -> bool:
+        width = widest(count, geometry) if recipe.width == WIDEST else int(recipe.width)
+        return count % width == 0 and (not equal or stored % (count // width) == 0)
+
+    return tuple(count for count in range(1, stored + 1) if possible(count))
 
 
 def flat_loss(layer: int, side: str) -> float:
@@ -76,7 +83,9 @@ def problem_of(
     """Return what the recipe's allocation is handed."""
     counts = admissible_counts(recipe, geometry)
     usual = (
-        usual_counts(geometry.num_kv_heads, geometry.num_heads) if recipe.equal_groups else counts
+        usual_counts(geometry.num_kv_heads, geometry.num_heads)
+        if recipe.equal_groups and recipe.width == 1
+        else counts
     )
     return AllocationProblem(
         geometry.num_layers,

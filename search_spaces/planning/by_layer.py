@@ -27,8 +27,9 @@ from search_spaces.planning.curves import (
 )
 from search_spaces.planning.planner import recipe_curves, site_generators
 from search_spaces.planning.site_grouper import SiteGrouper, layer_sites
+from search_spaces.planning.widths import side_width, with_width
 from search_spaces.recipes.recipe import Recipe
-from search_spaces.site import plan_of_sites
+from search_spaces.site import SIDES, plan_of_sites
 
 _Counts = Sequence[int]
 
@@ -44,9 +45,11 @@ def plan_layer(
     With its two `generators` of `site_generators` for the whole checkpoint the plan is the layer's
     in `make_plan`.
     """
+    kept = Fraction(sum(counts), 2 * context.geometry.num_kv_heads)
+    recipe = with_width(recipe, kept, context.geometry)
     grouper = SiteGrouper(recipe, context)
-    for (sides, groups), generator in zip(layer_sites(recipe, counts), generators, strict=False):
-        grouper.assign(0, sides, grouper.group(0, sides, groups, generator))
+    for (sides, count), generator in zip(layer_sites(recipe, counts), generators, strict=False):
+        grouper.assign(0, sides, grouper.group(0, sides, count, generator))
     return grouper.plan().layers[0]
 
 
@@ -88,6 +91,7 @@ def measure_curves(
         ValueError: As `make_plan` does.
     """
     geometry = context.geometry
+    recipe = with_width(recipe, kv_ratio, geometry)
     requested = requested_counts(recipe, kv_ratio, geometry)
     sites = sorted(site for site in requested if site[0] in layers)
     if not sites:
@@ -111,6 +115,7 @@ def curves_of_layer(
     Args:
         counts: As `requested_counts` returns them.
     """
+    recipe = with_width(recipe, 1, context.geometry)
     curves = recipe_curves(SiteGrouper(recipe, context), generators)
     for side, requested in counts.items():
         # The caller knows which layer of the checkpoint it is.
@@ -141,11 +146,14 @@ def plan_from_curves(
         return side_curves(measured, recipe, sites, counts)
 
     check_budget(recipe, kv_ratio, geometry)
+    recipe = with_width(recipe, kv_ratio, geometry)
+    widths = {side: side_width(recipe, geometry, side) for side in SIDES}
     counts = recipe.apply("allocation", problem_of(recipe, kv_ratio, geometry, curves=curves))
     partitions: dict[tuple[int, str], Partition] = {}
     for layer, layer_counts in enumerate(counts):
-        for sides, groups in layer_sites(recipe, layer_counts):
-            partition = measured.partition(CurveSite(layer, sides), groups)
-            partition = partition or neighbour_partition(units, groups)
+        for sides, count in layer_sites(recipe, layer_counts):
+            partition = measured.partition(CurveSite(layer, sides), count)
+            partition = partition or neighbour_partition(units, count // widths[sides[0]])
             partitions |= {(layer, side): partition for side in sides}
-    return plan_of_sites(partitions, geometry), expected_increases(recipe, counts, units, points)
+    plan = plan_of_sites(partitions, geometry, widths)
+    return plan, expected_increases(recipe, counts, units, points)

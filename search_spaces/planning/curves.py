@@ -211,7 +211,7 @@ def curve_name(
         )
     record = {
         "axes": {axis: [getattr(recipe, axis), recipe.knobs(axis)] for axis in DECIDES},
-        "by": [recipe.together, recipe.by],
+        "by": [recipe.together, recipe.by, *([recipe.width] if recipe.width != 1 else [])],
         "calibration": None if context.calibration is None else context.calibration.digest,
         "measured on": measured_on,
         "knobs": {**knobs, "step_tokens": STEP_TOKENS, "fit_rate": FIT_RATE, **_windowed(context)},

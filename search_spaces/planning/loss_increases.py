@@ -193,7 +193,7 @@ class LayerIncreases:
         module = self.trials.module(layer, self._fused(layer, plan), plan)
         if task is not None:
             generator = torch.Generator().manual_seed(self.first_layer + layer)
-            shared_by = self.geometry.num_kv_heads / plan.key_heads
+            shared_by = self.geometry.num_kv_heads / plan.key_slices
             self.work.append(
                 fit_module(
                     module, task.shortened, self.fit_steps, FIT_RATE, generator, shared_by=shared_by
@@ -203,7 +203,7 @@ class LayerIncreases:
 
     def _estimated(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> float:
         assert task is not None  # an estimate looks at the layer's output
-        fit = bool(self.fit_steps) and plan.key_map != self.geometry.kv_map
+        fit = bool(self.fit_steps) and plan.key_slices < self.geometry.num_kv_heads
         module = self._module(layer, plan, task if fit else None)
         still_falls = (
             (self.fit_steps / max(self.fit_steps, self.refined_steps)) ** FIT_DECAY if fit else 1.0
@@ -211,6 +211,10 @@ class LayerIncreases:
         return still_falls * expected_cost(self.metric(layer), output_errors(module, task.check))
 
     def _measured(self, layer: int, plan: LayerPlan, task: LayerTask | None) -> float:
+        if plan.is_wide:  # the model of the trials has heads of the checkpoint's width
+            raise ValueError(
+                "loss increases of wide heads are estimated; set allocation.increases to estimated"
+            )
         if task is not None:
             return self.trials.increase(
                 layer, self.trials.heads_of(self._module(layer, plan, task), plan)

@@ -31,6 +31,7 @@ from search_spaces.planning.curves import (
 )
 from search_spaces.planning.loss_increases import MEASURED_INCREASE, StepReport
 from search_spaces.planning.site_grouper import SiteGrouper, layer_sites
+from search_spaces.planning.widths import with_width
 from search_spaces.recipes.recipe import AXES, Recipe
 from search_spaces.sharing.problem import SharingProblem
 from search_spaces.site import SIDES, plan_of_sites
@@ -49,6 +50,7 @@ def make_plan(
             of the recipe lacks what it needs.
     """
     check_budget(recipe, kv_ratio, context.geometry)
+    recipe = with_width(recipe, kv_ratio, context.geometry)
     generators = site_generators(generator, context.geometry.num_layers)
     return Planner(recipe, kv_ratio, context, *generators).plan()
 
@@ -122,11 +124,11 @@ class Planner:
         return counts
 
     def _group_layer(self, layer: int, counts: tuple[int, int]) -> None:
-        for index, (sides, groups) in enumerate(layer_sites(self.recipe, counts)):
+        for index, (sides, count) in enumerate(layer_sites(self.recipe, counts)):
             # Measured counts rest on what was measured for a very partition.
-            measured = self._measures and self.curves.partition(CurveSite(layer, sides), groups)
+            measured = self._measures and self.curves.partition(CurveSite(layer, sides), count)
             generator = self._generators[2 * layer + index]
-            partition = measured or self.grouper.group(layer, sides, groups, generator)
+            partition = measured or self.grouper.group(layer, sides, count, generator)
             self.grouper.assign(layer, sides, partition)
 
     def _final(self, counts: Counts) -> float:
@@ -169,12 +171,12 @@ def recipe_curves(grouper: SiteGrouper, generators: Sequence[np.random.Generator
     scaled = not measures and fit_steps > 0
     knobs |= {"fit_steps": fit_steps, "refined_steps": fitted if scaled else 0}
 
-    def group(site: CurveSite, groups: int) -> Partition:
+    def group(site: CurveSite, count: int) -> Partition:
         # A generator of its own for each point, so that no point depends on which others are
         # measured.
         generator = generators[2 * site.layer + SIDES.index(site.sides[0])]
-        fresh = np.random.default_rng([*_seeds(generator), groups])
-        return grouper.group(site.layer, site.sides, groups, fresh)
+        fresh = np.random.default_rng([*_seeds(generator), count])
+        return grouper.group(site.layer, site.sides, count, fresh)
 
     def measure(
         partitions: Sequence[tuple[CurveSite, Partition]], report: StepReport
@@ -183,7 +185,9 @@ def recipe_curves(grouper: SiteGrouper, generators: Sequence[np.random.Generator
             (
                 site.layer,
                 plan_of_sites(
-                    {(site.layer, side): partition for side in site.sides}, context.geometry
+                    {(site.layer, side): partition for side in site.sides},
+                    context.geometry,
+                    grouper.widths,
                 ),
             )
             for site, partition in partitions

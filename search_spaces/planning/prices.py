@@ -67,7 +67,7 @@ def prices_of_site(
     """
     record = {
         "objective": [objective, dict(knobs)],
-        "site": [site.layer, site.by, site.units],
+        "site": [site.layer, site.by, site.units, *([site.width] if site.width > 1 else [])],
         "calibration": digest,
         "similarity": _digest(site.similarity),
         "fusion distance": _digest(site.fusion_distance),

@@ -19,6 +19,7 @@ from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import Partition
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.prices import prices_of_site
+from search_spaces.planning.widths import side_width
 from search_spaces.recipes.recipe import AXES, Recipe
 from search_spaces.site import SIDES, Site, plan_of_sites
 
@@ -27,19 +28,19 @@ Sides = tuple[str, ...]
 
 
 def layer_sites(recipe: Recipe, counts: tuple[int, int]) -> Iterator[tuple[Sides, int]]:
-    """Yield the sites of a layer with `counts` (key heads, value heads), and the groups of each."""
+    """Yield the sites of a layer with `counts` (key heads, value heads), and the count of each."""
     if recipe.together:
         yield SIDES, counts[0]
     else:
-        for side, groups in zip(SIDES, counts, strict=True):
-            yield (side,), groups
+        for side, count in zip(SIDES, counts, strict=True):
+            yield (side,), count
 
 
 class SiteGrouper:
     """Groups the heads of one site after the other, as a recipe says.
 
     Attributes:
-        recipe: Its grouping, objective and similarity are used.
+        recipe: Its grouping, objective, similarity and width, a number, are used.
         context: Heads and statistics of all layers.
         partitions: The groups so far by layer and side, for objectives that judge whole plans.
     """
@@ -51,10 +52,18 @@ class SiteGrouper:
         self._last_objective: tuple[Any, Objective] | None = None
 
     def group(
-        self, layer: int, sides: Sides, groups: int, generator: np.random.Generator
+        self, layer: int, sides: Sides, count: int, generator: np.random.Generator
     ) -> Partition:
-        """Return the recipe's partition of the units at one site."""
+        """Return the recipe's partition of the units at one site.
+
+        Args:
+            layer: Number of the layer.
+            sides: What is grouped alike.
+            count: Heads of the checkpoint's width that the groups cost.
+            generator: Of the grouping.
+        """
         units = len(self.context.units)
+        groups = count // self.widths[sides[0]]
         if groups in (1, units):  # nothing to choose
             return neighbour_partition(units, groups)
         site = self._site(layer, sides)
@@ -68,7 +77,12 @@ class SiteGrouper:
 
     def plan(self) -> AttentionPlan:
         """Return the plan of the partitions so far; other sites keep what the checkpoint has."""
-        return plan_of_sites(self.partitions, self.context.geometry)
+        return plan_of_sites(self.partitions, self.context.geometry, self.widths)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Width of the heads of each side."""
+        return {side: side_width(self.recipe, self.context.geometry, side) for side in SIDES}
 
     def cost_of_one_group(self, layer: int, side: str) -> float:
         """Return the cost of all units of a site in one group."""
@@ -87,7 +101,7 @@ class SiteGrouper:
 
         def plan_with(partition: Partition) -> AttentionPlan:
             tried = self.partitions | {(layer, side): partition for side in sides}
-            return plan_of_sites(tried, context.geometry)
+            return plan_of_sites(tried, context.geometry, self.widths)
 
         return Site(
             layer=layer,
@@ -101,6 +115,7 @@ class SiteGrouper:
             fusion_distance=context.fusion_distance(layer, by),
             model=context.model,
             plan_with=plan_with,
+            width=self.widths[sides[0]],
             measure=partial(context.loss_of, recipe),
         )
 

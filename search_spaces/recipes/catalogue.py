@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention.base.messages import one_of
-from search_spaces.recipes.recipe import AXES, BY, Recipe, RecipeError
+from search_spaces.recipes.recipe import AXES, BY, WIDEST, Recipe, RecipeError
 
 __all__ = ["AXES", "BY", "RECIPES", "Recipe", "RecipeError", "recipe"]
 
@@ -161,6 +161,22 @@ NAMED_RECIPES = (
         (
             "least_squares, then each attention layer is fitted to the original's output: "
             "one head count for all layers."
+        ),
+    ),
+    NamedRecipe(
+        Recipe(
+            "headfold_wide",
+            **LEAST_SQUARES,
+            refinement="fit_heal",
+            width=WIDEST,
+            source=(
+                "ours (docs/methods.md, section 7): fewer heads, each as wide as several; "
+                "exports as plain GQA with the frequencies of wider heads"
+            ),
+        ),
+        (
+            "headfold_gqa with few wide heads in place of many: lower loss at equal bytes, more "
+            "query and output weights."
         ),
     ),
     NamedRecipe(

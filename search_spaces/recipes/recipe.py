@@ -32,7 +32,10 @@ AXES: dict[str, Axis] = {
     )
 }
 BY = (*SIDES, "both")
-_CHOSEN = (*AXES, "together", "by")
+WIDEST = "widest"
+"""A width that each KV ratio decides: the largest of which the heads that it keeps are a
+multiple."""
+_CHOSEN = (*AXES, "together", "by", "width")
 
 
 class RecipeError(ValueError):
@@ -49,6 +52,8 @@ class Recipe:
     Attributes:
         together: One grouping for keys and values, judged `by` the key side, the value side or both
             (ignored when apart).
+        width: How many times as wide as the checkpoint's heads the KV heads are, that many fewer of
+            them; or WIDEST.
         settings: Knob values by "axis.knob", completed with the defaults at construction.
     """
 
@@ -66,6 +71,7 @@ class Recipe:
     recovery: str = "full"
     together: bool = True
     by: str = "both"
+    width: int | str = 1
     settings: tuple[tuple[str, Any], ...] = ()
     source: str = ""
 
@@ -76,6 +82,11 @@ class Recipe:
         if type(self.together) is not bool:  # from JSON it may be anything
             raise RecipeError(
                 f"recipe {self.name}: together must be true or false, got {self.together!r}"
+            )
+        if self.width != WIDEST and (type(self.width) is not int or self.width < 1):
+            raise RecipeError(
+                f"recipe {self.name}: width must be a whole number of head dims, at least 1, or "
+                f"{WIDEST!r}, got {self.width!r}"
             )
         full: dict[str, Any] = {}
         try:
@@ -127,8 +138,14 @@ class Recipe:
         return makes_equal_groups(self.grouping, dict(self.settings))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, the same for equal recipes."""
-        return {**asdict(self), "settings": dict(self.settings)}
+        """Plain JSON values, the same for equal recipes.
+
+        A width of 1 is left out, so that recipes from before there were others keep their digests.
+        """
+        record = {**asdict(self), "settings": dict(self.settings)}
+        if self.width == 1:
+            del record["width"]
+        return record
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Recipe:

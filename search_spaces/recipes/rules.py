@@ -168,7 +168,37 @@ def keeps_everything(sharing: str, composition: str, kv_ratio: float | Fraction)
     return None
 
 
+def _wide(width: int | str, fusion: str) -> str | None:
+    if width != 1 and fusion != "least_squares":
+        return (
+            f"heads of width {width} are made by fusion=least_squares alone, got fusion={fusion}"
+        )
+    return None
+
+
+def _wide_counts(width: int | str, allocation: str) -> str | None:
+    if width == 1:
+        return None
+    if allocation != "uniform" and not isinstance(width, int):
+        return (
+            f"width={width} is for allocation=uniform, where every layer has one count; give "
+            f"allocation={allocation} a number"
+        )
+    if allocation not in ("uniform", "layerwise", "knapsack"):
+        return f"allocation={allocation} counts heads of the checkpoint's width; got width {width}"
+    return None
+
+
+def _wide_composition(width: int | str, composition: str) -> str | None:
+    if width != 1 and composition != "none":
+        return f"composition={composition} composes heads of the checkpoint's width, got {width}"
+    return None
+
+
 RULES: tuple[Rule, ...] = (
+    (("width", "fusion"), _wide),
+    (("width", "allocation"), _wide_counts),
+    (("width", "composition"), _wide_composition),
     (("relaxation", "kv_ratio"), nothing_to_fuse),
     (("sharing", "relaxation"), _drawn_together),
     _fusing_and("fusion", "mean"),

@@ -13,7 +13,7 @@ import numpy as np
 # narrowed.
 FIELD_ORDER = (
     "kv_ratio", "sharing", "relaxation", "fusion", "alignment", "grouping", "objective",
-    "similarity", "allocation", "together", "by", "refinement", "composition", "recovery",
+    "similarity", "allocation", "width", "together", "by", "refinement", "composition", "recovery",
 )  # fmt: skip
 SpacePoint = dict[str, Any]
 

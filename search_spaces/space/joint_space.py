@@ -20,8 +20,10 @@ from attention.axes import AUTO_KNOB, Knob
 from attention.base.messages import did_you_mean
 from attention.geometry import HeadGeometry
 from search_spaces.planning.budgets import nearest_budget, require_budget
+from search_spaces.planning.widths import MOST_DIMS, most_width
 from search_spaces.recipes.catalogue import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.engine_form import EngineForm
+from search_spaces.recipes.recipe import WIDEST
 from search_spaces.recipes.rules import broken_rules, makes_equal_groups
 from search_spaces.space.domains import FIELD_ORDER, Domain, SpacePoint, by_field
 
@@ -33,6 +35,7 @@ NOT_UNASKED = {
     "relaxation": "none",
     "composition": "none",
     "recovery": "full",
+    "width": 1,
 }
 
 
@@ -81,6 +84,7 @@ class JointSpace:
             "kv_ratio": tuple(self.kv_ratios),
             "together": (False, True),
             "by": BY,
+            "width": (*range(1, 1 + max(self._most_width, 1)), WIDEST),
         }
         for name, axis in AXES.items():
             requested = self.choices.get(name, ())
@@ -128,6 +132,13 @@ class JointSpace:
                 f"choices "
                 f"{dict(self.choices)}; {self._why_not()}"
             )
+
+    @property
+    def _most_width(self) -> int:
+        """The largest width worth a try; without a geometry any that a checkpoint could have."""
+        if self.geometry is None:
+            return MOST_DIMS
+        return min(self.geometry.num_kv_heads, most_width(self.geometry))
 
     # ---- deciding ------------------------------------------------------------------------------
 
@@ -214,7 +225,7 @@ class JointSpace:
         if self.engine is not None:
             equal = "grouping" in full and makes_equal_groups(full["grouping"], self.settings)
             reasons += self.engine.refusals(full, equal_groups=equal)
-        needed = {"kv_ratio", "grouping", "objective", "allocation"}
+        needed = {"kv_ratio", "grouping", "objective", "allocation", "width"}
         if not reasons and self.geometry is not None and needed <= set(full):
             reason = self._over_budget(full)
             reasons += [reason] if reason else []
@@ -223,10 +234,13 @@ class JointSpace:
     def _over_budget(self, full: SpacePoint) -> str | None:
         """Why the budget cannot be met.
 
-        It looks at sharing, relaxation, grouping and allocation only.
+        It looks at sharing, relaxation, fusion, grouping, allocation and width only.
         """
         assert self.geometry is not None
-        names = ("sharing", "relaxation", "grouping", "objective", "similarity", "allocation")
+        names = (
+            *("sharing", "relaxation", "fusion", "grouping", "objective", "similarity"),
+            *("allocation", "width"),
+        )
         key = (full["kv_ratio"], *(full.get(name) for name in names))
         if key not in self._budgets:
             partial = {name: full[name] for name in names if name in full}

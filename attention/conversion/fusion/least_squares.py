@@ -158,7 +158,7 @@ def _fuse_keys(
     groups = plan.key_groups
     width = plan.key_width
     sides = {
-        name: _padded(rows, 1, width).clone()
+        name: _padded(rows, 1, width) * width**0.5
         for name in ("q", "q_bias")
         if (rows := getattr(heads, name)) is not None
     }
@@ -168,6 +168,7 @@ def _fuse_keys(
             maps.append(None)
             continue
         into, onto = key_maps(heads, group, statistics, geometry, width)
+        onto = onto * width**0.5  # what the logits of wider heads are divided by
         maps.append(into)
         for name, rows in sides.items():
             members = getattr(heads, name)[list(group)].double()

@@ -413,7 +413,7 @@ def fit_layer(
     with ONE_AT_A_TIME:
         task = LayerTask.of(texts, layer)
     copied = copy.deepcopy(module).float().eval()
-    shared_by = converted_plan.layers[layer].key_heads / plan.layers[layer].key_heads
+    shared_by = converted_plan.layers[layer].key_slices / plan.layers[layer].key_slices
     generator = torch.Generator().manual_seed(number)
     before, after, work = fit_module(
         copied, task, steps, rate, generator, shared_by=shared_by, report=report

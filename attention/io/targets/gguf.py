@@ -24,12 +24,14 @@ from attention.io.targets._gguf.architectures import (
     with_own_counts,
 )
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, written_out
+from attention.io.targets._wide import holding_wide, lowering_wide
 from attention.modeling.model_classes import plan_of, plan_of_config
 from attention.plan import AttentionPlan
 
 FILE = "model.gguf"
 
 
+@holding_wide
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Return the KV heads of each layer in the file.
 
@@ -51,6 +53,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     return gqa.held(config, plan)
 
 
+@lowering_wide
 def lower(model: PreTrainedModel) -> Lowered:
     """Return the model as it is, every layer with weights of its own.
 

@@ -26,6 +26,7 @@ from attention.io.targets._pairs import (
     widths_of,
     written_out,
 )
+from attention.io.targets._wide import holding_wide, lowering_wide
 from attention.modeling.model_classes import family_fields, plan_of
 from attention.plan import AttentionPlan
 
@@ -76,6 +77,7 @@ def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
     return config_of_stock
 
 
+@holding_wide
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """As many KV heads in every layer as the layer with most pairs has.
 
@@ -112,6 +114,7 @@ def _check_mistral(config: Any, heads: int) -> None:
         )
 
 
+@lowering_wide
 def lower(model: PreTrainedModel) -> Lowered:
     """Return the stock GQA form of a Headfold model. Raises TargetError as `held` does."""
     plan = plan_of(model)

@@ -25,6 +25,7 @@ from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer
 from attention.io.targets import EngineSupport, Lowered, Target, TargetError, phi
 from attention.io.targets._pairs import written_out
+from attention.io.targets._wide import holding_wide, lowering_wide
 from attention.modeling import scores
 from attention.modeling.composition import composing
 from attention.modeling.model_classes import family_fields, plan_of
@@ -47,6 +48,7 @@ FAMILIES = (
 """Families with separate projections under the same names; GPT-NeoX is written as Phi."""
 
 
+@holding_wide
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Return what the plan itself keeps.
 
@@ -78,6 +80,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     return EngineSupport(keys, values, plan.head_dim, others)
 
 
+@lowering_wide
 def lower(model: PreTrainedModel) -> Lowered:
     """Return the model as it is, every layer with weights of its own; a GPT-NeoX as Phi."""
     plan = plan_of(model)

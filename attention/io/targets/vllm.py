@@ -40,6 +40,7 @@ from attention.io.targets._pairs import (
     unpad,
     written_out,
 )
+from attention.io.targets._wide import holding_wide, lowering_wide
 from attention.modeling.model_classes import family_fields, plan_of, plan_of_config
 from attention.plan import AttentionPlan
 
@@ -52,6 +53,7 @@ _MOST_QUERY_HEADS = 8
 bargain."""
 
 
+@holding_wide
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Return the KV heads of each layer in the export.
 
@@ -104,6 +106,7 @@ def has_own_counts(config: Any, plan: AttentionPlan) -> bool:
     )
 
 
+@lowering_wide
 def lower(model: PreTrainedModel) -> Lowered:
     """Return the model as it is where it is written as DeciLM, heads being padded then.
 

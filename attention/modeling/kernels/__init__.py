@@ -139,6 +139,5 @@ def difference(
         side(key, plan.key_width, plan.key_map),
         side(value, plan.value_width, plan.value_map),
         attn_mask=mask,
-        scale=width**-0.5,
     )
     return float((out - expected).abs().max())

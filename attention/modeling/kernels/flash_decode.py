@@ -214,7 +214,7 @@ def flash_decode(
         _attend_split[grid](
             query, key, value, read, tables.keys, tables.members, tables.values, tables.counts, tables.value_map,
             parts, maxima, sums,
-            head**-0.5 if scaling is None else scaling, tokens, split_tokens, units, heads, splits,
+            (tables.key_width * head) ** -0.5 if scaling is None else scaling, tokens, split_tokens, units, heads, splits,
             query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3], mask_b, mask_s,
             HEAD=head, KEY_WIDTH=tables.key_width, VALUE_WIDTH=tables.value_width, K=key_padded, V=value_padded,
             M=rows, N=tables.values.shape[1], BLOCK=block, MASK=kind,

@@ -42,7 +42,7 @@ FACTS_KNOWN = CardFacts(
 
 
 def converted(model: PreTrainedModel, folder: Path, demo_dir: Path, layer: LayerPlan = TOGETHER) -> Path:
-    note = checkpoint.original_note(64, **base_of(demo_dir))
+    note = checkpoint.original_note(64, 32, **base_of(demo_dir))
     record = {"recipe": {"name": "gqa"}, **note}
     return checkpoint.save(convert(model, AttentionPlan((layer,) * 4, head_dim=32)), folder, demo_dir, record=record)
 

@@ -74,8 +74,11 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
             f"target gguf has no form for {family}, it takes {', '.join(sorted(OF_FAMILY))}: "
             f"export to target vllm"
         )
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
     types = ("default", "linear", *(["llama3"] if OF_FAMILY[family].interleaved else []))
+    if fixed_factors(rope) and (OF_FAMILY[family].interleaved or with_own_counts(config)):
+        types = (*types, kind)
     if kind not in types:
         raise TargetError(
             f"target gguf takes a {family} of rope type {', '.join(types)}, got {kind}"
@@ -94,6 +97,18 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
         _check_qwen3_moe(config)
     if family == "phi":
         _check_phi(geometry.qk_norm, plan)
+
+
+def fixed_factors(rope: dict[str, Any]) -> bool:
+    """Whether rotary frequencies are divided by one set of factors at any length of the text.
+
+    llama.cpp reads such factors as `rope_freqs.weight`. Wide heads have them.
+    """
+    return (
+        rope.get("rope_type") == "longrope"
+        and rope.get("short_factor") == rope.get("long_factor")
+        and rope.get("attention_factor") == 1.0
+    )
 
 
 def _check_qwen3_moe(config: Any) -> None:
@@ -135,7 +150,10 @@ def _check_phi(qk_norm: bool, plan: AttentionPlan) -> None:
 def architecture(config: Any, plan: AttentionPlan) -> Architecture:
     """Return the architecture that a plan is written as."""
     one_shape = len(set(kv_heads_of(plan))) == len(set(widths_of(plan))) == 1
-    counts = None if one_shape else with_own_counts(config)
+    plain = OF_FAMILY[family_of(config).name]
+    # Of those that divide frequencies by factors of the file
+    factors = fixed_factors(getattr(config, "rope_parameters", None) or {})
+    counts = None if one_shape and (plain.interleaved or not factors) else with_own_counts(config)
     return counts or OF_FAMILY[family_of(config).name]
 
 

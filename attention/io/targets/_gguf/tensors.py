@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 from attention.families import Family, family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.io.targets import TargetError
-from attention.io.targets._gguf.architectures import Architecture, halve, interleave, shapes_of
+from attention.io.targets._gguf.architectures import (
+    Architecture,
+    fixed_factors,
+    halve,
+    interleave,
+    shapes_of,
+)
 from attention.io.targets._pairs import pad, unpad
 from attention.modeling.model_classes import plan_of
 
@@ -140,9 +146,12 @@ def tensors_of(model: PreTrainedModel, form: Architecture) -> Iterator[tuple[str
 
 
 def rope_factors(model: PreTrainedModel) -> Tensor | None:
-    """Return what llama.cpp divides the rotary frequencies of Llama 3 by; None for another kind."""
+    """Return what llama.cpp divides the rotary frequencies by; None where it knows them itself.
+
+    They are those of Llama 3 and of wide heads.
+    """
     rope = getattr(model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "llama3":
+    if rope.get("rope_type") != "llama3" and not fixed_factors(rope):
         return None
     decoder: Any = model.get_decoder()
     scaled = decoder.rotary_emb.inv_freq.double().cpu()
