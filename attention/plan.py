@@ -248,7 +248,9 @@ class AttentionPlan:
         missing = [name for name in ("layers", "head_dim") if name not in values]
         if missing:
             raise PlanError(f"a plan without {missing[0]} is incomplete")
-        layers = tuple(layer_of_record(index, item) for index, item in enumerate(_listed(values, "layers")))
+        layers = tuple(
+            layer_of_record(index, item) for index, item in enumerate(_listed(values, "layers"))
+        )
         shares = {
             name: tuple(
                 _built(HeadShare, item, f"{name} {index}")
@@ -313,6 +315,7 @@ def _built(kind: type[Built], item: Any, where: str) -> Built:
 
 
 def layer_of_record(index: int, item: Any) -> LayerPlan:
+    """Read the maps of layer `index` from the values of `layer_record`. Raises PlanError."""
     where = f"layers: layer {index}"
     values = _object(item)
     if values is None:

@@ -81,9 +81,7 @@ def plan_of_sites(
         keys, values = (
             expand_units(partitions.get((layer, side), single_units), units) for side in SIDES
         )
-        wide = (
-            (widths or {}).get(side, 1) if (layer, side) in partitions else 1 for side in SIDES
-        )
+        wide = ((widths or {}).get(side, 1) if (layer, side) in partitions else 1 for side in SIDES)
         layers.append(
             LayerPlan.from_groups(keys, values, geometry.num_heads, (next(wide), next(wide)))
         )

@@ -114,9 +114,7 @@ def read_qkv(
 
 def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
     output = output_projection(module)
-    o = (
-        output.weight.detach().view(geometry.hidden_size, geometry.num_heads, -1).permute(1, 0, 2)
-    )
+    o = output.weight.detach().view(geometry.hidden_size, geometry.num_heads, -1).permute(1, 0, 2)
     (q, k, v), (q_bias, k_bias, v_bias) = read_qkv(module, geometry.num_heads, o.shape[2])
     return LayerHeads(
         q, k, v, o, q_bias, k_bias, v_bias, None if output.bias is None else output.bias.detach()
@@ -141,7 +139,7 @@ def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
 
 def resize(module: Any, name: str, *, rows: int | None = None, columns: int | None = None) -> None:
     """Replace a linear layer of other sizes by a fresh one; `None` keeps what there is."""
-    old = getattr(module, name)
+    old: nn.Linear = getattr(module, name)
     columns = columns or old.in_features
     rows = rows or old.out_features
     if (columns, rows) != (old.in_features, old.out_features):

@@ -175,9 +175,7 @@ def to_wide(model: PreTrainedModel) -> PreTrainedModel:
     config, wide_plan = wide_config(model.config, plan)
     wide_class = headfold_classes(family_of(config).name)[1]
     headfold = headfold_config(config, wide_plan)
-    wide = beside_original(
-        model, lambda: wide_class._from_config(headfold, dtype=model.dtype)
-    )
+    wide = beside_original(model, lambda: wide_class._from_config(headfold, dtype=model.dtype))
     state = wide.state_dict()
     same = {
         name: tensor

@@ -54,7 +54,7 @@ from attention.modeling.grouped import cache_bytes
 from attention.modeling.growing_cache import cache_of
 from attention.modeling.model_classes import headfold_config
 from attention.modeling.predictions import in_chunks, positions_at_once
-from attention.plan import AttentionPlan, LayerPlan
+from attention.plan import AttentionPlan, LayerPlan, layer_record
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.disk_planning import plan_by_curves
 from orchestrator.conversion.execution import refine_with, steps_of_layers
@@ -73,6 +73,7 @@ from search_spaces.planning.budgets import counts_of
 from search_spaces.planning.by_layer import plan_layer
 from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.planning.planner import site_generators
+from search_spaces.planning.widths import with_width
 from search_spaces.recipes.recipe import AXES
 from trainers.evaluation import PredictionCosts, comparison
 
@@ -252,13 +253,17 @@ class DiskStore(LayerStore[LayerFolder]):
         geometry = self.request.geometry
         heads = geometry.num_heads
         if not isinstance(plans, AttentionPlan):
-            recipe = self.request.recipe
             counts = {each for pair in plans for each in pair}
             count = plans[0][0]
+            ratio = Fraction(count, geometry.num_kv_heads)
+            recipe = with_width(self.request.recipe, ratio, geometry)
+            width = int(recipe.width)
             one_count = recipe.together and recipe.equal_groups and len(counts) == 1
-            if not one_count or geometry.num_kv_heads % count or heads % count:
+            groups = count // width
+            if not one_count or geometry.num_kv_heads % groups or heads % groups:
                 return False
-            layer = LayerPlan(*[tuple(head * count // heads for head in range(heads))] * 2)
+            head_map = tuple(head * groups // heads for head in range(heads))
+            layer = LayerPlan(head_map, head_map, width, width)
             plans = AttentionPlan((layer,) * geometry.num_layers, geometry.head_dim)
         config = headfold_config(self.request.config, plans)
         return checkpoint.plain_form(config, plans) is not None
@@ -288,9 +293,7 @@ class DiskStore(LayerStore[LayerFolder]):
             del window
             advance(new, streams.converted, source.batch_size)
         cast_weights(new, request.written)
-        record: LayerRecord = {
-            "key_map": list(plan.key_map),
-            "value_map": list(plan.value_map),
+        record: Any = layer_record(plan) | {
             "fits": [cast("FitRecord", asdict(fit)) for fit in fits],
             "cache_bytes": _cache_bytes(new, rows_of(streams.converted, 1)),
         }
@@ -298,7 +301,7 @@ class DiskStore(LayerStore[LayerFolder]):
             tensors = _layer_tensors(new, layer, self.plain)
         del new
         release_memory()  # a window and the hooks that feed it refer to each other
-        return record, tensors
+        return cast("LayerRecord", record), tensors
 
     def _plan_and_fuse(
         self,

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,7 +23,7 @@ from attention.base.timing import Phases
 from attention.conversion.refinement.refine import FitWork
 from attention.io.replacing import OutputError, entries
 from attention.io.shards import shard_path, write_shard
-from attention.plan import AttentionPlan, LayerPlan
+from attention.plan import AttentionPlan, layer_of_record
 from orchestrator.conversion.record import FitRecord
 from orchestrator.storage.json_files import read_json, write_json
 
@@ -35,11 +35,16 @@ OURS = re.compile(
 )
 
 
+_MAPS = ("key_map", "value_map", "key_width", "value_width")
+
+
 class LayerRecord(TypedDict):
     """A finished layer: its plan, the fits of its refinement, its cache after one sequence."""
 
     key_map: list[int]
     value_map: list[int]
+    key_width: NotRequired[int]
+    value_width: NotRequired[int]
     fits: list[FitRecord]
     cache_bytes: int
 
@@ -207,9 +212,10 @@ class LayerFolder:
 
     def plan(self, head_dim: int) -> AttentionPlan:
         """Return the plan of the finished layers."""
-        layers = (
-            LayerPlan(tuple(layer["key_map"]), tuple(layer["value_map"])) for layer in self.layers
+        records = (
+            {name: value for name, value in layer.items() if name in _MAPS} for layer in self.layers
         )
+        layers = (layer_of_record(number, record) for number, record in enumerate(records))
         return AttentionPlan(tuple(layers), head_dim)
 
 

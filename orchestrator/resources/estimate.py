@@ -158,6 +158,7 @@ class ConversionEstimate:
         rate = matmul_rate(conversion.working)
         projections = own_heads(g) * g.head_dim * g.hidden_size
         parameters_left = size.total - projections + round(projections * conversion.kv_ratio)
+        parameters_left += g.num_layers * conversion.added
         original = own_heads(g) * g.head_dim * written
         return cls(
             kv_ratio=conversion.kv_ratio,

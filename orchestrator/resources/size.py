@@ -26,6 +26,7 @@ from attention.geometry import HeadGeometry
 from attention.io.layers.windows import empty, layer_prefix, window_config
 from attention.modeling.running import batch_of, layer_batch
 from orchestrator.config.schema import SearchConfig
+from search_spaces.planning.widths import with_width
 from search_spaces.recipes.recipe import AXES, Recipe
 from trainers.settings import TrainSettings
 
@@ -110,6 +111,24 @@ class Conversion:
     @property
     def geometry(self) -> HeadGeometry:
         return geometry_of(self.config)
+
+    @property
+    def width(self) -> int:
+        """How many times as wide as the checkpoint's heads the KV heads are."""
+        return int(with_width(self.recipe, self.kv_ratio, self.geometry).width)
+
+    @property
+    def features(self) -> int:
+        """What the heads of a layer hand to its output projection, numbers per token."""
+        g = self.geometry
+        return g.num_heads * g.head_dim * self.width
+
+    @property
+    def added(self) -> int:
+        """Weights that wide heads add to the query and output projections of a layer."""
+        g = self.geometry
+        sides = 1 if g.qk_norm else 2
+        return sides * (self.width - 1) * g.num_heads * g.head_dim * g.hidden_size
 
     @property
     def used_tokens(self) -> int:
@@ -217,7 +236,7 @@ class Conversion:
     def refining(self, size: Size, beside: int = 1) -> int:
         """Return the bytes of local fits of `beside` layers at once, or of a larger ridge refit."""
         g = self.geometry
-        features = g.num_heads * g.head_dim
+        features = self.features
         if "heal" not in self.recipe.refinement:
             return 0
         heal = (
@@ -233,7 +252,8 @@ class Conversion:
         # What enters the layer and what left the last attention, for all of them; of each layer
         # what enters and leaves it, for the newest twice, and what enters it before the norm.
         states = (2 + 2 * beside + 3) * min(self.used_tokens, tokens) * self.geometry.hidden_size
-        return FLOAT * (beside * ADAM_COPIES * size.attention + states)
+        attention = size.attention + self.added
+        return FLOAT * (beside * ADAM_COPIES * attention + states)
 
 
 class PlannedConversion(NamedTuple):

@@ -84,15 +84,15 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
         passes += c.planned_on * (4 * forward + 2.0 * g.hidden_size**2) + planning_operations(
             c, size, forward
         )
-    features = g.num_heads * g.head_dim
+    features = c.features
     if c.recipe.objective == "least_squares":
         passes += grouping_operations(c)
     if "least_squares" in (c.recipe.fusion, c.recipe.alignment):
-        passes += fusing_operations(c, g.num_kv_heads * c.kv_ratio)
+        passes += fusing_operations(c, g.num_kv_heads * c.kv_ratio / c.width)
     if "heal" in c.recipe.refinement:
         moments = 2.0 * c.used_tokens * features * (features + g.hidden_size)
         solved = 4.3 * features**3
-        passes += c.used_tokens * 4.0 * size.attention + DOUBLE * (moments + solved)
+        passes += c.used_tokens * 4.0 * (size.attention + c.added) + DOUBLE * (moments + solved)
     if c.recipe.refinement == "fit_heal":
         knobs = c.recipe.knobs("refinement")
         steps = steps_in_all(knobs["fit_steps"], g.num_layers) / g.num_layers
@@ -122,7 +122,11 @@ def grouping_operations(conversion: Conversion) -> float:
     if units > EXACT_HEADS:
         return keys + prepared + PRICES * PRICE * (4 * dim) ** 3
     equal = conversion.recipe.together
-    sizes = [max(1, round(1 / conversion.kv_ratio))] if equal else range(2, units)
+    sizes = (
+        [min(units, max(1, round(conversion.width / conversion.kv_ratio)))]
+        if equal
+        else range(2, units)
+    )
     return (
         keys + prepared + PRICE * sum(math.comb(units, size) * (size * dim) ** 3 for size in sizes)
     )
@@ -156,10 +160,11 @@ def step_operations(
     tokens = sequences_a_step(length, step_tokens) * length / count
     seen = sum(end for _, end in parts) / len(parts)  # keys, on average
     stored = 2.0 * g.num_kv_heads * g.head_dim * g.hidden_size
-    queries = g.num_heads * g.head_dim
+    queries = conversion.features
     before = (6.0 * stored + 2.0 * queries * g.hidden_size) * (seen - length / count)
     attending = ATTENDING * queries * tokens * seen if count > 1 else 0.0
-    return FITTING * tokens * 6.0 * size.attention + before * (count > 1) + attending
+    attention = size.attention + conversion.added
+    return FITTING * tokens * 6.0 * attention + before * (count > 1) + attending
 
 
 def planning_operations(conversion: Conversion, size: Size, forward: float) -> float:
@@ -167,10 +172,10 @@ def planning_operations(conversion: Conversion, size: Size, forward: float) -> f
     c, own = conversion, conversion.recipe.knobs("allocation")
     problem = problem_of(c.recipe, c.kv_ratio, c.geometry)
     counts = [count for count in considered(problem, own["counts"]) if count < problem.stored]
-    fused = sum(fusing_operations(c, count) for count in counts)
+    fused = sum(fusing_operations(c, count / c.width) for count in counts)
     steps = min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0))
     checked = min(c.used_tokens, FIT_TOKENS) / 8
-    judged = 2.0 * checked * (2 * size.attention + c.geometry.hidden_size**2)
+    judged = 2.0 * checked * (2 * (size.attention + c.added) + c.geometry.hidden_size**2)
     sides = 1 if c.recipe.together else 2
     return (
         len(counts) * sides * (steps * step_operations(c, size, first=SHORT_FIT_WINDOWS) + judged)

@@ -25,7 +25,9 @@ class EngineForm:
 
     `grouped` layers at all, with groups of `unequal` size, counts of KV heads of each layer's own
     (`own_counts`: the usual ones, in groups as equal as can be), both of these together
-    (`own_unequal`), keys and values with groups of their own (`apart`), heads that are `composed`.
+    (`own_unequal`), keys and values with groups of their own (`apart`), heads that are `composed`,
+    heads of twice the checkpoint's width (`wide`, and `wide_own_counts` with counts of each layer's
+    own).
     """
 
     target: str
@@ -35,6 +37,8 @@ class EngineForm:
     own_unequal: bool
     apart: bool
     composed: bool
+    wide: bool
+    wide_own_counts: bool
 
     @classmethod
     def of(cls, name: str, config: Any, geometry: HeadGeometry) -> EngineForm:
@@ -50,12 +54,19 @@ class EngineForm:
         def holds(
             keys: Sequence[Sequence[int]],
             values: Sequence[Sequence[int]] | None = None,
+            width: int = 1,
             **more: Any,
         ) -> bool:
             """Whether stored head `u` of each layer may go to `keys[l][u]` and `values[l][u]`."""
             both = zip(keys, values or keys, strict=True)
             maps = [
-                LayerPlan(*(tuple(g[u] for u in geometry.kv_map) for g in pair)) for pair in both
+                LayerPlan(
+                    tuple(key_groups[u] for u in geometry.kv_map),
+                    tuple(value_groups[u] for u in geometry.kv_map),
+                    width,
+                    width,
+                )
+                for key_groups, value_groups in both
             ]
             plan = AttentionPlan(tuple(maps), geometry.head_dim, **more)
             try:
@@ -84,6 +95,8 @@ class EngineForm:
             own_unequal=holds(list(groups.values())),
             apart=holds([least] * layers, [counts] * layers),
             composed=holds([least] * layers, composition=Composition()),
+            wide=not geometry.qk_norm and holds([least] * layers, width=2),
+            wide_own_counts=not geometry.qk_norm and holds(list(even.values()), width=2),
         )
 
     def refusals(self, record: Mapping[str, Any], *, equal_groups: bool) -> list[str]:
@@ -128,6 +141,12 @@ class EngineForm:
                 f"{name} holds no groups of unequal size {where}of this family, so "
                 f"grouping.equal_sizes must be true "
                 f"and grouping one that has it, got grouping={record['grouping']}"
+            )
+        if record.get("width", 1) != 1 and not (self.wide_own_counts if by_layer else self.wide):
+            reasons.append(
+                f"{name} holds no heads wider than the checkpoint's"
+                f"{' with counts of each layer' * by_layer} of this family, so width must be 1, "
+                f"got {record['width']}"
             )
         if not self.grouped and record.get("sharing") == "none":
             reasons.append(f"{name} holds no grouped heads of this family; choose another target")

@@ -170,9 +170,7 @@ def keeps_everything(sharing: str, composition: str, kv_ratio: float | Fraction)
 
 def _wide(width: int | str, fusion: str) -> str | None:
     if width != 1 and fusion != "least_squares":
-        return (
-            f"heads of width {width} are made by fusion=least_squares alone, got fusion={fusion}"
-        )
+        return f"heads of width {width} are made by fusion=least_squares alone, got fusion={fusion}"
     return None
 
 

@@ -251,7 +251,8 @@ def fit_complex(gram: Tensor, energy: Tensor, width: int = 1) -> tuple[Tensor, T
     ]
     mixes, scales = (torch.stack(part) for part in zip(*fits, strict=True))
     # There are no more keys than members
-    return tuple(pad(part, (0, 0, 0, 0, 0, max(0, width - members))) for part in (mixes, scales))
+    missing = (0, 0, 0, 0, 0, max(0, width - members))
+    return pad(mixes, missing), pad(scales, missing)
 
 
 def _shared_key(
