@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan, PlanError, resolve_shares
 from attention.plan_parts import dense, groups_of, map_of
 
+WIDTHS = st.sampled_from([(1, 1), (1, 3), (2, 2), (4, 1)])
+
 
 @st.composite
 def plans(draw: st.DrawFn) -> AttentionPlan:
     heads, layers = draw(st.integers(1, 64)), draw(st.integers(1, 5))
     ids = st.lists(st.integers(0, heads - 1), min_size=heads, max_size=heads).map(dense)
     return AttentionPlan(
-        tuple(LayerPlan(draw(ids), draw(ids)) for _ in range(layers)), head_dim=draw(st.integers(1, 256))
+        tuple(LayerPlan(draw(ids), draw(ids), *draw(WIDTHS)) for _ in range(layers)), head_dim=draw(st.integers(1, 256))
     )
 
 
@@ -30,7 +32,10 @@ def test_json_gives_the_same_plan_back(plan: AttentionPlan) -> None:
 
 @given(plans())
 def test_ratio_counts_kept_heads(plan: AttentionPlan) -> None:
-    kept = sum(len(set(layer.key_map)) + len(set(layer.value_map)) for layer in plan.layers)
+    kept = sum(
+        len(set(layer.key_map)) * layer.key_width + len(set(layer.value_map)) * layer.value_width
+        for layer in plan.layers
+    )
     assert plan.kv_heads == kept
     assert plan.kv_ratio == kept / (2 * plan.num_layers * plan.num_heads)
     assert plan.kv_bytes_per_token("float32") == kept * plan.head_dim * 4
@@ -52,6 +57,15 @@ def test_worked_example() -> None:
     assert plan.layers[0].value_groups == ((0, 2), (1, 3))
     assert not plan.is_uniform_gqa
     assert AttentionPlan((LayerPlan((0, 1, 1, 0), (0, 1, 1, 0)),) * 2, 16).is_uniform_gqa
+    wide = AttentionPlan((LayerPlan((0, 0, 0, 0), (0, 0, 0, 0), 2, 2),) * 2, 16)
+    assert (wide.kv_heads, wide.kv_bytes_per_token("bfloat16"), wide.is_uniform_gqa) == (8, 8 * 16 * 2, True)
+    assert wide.to_dict()["layers"][0] == {
+        "key_map": [0, 0, 0, 0],
+        "value_map": [0, 0, 0, 0],
+        "key_width": 2,
+        "value_width": 2,
+    }
+    assert "key_width" not in AttentionPlan.identity(2, 4, 16).to_json(), "digests from before there were widths stay"
     assert AttentionPlan.identity(2, 4, 16).kv_ratio == 1 and AttentionPlan.identity(2, 4, 16).is_uniform_gqa
 
 
@@ -73,6 +87,9 @@ def test_kv_bytes_refuses_an_unknown_dtype() -> None:
         (lambda: AttentionPlan((LayerPlan.identity(2), LayerPlan.identity(3)), 8), "layer 1: key_map has 3"),
         (lambda: HeadShare(1, 0, 1, 0), "earlier layer, got layer 1"),
         (lambda: AttentionPlan((LayerPlan.identity(2),), 8, (HeadShare(5, 0, 0, 0),)), "lies outside"),
+        (lambda: LayerPlan((0, 0), (0, 0), 0), "key_width must be a whole number of head dims, at least 1, got 0"),
+        (lambda: LayerPlan((0, 0), (0, 0), 1, True), "value_width must be a whole number of head dims"),
+        (lambda: AttentionPlan((LayerPlan((0, 0), (0, 0), 2, 2),), 8, composition=Composition()), "got wider"),
         (lambda: Composition(rank=0), "rank must be at least 1, got 0"),
         (lambda: AttentionPlan((LayerPlan.identity(4),), 8, (), Composition(groups=3)), "divide the 4 heads, got 3"),
         (lambda: map_of([[0, 1], [1]], 3), "head 1 is wrong"),

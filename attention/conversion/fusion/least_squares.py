@@ -3,8 +3,8 @@
 One shared head a group, as wide as its members or m times as wide, and for each member the linear
 map that reads it best.
 
-Legend: H heads, g members, d head dim, m width of the shared heads, D model dim. The maps cost nothing at run time: they are
-folded into query rows (keys) and output columns (values).
+Legend: H heads, g members, d head dim, m width of the shared heads, D model dim. The maps cost
+nothing at run time: they are folded into query rows (keys) and output columns (values).
 """
 
 from __future__ import annotations

@@ -21,6 +21,10 @@ PLANS = {
     "mqa": LayerPlan((0,) * 80, (0,) * 80),  # wider than a unit
     "uneven": LayerPlan((0, 1, 0, 2, 0, 0), (0, 1, 0, 2, 0, 0)),
     "decoupled": LayerPlan((0, 1, 0, 2, 2, 2, 0, 1), (0, 0, 1, 1, 0, 2, 0, 3)),
+    "wide": LayerPlan((0,) * 6, (0,) * 6, 4, 4),
+    "wide in groups": LayerPlan((0, 1, 0, 2, 0, 0), (0, 1, 0, 2, 0, 0), 2, 2),
+    "wide values": LayerPlan((0, 1, 0, 2, 2, 2, 0, 1), (0, 0, 1, 1, 0, 2, 0, 3), 1, 3),
+    "wide keys": LayerPlan((0, 1, 0, 2, 2, 2, 0, 1), (0, 0, 1, 1, 0, 2, 0, 3), 3, 1),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -42,7 +46,7 @@ def wrong_map() -> float:
 def main() -> None:
     found = {f"plan {name}": difference(plan, 32, 130, "cpu", torch.float32) for name, plan in PLANS.items()}
     plan = PLANS["decoupled"]
-    found |= {f"width {d}": difference(plan, d, 70, "cpu", torch.float32) for d in (32, 64, 80, 128)}
+    found |= {f"width {d}": difference(plan, d, 70, "cpu", torch.float32) for d in (32, 64, 80, 128, 256)}
     found |= {f"dtype {name}": difference(plan, 32, 130, "cpu", dtype) for name, dtype in DTYPES.items()}
     found |= {f"tokens {s}": difference(plan, 32, s, "cpu", torch.float32) for s in (1, 64, 65, 700)}
     found |= {f"mask {name}": difference(plan, 32, 200, "cpu", torch.float32, m) for name, m in masks(200).items()}

@@ -56,6 +56,30 @@ def test_every_way_equals_the_expanded_attention(way, maps, kind: str, batch: in
     assert torch.allclose(way(query, key, value, HeadMaps.of(plan), mask, None), wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("way", [decode, decode_padded], ids=lambda f: f.__name__)
+@settings(max_examples=20, deadline=None)
+@given(heads, st.tuples(st.integers(1, 4), st.integers(1, 4)))
+def test_wide_heads_are_their_slices_side_by_side(way, maps, widths: tuple[int, int]) -> None:
+    plan = LayerPlan(dense(maps[0]), dense(maps[1]), *widths)
+    (m, n), H, S, d = widths, plan.num_heads, 9, 4
+    query, key, value = (
+        normal(2, H, 1, m * d),
+        normal(2, plan.key_heads, S, m * d),
+        normal(2, plan.value_heads, S, n * d),
+    )
+    wanted = reference(query, key, value, plan, None)
+
+    def sliced(states: Tensor, width: int) -> Tensor:
+        return (
+            torch.cat([part for head in states.unbind(1) for part in head.split(d, -1)])
+            .unflatten(0, (-1, len(states)))
+            .transpose(0, 1)
+        )
+
+    out = way(sliced(query, m), sliced(key, m), sliced(value, n), HeadMaps.of(plan), None, None)
+    assert torch.allclose(out, wanted, atol=1e-6)
+
+
 @pytest.mark.parametrize("way", [decode_by_group, decode_padded], ids=lambda f: f.__name__)
 def test_a_wrong_map_is_seen(way) -> None:
     """The comparison above can fail: with one head read from its neighbour's values the outputs differ."""

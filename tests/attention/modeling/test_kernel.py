@@ -46,7 +46,7 @@ def interpreted() -> dict[str, float]:
 def test_in_the_interpreter_it_equals_the_expanded_attention(interpreted: dict[str, float]) -> None:
     limits = {"dtype bfloat16": 1e-2, "dtype float16": 1e-3}
     compared = {name: apart for name, apart in interpreted.items() if name not in ("splits", "wrong map")}
-    assert len(compared) >= 19
+    assert len(compared) >= 24
     assert {n: apart for n, apart in compared.items() if not apart <= limits.get(n, 1e-5)} == {}
 
 
@@ -72,14 +72,19 @@ def test_it_compiles_for_devices_that_are_not_here(
 
     from attention.modeling.kernels import flash_decode as made
 
-    sizes = {"WIDTH": 80, "D": 128, "M": 16, "N": 4, "BLOCK": 64 if dtype == "bf16" else 32, "MASK": 1, "UPCAST": False}
+    block = 64 if dtype == "bf16" else 32
+    plain = {"HEAD": 80, "KEY_WIDTH": 1, "VALUE_WIDTH": 1, "K": 128, "V": 128, "BLOCK": block}
+    wide = {"HEAD": 128, "KEY_WIDTH": 2, "VALUE_WIDTH": 2, "K": 256, "V": 256, "BLOCK": block // 2}
+    others = {"M": 16, "N": 4, "MASK": 1, "UPCAST": False}
     states = dict.fromkeys(("query", "key", "value"), f"*{dtype}")
     tables = dict.fromkeys(("keys", "members", "values", "counts", "value_map"), "*i32")
     parts = dict.fromkeys(("out", "maxima", "sums"), "*fp32")
-    types = {**states, **tables, **parts, "mask": "*u8", "scaling": "fp32", **dict.fromkeys(sizes, "constexpr")}
+    names = dict.fromkeys((*plain, *others), "constexpr")
+    types = {**states, **tables, **parts, "mask": "*u8", "scaling": "fp32", **names}
     merged = {"parts": "*fp32", "maxima": "*fp32", "sums": "*fp32", "out": f"*{dtype}"}
     for kernel, given, constants in (
-        (made._attend_split, types, sizes),
+        (made._attend_split, types, plain | others),
+        (made._attend_split, types, wide | others),
         (made._merge_splits, merged, {"WIDTH": 80, "D": 128, "SPLITS": 64}),
     ):
         signature = {name: given.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
