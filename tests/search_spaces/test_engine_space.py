@@ -86,7 +86,7 @@ def test_a_recipe_is_refused_where_its_plans_are(name: str, family: str) -> None
     config = config_of(family, 8, 8, 4)
     geometry = geometry_of(config)
     context, form = random_context(8, 8, 4, dim=geometry.head_dim), EngineForm.of(name, config, geometry)
-    for known in ("gqa", "least_squares", "headfold_layers", "headfold", "asymgqa"):
+    for known in ("gqa", "least_squares", "headfold_wide", "headfold_layers", "headfold", "asymgqa"):
         chosen = recipe(known)
         if chosen.objective == "layer":
             chosen = recipe(

@@ -16,6 +16,7 @@ from attention.calibration.store import Calibration
 from attention.conversion.refinement.original import Original
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
 from orchestrator import checkpoints
@@ -90,7 +91,11 @@ def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -
         own_cache = outcome.own_cache
         if not candidate.probe:
             with phases("save"):
-                note = conversion_note(candidate, "converted", _note(context, own_cache))
+                note = conversion_note(
+                    candidate,
+                    "converted",
+                    _note(context, own_cache, plan_of(converted).head_dim),
+                )
                 checkpoint.save(converted, folder / "converted", context.model, record=dict(note))
         measured = checkpoints.cache_facts(converted, own_cache)
         facts = {**measured, **facts, "actual_kv_ratio": measured["kv_ratio"]}
@@ -160,7 +165,8 @@ def _converted(
     if relaxed and not candidate.probe:
         with phases("save"):
             start = relaxation_start(recipe, shared.original.model, plan, shared.calibration)
-            note = conversion_note(candidate, "start", _note(context, own_cache))
+            names = _note(context, own_cache, planning.geometry.head_dim)
+            note = conversion_note(candidate, "start", names)
             checkpoint.save(start, folder / "start", context.model, record=dict(note))
             del start
     with phases("similarity"):
@@ -214,8 +220,8 @@ def _losses(
     return losses
 
 
-def _note(context: TrialContext, own_cache: int) -> Mapping[str, Any]:
-    return checkpoint.original_note(own_cache, **base_of(context.model))
+def _note(context: TrialContext, own_cache: int, head_dim: int) -> Mapping[str, Any]:
+    return checkpoint.original_note(own_cache, head_dim, **base_of(context.model))
 
 
 @lru_cache(maxsize=1)

@@ -82,7 +82,7 @@ def test_a_streamed_conversion_says_the_same(grouped: Path, tmp_path: Path) -> N
     record = convert_layerwise(grouped, "gqa", 0.25, tmp_path / "out", progress=lambda line: None, **SMALL)
     assert record["kv_ratio"] == 0.25 and record["kv_bytes_per_token"] * 4 == record["kv_bytes_per_token_original"]
     assert held(tmp_path / "out") * 4 == held(grouped)
-    assert checkpoint.original_heads(tmp_path / "out") == 2 * 2 * 4
+    assert checkpoint.original_heads(tmp_path / "out", 8) == 2 * 2 * 4
 
 
 def test_what_was_recorded_at_conversion_is_what_evaluate_compares_with(grouped: Path, tmp_path: Path) -> None:
