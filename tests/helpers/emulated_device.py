@@ -313,6 +313,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`scaled_dot_product_attention` by torch's own operations: its choice of kernels knows no device of this kind."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # which that operation adds as ones and zeros
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
     result = torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -368,7 +370,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def wrapped(tensor: Tensor) -> Tensor:
         if id(tensor) in wrappers:  # changed in place
             return wrappers[id(tensor)]
-        return EmulatedTensor(tensor) if to_device and id(tensor) not in of_cpu else tensor
+        if not to_device or id(tensor) in of_cpu:
+            return tensor
+        # A wrapper cannot say that its numbers are to be read as their conjugates or negatives, as a view's can
+        return EmulatedTensor(tensor.resolve_conj().resolve_neg())
 
     return tree_map_only(Tensor, wrapped, result)
 

@@ -95,9 +95,15 @@ SAME: dict[str, Callable[[torch.device], Tensor]] = {
     "ordered by its generator": lambda d: torch.randperm(9, device=d, generator=torch.Generator(d).manual_seed(3)),
     "in steps": lambda d: torch.arange(2, 9, 3, device=d) + torch.linspace(0, 1, 3, device=d),
     "drawn": lambda d: torch.randn(4, device=d, generator=torch.Generator(d).manual_seed(3)),
+    "conjugates": lambda d: (lambda z: z.conj() / z.abs() + z.mH)(
+        torch.complex(X[:, :3], Y[:3, None] - X[:, :3]).to(d)
+    ),
     "experts counted": lambda d: torch.histc(torch.tensor([0, 2, 2], dtype=torch.int32, device=d), 4, 0, 3).long(),
     "in a smaller type": lambda d: torch.bincount(torch.tensor([0, 2, 2], device=d)),
     "attention": lambda d: F.scaled_dot_product_attention(X[None].to(d), X[None].to(d), X[None].to(d), is_causal=True),
+    "attention under a mask": lambda d: F.scaled_dot_product_attention(
+        *(X[None].to(d),) * 3, attn_mask=torch.eye(3, dtype=torch.bool).logical_or(X[:, :3] > 5).to(d)
+    ),
     "grouped attention": lambda d: F.scaled_dot_product_attention(
         torch.ones(1, 4, 3, 8, device=d), *(torch.ones(1, 2, 3, 8, device=d),) * 2, enable_gqa=True
     ),
