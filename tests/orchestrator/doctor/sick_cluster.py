@@ -90,6 +90,6 @@ def main(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(REPOSITORY)]
+    sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")]
     answer = main(Path(sys.argv[1]))
     print(json.dumps(answer))
