@@ -75,7 +75,7 @@ def happened(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     job = tiny_job(folder, PLAN, sequences, sequences[:4], settings, **late)
     (folder / "job.json").write_text(job.to_json())
     environment = os.environ | {
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests' / 'helpers'}",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(START_SECONDS),
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "LATE_SECONDS": str(LATE_SECONDS),

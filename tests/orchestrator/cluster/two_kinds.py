@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from local_cluster import local_cluster
 from ray._private.state import actors  # Ray's public list asks the dashboard
-from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from orchestrator.cluster.capacity import cluster_nodes, concurrency, resolve_strategy
@@ -102,7 +102,7 @@ def workers_on() -> list[str]:
 def main(job: TrainJob, folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # sockets lie in it
         head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": short}
-        cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        cluster: Any = local_cluster(head)
         try:
             return told(cluster, job, folder)
         finally:

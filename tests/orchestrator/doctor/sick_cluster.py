@@ -61,7 +61,7 @@ def sick_path(folder: Path) -> str:
 
 def main(folder: Path) -> dict[str, Any]:
     import ray
-    from ray.cluster_utils import Cluster
+    from local_cluster import local_cluster
 
     from orchestrator.cluster.session import DASHBOARD, free_port
 
@@ -70,7 +70,7 @@ def main(folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # sockets lie in it
         head = {"num_cpus": 1, "temp_dir": short}
         head |= {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": dashboard}
-        cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        cluster: Any = local_cluster(head)
         try:
             cluster.add_node(num_cpus=1)
             ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
@@ -90,6 +90,6 @@ def main(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(REPOSITORY)]
+    sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")]
     answer = main(Path(sys.argv[1]))
     print(json.dumps(answer))

@@ -82,7 +82,7 @@ class Nodes:
     """
 
     def __init__(self, mark: str, one: bool, preemptions: bool) -> None:
-        from ray.cluster_utils import Cluster
+        from local_cluster import local_cluster
 
         self.folder = tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp")  # short: sockets lie in it
         settings = self._settings(mark) | {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": str(int(preemptions))}
@@ -92,7 +92,7 @@ class Nodes:
         self.dashboard = free_port()
         head = {"num_cpus": int(one), "include_dashboard": True, "dashboard_host": "127.0.0.1", "temp_dir": self.folder}
         head |= {"dashboard_port": self.dashboard, "dashboard_agent_listen_port": free_port()}
-        self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        self.cluster: Any = local_cluster(head)
         # As `ray start` does: a job, which Ray gives no address, else takes any other Ray of the machine for its own
         Path(self.folder, "ray_current_cluster").write_text(self.cluster.address)
         self.metadata: MetadataServer | None = None

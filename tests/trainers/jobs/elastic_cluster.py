@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from local_cluster import local_cluster
 from ray._private.state import actors  # Ray's public list asks the dashboard
-from ray.cluster_utils import Cluster
 
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.train_job import TrainJob
@@ -71,7 +71,7 @@ if __name__ == "__main__":
     given = TrainJob.from_json(Path(sys.argv[1]).read_text())
     with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # sockets lie in it
         head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": short}
-        one: Any = Cluster(initialize_head=True, head_node_args=head)
+        one: Any = local_cluster(head)
         try:
             print(json.dumps(told(one, given)))
         finally:

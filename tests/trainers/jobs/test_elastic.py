@@ -34,7 +34,10 @@ def test_a_training_goes_on_with_the_workers_that_there_are(tiny_job: Any, tmp_p
     more: dict[str, Any] = {"milestones": (STEPS,), "checkpoint_minutes": 0.05, "max_failures": 5}
     job = tiny_job(tmp_path, PLAN, sequences, sequences[:4], settings, **more)
     (tmp_path / "job.json").write_text(job.to_json())
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests' / 'helpers'}",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    }
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, str(SCRIPT), str(tmp_path / "job.json")]
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=800)
