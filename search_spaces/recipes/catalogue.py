@@ -170,7 +170,7 @@ NAMED_RECIPES = (
             refinement="fit_heal",
             width=WIDEST,
             source=(
-                "ours (docs/methods.md, section 7): fewer heads, each as wide as several; "
+                "ours (docs/methods.md, section 8): fewer heads, each as wide as several; "
                 "exports as plain GQA with the frequencies of wider heads"
             ),
         ),
