@@ -129,18 +129,39 @@ def rotation_size(cache_format: CacheFormat, width: int, side: str) -> int:
     return width & -width if side == "key" else ROTATED_MULTIPLE
 
 
-def round_head(x: Tensor, cache_format: CacheFormat, side: str, scale: float = 1.0) -> Tensor:
+def round_head(
+    x: Tensor,
+    cache_format: CacheFormat,
+    side: str,
+    *,
+    scale: float = 1.0,
+    order: Sequence[int] | None = None,
+) -> Tensor:
     """Return heads `[..., d]` as the engine's attention reads them.
 
     Rounded as `round_numbers` does, in the basis in which the engine holds them.
+
+    Args:
+        side: "key", also of queries, or "value".
+        scale: Of fp8.
+        order: The dims of `x` in the order in which the engine has them; None for the same.
     """
+    if cache_format.block == 1:
+        return round_numbers(x, cache_format, scale)
+    there = x.float() if order is None else x.float()[..., list(order)]
     size = rotation_size(cache_format, x.shape[-1], side)
     if size == 1:
-        return round_numbers(x, cache_format, scale)
-    matrix = hadamard(size).to(x.device)
-    turned = (x.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2)
-    rounded = round_numbers(turned, cache_format, scale).unflatten(-1, (-1, size))
-    return (rounded @ matrix).flatten(-2).to(x.dtype)
+        there = round_numbers(there, cache_format)
+    else:
+        matrix = hadamard(size).to(x.device)
+        turned = (there.unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+        rounded = round_numbers(turned, cache_format).unflatten(-1, (-1, size))
+        there = (rounded @ matrix).flatten(-2)
+    if order is not None:
+        back = torch.empty_like(there)
+        back[..., list(order)] = there
+        there = back
+    return there.to(x.dtype)
 
 
 # ---- models -------------------------------------------------------------------------------------
@@ -160,15 +181,20 @@ class RoundingCache:
     Without a cache beneath it returns them rounded, as a prefill reads them.
     """
 
-    def __init__(self, cache: Any, pair: CachePair, scales: Scales) -> None:
+    def __init__(
+        self, cache: Any, pair: CachePair, scales: Scales, order: Sequence[int] | None
+    ) -> None:
         self._cache = cache
         self._pair = pair
         self._scales = scales
+        self._order = order
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Round `[B, G^K, T, d]` and `[B, G^V, T, d]`; return what the cache returns of them."""
-        keys = round_head(key_states, self._pair.keys, "key", self._scales.keys)
-        values = round_head(value_states, self._pair.values, "value", self._scales.values)
+        keys = round_head(
+            key_states, self._pair.keys, "key", scale=self._scales.keys, order=self._order
+        )
+        values = round_head(value_states, self._pair.values, "value", scale=self._scales.values)
         if self._cache is None:
             return keys, values
         return self._cache.update(keys, values, *args, **kwargs)
@@ -179,7 +205,11 @@ class RoundingCache:
 
 @contextmanager
 def rounded_cache(
-    model: PreTrainedModel, pair: CachePair | None, scales: Sequence[Scales] | None = None
+    model: PreTrainedModel,
+    pair: CachePair | None,
+    *,
+    scales: Sequence[Scales] | None = None,
+    key_order: Sequence[int] | None = None,
 ) -> Iterator[None]:
     """Let a model, stock or converted, read keys and values as `pair` holds them.
 
@@ -190,6 +220,8 @@ def rounded_cache(
         pair: The formats of keys and values.
         scales: Of fp8, one entry a layer; 1 by default, as vLLM takes them where a checkpoint has
             none.
+        key_order: The dims of queries and keys in the order in which the engine has them; None for
+            the same.
 
     Raises:
         CacheFormatError: For a model whose attention takes no cache of transformers.
@@ -202,10 +234,11 @@ def rounded_cache(
     before = str(model.config._attn_implementation)
     try:
         for index, module in enumerate(modules):
-            hook = _hook(module, pair, Scales() if scales is None else scales[index])
+            scale = Scales() if scales is None else scales[index]
+            hook = _hook(module, pair, scale, key_order)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         if pair.queries is not None:
-            model.config._attn_implementation = _rounding_queries(before, pair.queries)
+            model.config._attn_implementation = _rounding_queries(before, pair.queries, key_order)
         yield
     finally:
         model.config._attn_implementation = before
@@ -213,7 +246,9 @@ def rounded_cache(
             handle.remove()
 
 
-def _hook(module: nn.Module, pair: CachePair, scales: Scales) -> Callable[..., Any]:
+def _hook(
+    module: nn.Module, pair: CachePair, scales: Scales, order: Sequence[int] | None
+) -> Callable[..., Any]:
     parameters = inspect.signature(module.forward).parameters
     name = next((name for name in CACHE_NAMES if name in parameters), None)
     if name is None:
@@ -222,12 +257,14 @@ def _hook(module: nn.Module, pair: CachePair, scales: Scales) -> Callable[..., A
         )
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, kwargs | {name: RoundingCache(kwargs.get(name), pair, scales)}
+        return args, kwargs | {name: RoundingCache(kwargs.get(name), pair, scales, order)}
 
     return before
 
 
-def _rounding_queries(implementation: str, query_format: CacheFormat) -> str:
+def _rounding_queries(
+    implementation: str, query_format: CacheFormat, order: Sequence[int] | None
+) -> str:
     """Return the name of an attention function that rounds queries before another.
 
     It is registered with transformers, with that one's mask.
@@ -236,7 +273,8 @@ def _rounding_queries(implementation: str, query_format: CacheFormat) -> str:
     def attention(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         compute: Any = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)  # type: ignore[arg-type]
-        return compute(module, round_head(query, query_format, "key"), *args, **kwargs)
+        rounded = round_head(query, query_format, "key", order=order)
+        return compute(module, rounded, *args, **kwargs)
 
     name = f"{implementation}_of_{query_format.name}_queries"
     AttentionInterface.register(name, attention)

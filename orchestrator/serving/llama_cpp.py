@@ -11,8 +11,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from attention.cache_formats import CachePair
 from attention.plan import BYTES
 from orchestrator.serving.engine import (
     CHILDREN,
@@ -82,6 +85,45 @@ def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
     return SpeedAnswer(
         answer["version"], answer["seconds"], cache_dtype, held, question.memory // held
     )
+
+
+class Scores(NamedTuple):
+    """What llama.cpp makes of given text.
+
+    Attributes:
+        log_probabilities: Of each token but the first of each sequence; None for tokens that end
+            within a character.
+        kv_bytes_per_token: Of its cache, as it reports it.
+    """
+
+    log_probabilities: list[list[float | None]]
+    kv_bytes_per_token: float
+
+
+def score(
+    python: str, file: Path, sequences: Sequence[Sequence[int]], pair: CachePair, seconds: float
+) -> Scores:
+    """Score the tokens of `sequences` with flash attention and a cache of the formats `pair`.
+
+    Args:
+        python: An interpreter that has llama.cpp (`find`).
+        file: The GGUF file.
+        sequences: Token ids.
+        pair: The formats of keys and values.
+        seconds: That it may take.
+    """
+    request = {
+        "file": str(file),
+        "sequences": [list(sequence) for sequence in sequences],
+        "repetitions": 0,
+        "cells": max(256, -(-max(map(len, sequences)) // 256) * 256),
+        "cache_formats": [pair.keys.name, pair.values.name],
+        "flash_attention": True,
+        "threads": idle_threads(),
+    }
+    command = [python, "-P", str(CHILDREN / "llama_cpp_child.py")]
+    answer, log = run_child(NAME, command, request, os.environ, seconds)
+    return Scores(answer["scores"], kv_bytes_per_token(log, 1))
 
 
 def _cache_dtype(question: Question | SpeedQuestion) -> str:
