@@ -5,9 +5,13 @@ What a format does to keys and values is computed by `attention.modeling.rounded
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NotRequired, TypedDict
 
+from attention.base.text import number
 from attention.plan import AttentionPlan
+from attention.ratios import percent
 
 LLAMA_CPP = "llama.cpp"
 VLLM = "vLLM"
@@ -155,8 +159,104 @@ class CachePair:
         return f"--cache-type-k {self.keys.name} --cache-type-v {self.values.name} --flash-attn on"
 
 
-OFFERED = tuple(
-    CachePair.parse(text)
-    for text in ("f16", "q8_0", "fp8", "q8_0,q5_1", "q8_0,q4_0", "q5_1", "q4_0")
-)
-"""What is offered beside conversions: the caches of engines that lose least at their bytes."""
+OFFERED = tuple(CachePair.parse(text) for text in ("q8_0", "fp8", "q8_0,q4_0", "q4_0"))
+"""What is shown beside conversions: the caches that lose least at their bytes."""
+NEAR = 0.04
+"""A format answers a request whose share of the bytes is so much smaller: q8_0 with 53 % that of
+half."""
+
+
+class FormatRecord(TypedDict):
+    """A model as it is, with its cache in formats that an engine holds.
+
+    The increase is that of the loss over a cache that is not rounded, in nats per token.
+    """
+
+    cache_format: str
+    engines: list[str]
+    flags: list[str]
+    """On the command line of each of the engines."""
+    kv_bytes_per_token: int
+    share: float
+    """Of the bytes in 16 bits."""
+    loss_increase: NotRequired[float]
+    loss_increase_stderr: NotRequired[float | None]
+
+
+def format_record(
+    pair: CachePair, plan: AttentionPlan, original: AttentionPlan | None = None
+) -> FormatRecord:
+    """Return what a cache in these formats takes for a plan.
+
+    Args:
+        pair: The formats of keys and values.
+        plan: Of the model.
+        original: The plan whose cache in 16 bits the share is relative to; by default `plan`.
+
+    Raises:
+        CacheFormatError: For heads that are no whole number of blocks.
+    """
+    held = pair.bytes_per_token(plan)
+    return {
+        "cache_format": pair.name,
+        "engines": list(pair.engines),
+        "flags": [pair.flags(engine) for engine in pair.engines],
+        "kv_bytes_per_token": held,
+        "share": held / (original or plan).kv_bytes_per_token("float16"),
+    }
+
+
+def offered_formats(plan: AttentionPlan, engine: str | None = None) -> list[FormatRecord]:
+    """Return the formats of `OFFERED` that an engine holds for a plan, by falling bytes.
+
+    Args:
+        engine: The engine; None for any.
+    """
+    records: list[FormatRecord] = []
+    for pair in OFFERED:
+        if engine is None or engine.lower() in {name.lower() for name in pair.engines}:
+            try:
+                records.append(format_record(pair, plan))
+            except CacheFormatError:
+                continue
+    return sorted(records, key=lambda record: -record["share"])
+
+
+def format_advice(records: Sequence[FormatRecord], share: float, model: str) -> str:
+    """Say which formats alone answer a request of so large a share of the 16-bit cache.
+
+    Of each engine that which keeps most bytes. Empty where no engine has a format.
+
+    Args:
+        records: As of `offered_formats`.
+        share: The requested share.
+        model: What the user calls the model.
+    """
+    if not records:
+        return ""
+    first: dict[str, FormatRecord] = {}
+    for record in records:
+        if record["share"] <= share + NEAR:
+            first.setdefault(record["engines"][0], record)
+    if not first:
+        least = records[-1]
+        return (
+            f"{percent(share)} of the 16-bit cache is below what a cache format alone reaches "
+            f"({_words(least)}); formats and conversions multiply"
+        )
+    words = ", or ".join(_words(record) for record in first.values())
+    name, *others = (record["cache_format"] for record in first.values())
+    measured = any("loss_increase" in record for record in first.values())
+    how = f"; measure it: headfold evaluate {model} --original {model} --cache-format {name}"
+    how += "".join(f" (or {other})" for other in others)
+    return f"{percent(share)} without any conversion: a cache in {words}" + how * (not measured)
+
+
+def _words(record: FormatRecord) -> str:
+    engine = record["engines"][0]
+    words = f"{record['cache_format']} ({engine}) has {percent(record['share'])} of the bytes"
+    if "loss_increase" not in record:
+        return words
+    error = record.get("loss_increase_stderr")
+    deviation = "" if error is None else f" ± {error:.3f}"
+    return f"{words}, loss {number(record['loss_increase'], '+.3f')}{deviation}"

@@ -443,6 +443,14 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
             "checkpoints are exported for it, or are exports."
         ),
     ] = None
+    cache_format: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure checkpoint and baseline with a KV cache as an engine holds it: f16, "
+            "bf16, q8_0, q5_1, q4_0 (llama.cpp), fp8 (vLLM); or keys and values apart: q8_0,q4_0. "
+            "The original keeps its own."
+        ),
+    ] = None
     engine_python: Annotated[
         str | None,
         typer.Option(help="Of --engine: the Python of the environment that has the engine."),
@@ -467,6 +475,12 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
             "source."
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        if self.cache_format is not None:
+            from orchestrator.config.parsing import read_cache_format
+
+            read_cache_format(self.cache_format)
 
 
 SearchPath = Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")]

@@ -1,7 +1,7 @@
 """Complete prompts with llama.cpp, time or score it: `python llama_cpp_child.py REQUEST.json`.
 
-It is timed where the request has `repetitions`, and scores the tokens of `sequences`. The log, which names the size of the KV cache, goes
-to stderr.
+It is timed where the request has `repetitions`, and scores the tokens of `sequences`. The log,
+which names the size of the KV cache, goes to stderr.
 """
 
 from __future__ import annotations
