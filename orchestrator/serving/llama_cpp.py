@@ -36,6 +36,7 @@ from orchestrator.serving.engine import (
 NAME = "llama.cpp"
 SIZE = re.compile(r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) cells")
 STEP = 0.01 * 2**20  # bytes: it logs sizes in MiB with two decimals
+SCORED_CELLS = 4096  # of a cache that text is scored in: its logged size is then exact to 3 bytes
 MOST = 512 * 2**20  # bytes of cache that are allocated to measure it
 ROUNDING = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2, "q8_0": 0.25}
 """Differences of log-probabilities that its arithmetic causes: activations are rounded to the dtype
@@ -116,7 +117,7 @@ def score(
         "file": str(file),
         "sequences": [list(sequence) for sequence in sequences],
         "repetitions": 0,
-        "cells": max(256, -(-max(map(len, sequences)) // 256) * 256),
+        "cells": max(SCORED_CELLS, -(-max(map(len, sequences)) // 256) * 256),
         "cache_formats": [pair.keys.name, pair.values.name],
         "flash_attention": True,
         "threads": idle_threads(),

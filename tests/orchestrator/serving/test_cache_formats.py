@@ -50,7 +50,7 @@ def _check(model: PreTrainedModel, file: Path, ids: torch.Tensor, names: list[st
             apart
         )
         assert min(apart, key=lambda other: apart[other]) == name, apart
-        assert scored.kv_bytes_per_token == pytest.approx(pair.bytes_per_token(plan), rel=0.02)
+        assert scored.kv_bytes_per_token == pytest.approx(pair.bytes_per_token(plan), abs=3)
 
 
 def _text(demo_tokenizer: object) -> torch.Tensor:
