@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attention.cache_formats import FORMATS, CacheFormatError, CachePair
+from attention.cache_formats import FORMATS, CacheFormatError, CachePair, format_advice, offered_formats
 from attention.plan import AttentionPlan, LayerPlan
 
 
@@ -52,3 +52,22 @@ def test_what_no_engine_holds_is_refused(text: str, message: str) -> None:
 def test_heads_that_are_no_whole_number_of_blocks_are_refused() -> None:
     with pytest.raises(CacheFormatError, match="blocks of 32 numbers of a head, and heads of this model have 80"):
         CachePair.parse("q8_0").bytes_per_token(AttentionPlan.identity(1, 2, 80))
+
+
+def test_what_a_format_alone_reaches_is_said() -> None:
+    records = offered_formats(AttentionPlan.identity(2, 4, 64))
+    assert [record["cache_format"] for record in records] == ["q8_0", "fp8", "q8_0,q4_0", "q4_0"]
+    half = format_advice(records, 0.5, "M")
+    assert half == (
+        "50% without any conversion: a cache in q8_0 (llama.cpp) has 53.12% of the bytes, or fp8 (vLLM) has 50% of the "
+        "bytes; measure it: headfold evaluate M --original M --cache-format q8_0 (or fp8)"
+    )
+    assert "q8_0,q4_0 (llama.cpp) has 40.62%" in format_advice(records, 0.4, "M")
+    assert format_advice(records, 0.125, "M").startswith("12.5% of the 16-bit cache is below what a cache format alone")
+    for_vllm = offered_formats(AttentionPlan.identity(2, 4, 64), "vllm")
+    assert [record["cache_format"] for record in for_vllm] == ["fp8"]
+    assert format_advice(offered_formats(AttentionPlan.identity(2, 4, 64), "transformers"), 0.5, "M") == ""
+    for record in records:
+        record |= {"loss_increase": 0.00123, "loss_increase_stderr": 0.0004}
+    assert "53.12% of the bytes, loss +0.001 ± 0.000, or fp8" in format_advice(records, 0.5, "M")
+    assert [r["cache_format"] for r in offered_formats(AttentionPlan.identity(2, 4, 80))] == ["fp8"], "no whole blocks"
