@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from attention.cache_formats import FORMATS, LLAMA_CPP, CachePair
+from attention.cache_formats import LLAMA_CPP, CachePair
 from attention.conversion.convert import convert
 from attention.engine_cache import engine_cache
 from attention.io import checkpoint
@@ -19,9 +19,9 @@ from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.serving.llama_cpp import score
 from trainers.evaluation import evaluate
 
-# Differences of log-probabilities (root mean square) that float arithmetic causes; any other format is ten times off
-CLOSE = 0.01
-FAR = 0.02
+# Root mean square of the differences of log-probabilities that float arithmetic causes: a number on the edge of a step
+# of 4 bits falls to either side. Another format, basis or order of dims is ten times as far off.
+CLOSE = 0.05
 TOKENS = 96
 
 
@@ -34,7 +34,7 @@ def _export(model: PreTrainedModel, folder: Path, demo_dir: Path) -> Path:
 def _check(model: PreTrainedModel, file: Path, ids: torch.Tensor, names: list[str]) -> None:
     plan = plan_of(model)
     ours = {}
-    for name in {*names, "f16", *FORMATS} - {"fp8", "bf16"}:
+    for name in {*names, "f16", "q8_0", "q4_0"}:
         with engine_cache(model, CachePair.parse(name)):
             ours[name] = evaluate(model, ids).token_losses
     for name in names:
@@ -46,10 +46,7 @@ def _check(model: PreTrainedModel, file: Path, ids: torch.Tensor, names: list[st
         assert read.sum() >= 0.9 * read.numel()
         apart = {other: float((ours[other] - theirs)[read].square().mean().sqrt()) for other in ours}
         assert apart[name] < CLOSE, f"{name}: {apart}"
-        assert all(value > FAR for other, value in apart.items() if other != name and "q8_0" not in (other, name)), (
-            apart
-        )
-        assert min(apart, key=lambda other: apart[other]) == name, apart
+        assert all(value > 2 * apart[name] for other, value in apart.items() if other != name), f"{name}: {apart}"
         assert scored.kv_bytes_per_token == pytest.approx(pair.bytes_per_token(plan), abs=3)
 
 
