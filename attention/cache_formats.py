@@ -64,7 +64,7 @@ class CacheFormat:
         return width // self.block * self.block_bytes
 
 
-FORMATS: dict[str, CacheFormat] = {
+CACHE_FORMATS: dict[str, CacheFormat] = {
     each.name: each
     for each in (
         CacheFormat("f16", (LLAMA_CPP, VLLM), 1, 2),
@@ -79,7 +79,7 @@ _VLLM_NAMES = {"f16": "float16", "bf16": "bfloat16", "fp8": "fp8"}
 
 
 def _without_blocks() -> str:
-    return ", ".join(each.name for each in FORMATS.values() if each.block == 1)
+    return ", ".join(each.name for each in CACHE_FORMATS.values() if each.block == 1)
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,19 @@ class CachePair:
             CacheFormatError: For an unknown name, or formats that no engine holds together.
         """
         names = [name.strip().lower() for name in text.split(",")]
-        if not 1 <= len(names) <= 2 or any(name not in FORMATS for name in names):
+        if not 1 <= len(names) <= 2 or any(name not in CACHE_FORMATS for name in names):
             raise CacheFormatError(
-                f"expected one of {', '.join(FORMATS)}, or two of them for keys and values apart "
+                f"expected one of {', '.join(CACHE_FORMATS)}, or two of them for keys and values apart "
                 f"(e.g. q8_0,q4_0), got {text!r}"
             )
-        pair = cls(FORMATS[names[0]], FORMATS[names[-1]])
+        pair = cls(CACHE_FORMATS[names[0]], CACHE_FORMATS[names[-1]])
         if not pair.engines:
             raise CacheFormatError(
                 f"no engine holds keys in {names[0]} beside values in {names[-1]}: vLLM has one "
                 "format for both, and llama.cpp holds "
-                + ", ".join(name for name, each in FORMATS.items() if LLAMA_CPP in each.engines)
+                + ", ".join(
+                    name for name, each in CACHE_FORMATS.items() if LLAMA_CPP in each.engines
+                )
             )
         return pair
 
@@ -124,7 +126,7 @@ class CachePair:
 
         llama.cpp's products of blocks take blocks of 8 bits.
         """
-        return FORMATS["q8_0"] if self.keys.block > 1 else None
+        return CACHE_FORMATS["q8_0"] if self.keys.block > 1 else None
 
     @property
     def engines(self) -> tuple[str, ...]:

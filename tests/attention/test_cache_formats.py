@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attention.cache_formats import FORMATS, CacheFormatError, CachePair, format_advice, offered_formats
+from attention.cache_formats import CACHE_FORMATS, CacheFormatError, CachePair, format_advice, offered_formats
 from attention.plan import AttentionPlan, LayerPlan
 
 
@@ -13,9 +13,9 @@ from attention.plan import AttentionPlan, LayerPlan
     [("f16", 16, 128), ("bf16", 16, 128), ("fp8", 8, 64), ("q8_0", 8.5, 68), ("q5_1", 6, 48), ("q4_0", 4.5, 36)],
 )
 def test_a_format_takes_the_bytes_of_its_blocks(name: str, bits: float, head: int) -> None:
-    assert FORMATS[name].bits == bits
-    assert FORMATS[name].share == bits / 16
-    assert FORMATS[name].head_bytes(64) == head
+    assert CACHE_FORMATS[name].bits == bits
+    assert CACHE_FORMATS[name].share == bits / 16
+    assert CACHE_FORMATS[name].head_bytes(64) == head
 
 
 def test_bytes_of_a_token_count_keys_and_values_apart() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.cache_formats import FORMATS, CachePair
+from attention.cache_formats import CACHE_FORMATS, CachePair
 from attention.conversion.convert import convert
 from attention.engine_cache import engine_cache
 from attention.modeling.grouped import cache_bytes
@@ -40,8 +40,8 @@ def test_blocks_are_those_of_ggml_to_the_bit(name: str) -> None:
     x = _numbers()
     kind = getattr(gguf.GGMLQuantizationType, name.upper())
     packed = gguf.quants.quantize(x.numpy(), kind)
-    assert packed.shape[-1] == FORMATS[name].head_bytes(64)
-    assert np.array_equal(round_numbers(x, FORMATS[name]).numpy(), gguf.quants.dequantize(packed, kind))
+    assert packed.shape[-1] == CACHE_FORMATS[name].head_bytes(64)
+    assert np.array_equal(round_numbers(x, CACHE_FORMATS[name]).numpy(), gguf.quants.dequantize(packed, kind))
 
 
 def _e4m3(x: float) -> float:
@@ -56,15 +56,15 @@ def _e4m3(x: float) -> float:
 def test_fp8_is_e4m3_that_saturates_under_a_scale() -> None:
     x = torch.cat([_numbers().flatten(), torch.tensor([1e4, -1e4, 447.0, 449.0, 0.0009, 2.0**-10, 1.0625])])
     expected = torch.tensor([_e4m3(value) for value in x.tolist()])
-    assert torch.equal(round_numbers(x, FORMATS["fp8"]), expected)
+    assert torch.equal(round_numbers(x, CACHE_FORMATS["fp8"]), expected)
     scaled = torch.tensor([_e4m3(value) for value in (x / 0.25).tolist()]) * 0.25
-    assert torch.equal(round_numbers(x, FORMATS["fp8"], 0.25), scaled)
+    assert torch.equal(round_numbers(x, CACHE_FORMATS["fp8"], 0.25), scaled)
 
 
 @pytest.mark.parametrize(("name", "word"), [("f16", "e"), ("bf16", "f")])
 def test_sixteen_bits_are_rounded_to_the_nearest(name: str, word: str) -> None:
     x = torch.randn(64, generator=torch.Generator().manual_seed(1))
-    rounded = round_numbers(x, FORMATS[name])
+    rounded = round_numbers(x, CACHE_FORMATS[name])
     if word == "e":
         assert rounded.tolist() == [struct.unpack("e", struct.pack("e", value))[0] for value in x.tolist()]
     else:
@@ -72,27 +72,35 @@ def test_sixteen_bits_are_rounded_to_the_nearest(name: str, word: str) -> None:
 
 
 def test_heads_of_a_multiple_of_64_are_rounded_in_their_hadamard_transform() -> None:
-    assert [rotation_size(FORMATS["q8_0"], width, "key") for width in (32, 64, 96, 128, 192)] == [1, 64, 1, 128, 64]
-    assert [rotation_size(FORMATS["q8_0"], width, "value") for width in (32, 64, 128)] == [1, 64, 64]
-    assert rotation_size(FORMATS["f16"], 64, "key") == 1
+    assert [rotation_size(CACHE_FORMATS["q8_0"], width, "key") for width in (32, 64, 96, 128, 192)] == [
+        1,
+        64,
+        1,
+        128,
+        64,
+    ]
+    assert [rotation_size(CACHE_FORMATS["q8_0"], width, "value") for width in (32, 64, 128)] == [1, 64, 64]
+    assert rotation_size(CACHE_FORMATS["f16"], 64, "key") == 1
     matrix = hadamard(64).double()
     assert torch.allclose(matrix @ matrix, torch.eye(64, dtype=torch.float64), atol=1e-6)
     x = _numbers()
-    expected = round_numbers(x @ hadamard(64), FORMATS["q4_0"]) @ hadamard(64)
-    assert torch.equal(round_head(x, FORMATS["q4_0"], "value"), expected)
+    expected = round_numbers(x @ hadamard(64), CACHE_FORMATS["q4_0"]) @ hadamard(64)
+    assert torch.equal(round_head(x, CACHE_FORMATS["q4_0"], "value"), expected)
     outlier = torch.randn(1, 64, generator=torch.Generator().manual_seed(2))
     outlier[0, 5] = 50
-    plain = (round_numbers(outlier, FORMATS["q4_0"]) - outlier)[0, :32]
-    turned = (round_head(outlier, FORMATS["q4_0"], "key") - outlier)[0]
+    plain = (round_numbers(outlier, CACHE_FORMATS["q4_0"]) - outlier)[0, :32]
+    turned = (round_head(outlier, CACHE_FORMATS["q4_0"], "key") - outlier)[0]
     assert turned.square().mean() < 0.6 * plain.square().mean()
 
 
 def test_keys_are_rounded_in_the_engines_order_of_dims() -> None:
     x = _numbers()
     order = [dim for i in range(32) for dim in (i, i + 32)]
-    there = round_head(x[..., order], FORMATS["q4_0"], "key")
-    assert torch.equal(round_head(x, FORMATS["q4_0"], "key", order=order)[..., order], there)
-    assert not torch.equal(round_head(x, FORMATS["q4_0"], "key"), round_head(x, FORMATS["q4_0"], "key", order=order))
+    there = round_head(x[..., order], CACHE_FORMATS["q4_0"], "key")
+    assert torch.equal(round_head(x, CACHE_FORMATS["q4_0"], "key", order=order)[..., order], there)
+    assert not torch.equal(
+        round_head(x, CACHE_FORMATS["q4_0"], "key"), round_head(x, CACHE_FORMATS["q4_0"], "key", order=order)
+    )
 
 
 def _logits(model: PreTrainedModel, ids: Tensor, pair: CachePair | None) -> Tensor:
