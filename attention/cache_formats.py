@@ -99,8 +99,8 @@ class CachePair:
         names = [name.strip().lower() for name in text.split(",")]
         if not 1 <= len(names) <= 2 or any(name not in CACHE_FORMATS for name in names):
             raise CacheFormatError(
-                f"expected one of {', '.join(CACHE_FORMATS)}, or two of them for keys and values apart "
-                f"(e.g. q8_0,q4_0), got {text!r}"
+                f"expected one of {', '.join(CACHE_FORMATS)}, or two of them for keys and values "
+                f"apart (e.g. q8_0,q4_0), got {text!r}"
             )
         pair = cls(CACHE_FORMATS[names[0]], CACHE_FORMATS[names[-1]])
         if not pair.engines:
