@@ -87,6 +87,7 @@ class EvaluateArguments(EvalArguments, total=False):
     prompts: str | Sequence[str] | None
     context_lengths: str | None
     speed_tokens: int
+    cache_format: str | None
 
 
 def convert(

@@ -184,6 +184,7 @@ class ExportArguments(TypedDict, total=False):
 
     dtype: str
     allow_larger_cache: bool
+    cache_format: str | None
     check: bool
     engine: str | None
     engine_python: str | None

@@ -443,6 +443,14 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
             "checkpoints are exported for it, or are exports."
         ),
     ] = None
+    cache_format: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure checkpoint and baseline with a KV cache as an engine holds it: f16, "
+            "bf16, q8_0, q5_1, q4_0 (llama.cpp), fp8 (vLLM); or keys and values apart: q8_0,q4_0. "
+            "The original keeps its own."
+        ),
+    ] = None
     engine_python: Annotated[
         str | None,
         typer.Option(help="Of --engine: the Python of the environment that has the engine."),
@@ -467,6 +475,9 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
             "source."
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        _check_cache_format(self.cache_format)
 
 
 SearchPath = Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/demo/demo.")]
@@ -708,6 +719,13 @@ class ExportOptions:
             help="auto (the checkpoint's own), float32, bfloat16 or float16; for gguf also q8_0."
         ),
     ] = "auto"
+    cache_format: Annotated[
+        str | None,
+        typer.Option(
+            help="Format that the engine is to hold the KV cache in, e.g. q8_0 or q8_0,q4_0 "
+            "(llama.cpp), fp8 (vLLM): bytes and commands to serve it are those of this format."
+        ),
+    ] = None
     check: Annotated[
         bool,
         typer.Option(
@@ -740,6 +758,16 @@ class ExportOptions:
     ] = True
     overwrite: Overwrite = False
     dequantize: Dequantize = False
+
+    def __post_init__(self) -> None:
+        _check_cache_format(self.cache_format)
+
+
+def _check_cache_format(text: str | None) -> None:
+    if text is not None:
+        from orchestrator.config.parsing import read_cache_format
+
+        read_cache_format(text)
 
 
 def _train_tokens(limit: str) -> OptionInfo:

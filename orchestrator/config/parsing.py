@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from attention.base.messages import did_you_mean, reason
+from attention.cache_formats import CacheFormatError, CachePair
 
 _MOST_LINES = 12  # mistakes of one file that a message lists
 IN_WORDS = {
@@ -29,6 +30,14 @@ BY_COMMA = "several values of one option are separated by a comma, e.g. --kv-rat
 
 class ConfigError(ValueError):
     """A configuration that cannot be run. The message names key, value and remedy."""
+
+
+def read_cache_format(text: str) -> CachePair:
+    """Return the formats of a KV cache. Raises ConfigError for what no engine holds."""
+    try:
+        return CachePair.parse(text)
+    except CacheFormatError as error:
+        raise ConfigError(f"cache_format: {error}") from None
 
 
 Parsed = TypeVar("Parsed", bound=BaseModel)

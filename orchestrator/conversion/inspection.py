@@ -17,6 +17,8 @@ from torch import Tensor
 from attention.base.messages import one_of
 from attention.base.progress import stage
 from attention.base.timing import Phases
+from attention.cache_formats import CachePair, FormatRecord, offered_formats
+from attention.engine_cache import engine_cache
 from attention.io.precision import round_weights
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
@@ -34,7 +36,7 @@ from search_spaces.recipes.catalogue import RECIPES, Recipe
 from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
-from trainers.evaluation import perplexity
+from trainers.evaluation import evaluate, perplexity
 
 COMPARED = ("gqa", "headfold")
 FIT_KEY = "refinement.fit_steps"
@@ -101,6 +103,8 @@ class InspectionRecord(OriginalFacts):
     similarity: list[Mapping[str, Any]]
     """Mean cosines of the stored heads of a layer, `raw` and `aligned`, `[U, U]`."""
     budgets: list[BudgetRecord]
+    cache_formats: list[FormatRecord]
+    """The checkpoint as it is, with its cache in the formats of engines."""
     recipes: list[RecipeEntry]
     agreement: list[Mapping[str, Any]] | None
     """Spearman of the layer-output score's ranks with those of the loss, if that was measured."""
@@ -133,6 +137,8 @@ def measure_heads(
         similarity = _similarity(context)
     with phases("sensitivity"):
         plans, curves = _plans_and_curves(request.distinct(report=True), store)
+    with phases("formats"):
+        formats = _formats(store)
     with phases("recipes"):
         costs = _recipes(compared, plans, store, request.options.recipe_settings.get(FIT_KEY))
     sites: list[Mapping[str, Any]] | None = None
@@ -163,6 +169,7 @@ def measure_heads(
         "sensitivity": [{"layer": layer, **sides} for layer, sides in enumerate(curves)],
         "similarity": similarity,
         "budgets": [_budget(ratio, plan, curves, request) for ratio, plan in plans.items()],
+        "cache_formats": formats,
         "recipes": costs,
         "agreement": sites,
         "seed": request.seed,
@@ -216,6 +223,20 @@ def _shortly_refined(recipe: Recipe, steps: int | None) -> Recipe:
     if steps is None or fit_steps <= steps:
         return recipe
     return recipe.with_changes(**{FIT_KEY: steps})
+
+
+def _formats(store: MemoryStore) -> list[FormatRecord]:
+    """Return the loss of the original with its cache in each format that an engine holds."""
+    records = offered_formats(store.request.checkpoint.plan)
+    with stage("rounding the cache", len(records), "formats") as progress:
+        for record in records:
+            with engine_cache(store.original, CachePair.parse(record["cache_format"])):
+                scored = evaluate(store.original, store.texts.held_out)
+            compared = scored.compared(store.original_evaluation)
+            record["loss_increase"] = compared["loss_increase"]
+            record["loss_increase_stderr"] = compared["loss_increase_stderr"]
+            progress.step()
+    return records
 
 
 def _similarity(context: PlanningContext) -> list[Mapping[str, Any]]:

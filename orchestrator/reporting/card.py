@@ -66,6 +66,7 @@ class CardFacts:
         tasks: Scores by model, as `evaluate --tasks` gives them.
         trained: Steps and tokens behind the weights, and what text they are of.
         datasets: That text, if it is on the hub.
+        cache_format: What the commands to serve it choose for the KV cache.
     """
 
     base: str | None = None
@@ -78,6 +79,7 @@ class CardFacts:
     tasks: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     trained: dict[str, int | str | None] = field(default_factory=dict)
     datasets: list[str] = field(default_factory=list)
+    cache_format: str | None = None
 
     @classmethod
     def of(cls, folder: str | Path) -> CardFacts:
@@ -148,7 +150,7 @@ def card_of(folder: Path, facts: CardFacts, repository: str | None = None) -> st
         layers=(folder / PICTURE).is_file(),
         picture=PICTURE,
         tables=[table for table in tables if table.rows],
-        loading=loading_blocks(folder, repository, engines),
+        loading=loading_blocks(folder, repository, engines, facts.cache_format),
         licence=_licence(facts, base),
     )
     metadata = _metadata(folder, facts, engines)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from attention.cache_formats import LLAMA_CPP, VLLM, CachePair
 from attention.checkpoint import Checkpoint
 from attention.io.stock_form import exact_targets, export_command
 from attention.io.targets import targets
@@ -50,23 +51,32 @@ class CodeBlock(NamedTuple):
     lines: str
 
 
-def loading_blocks(folder: Path, repository: str | None, engines: Sequence[str]) -> list[CodeBlock]:
+def loading_blocks(
+    folder: Path,
+    repository: str | None,
+    engines: Sequence[str],
+    cache_format: str | None = None,
+) -> list[CodeBlock]:
     """Return the code that loads the files in `folder`, for each engine.
 
     Args:
         folder: Of the checkpoint.
         repository: On the hub, where it will lie; None: the reader of the card puts in a path.
         engines: Software that loads the files.
+        cache_format: That of the KV cache (`attention.cache_formats`).
     """
+    pair = None if cache_format is None else CachePair.parse(cache_format)
+    flags = {name: f" {pair.flags(name)}" for name in pair.engines} if pair else {}
     local = f"path/to/{folder.resolve().name}"
     path = repository or local
     hint = "" if repository else "  # the folder of this card"
     download = f"hf download {repository} --local-dir model\n" if repository else ""
     downloaded = "model" if repository else local
     if gguf := next(iter(sorted(folder.glob("*.gguf"))), None):
-        lines = f"llama-server -m {gguf.name}"
+        served = flags.get(LLAMA_CPP, "")
+        lines = f"llama-server -m {gguf.name}{served}"
         if repository:
-            lines = f"llama-server --hf-repo {repository} --hf-file {gguf.name}\n{lines}"
+            lines = f"llama-server --hf-repo {repository} --hf-file {gguf.name}{served}\n{lines}"
         return [CodeBlock("llama.cpp", "bash", lines)]
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if str(config.get("model_type", "")).startswith(TYPE_PREFIX):
@@ -87,9 +97,9 @@ def loading_blocks(folder: Path, repository: str | None, engines: Sequence[str])
             lines = _TRANSFORMERS.format(path=path, hint=hint, trust=trust)
             blocks.append(CodeBlock(engine, "python", lines))
         elif engine == "vLLM":
-            lines = f"vllm serve {path}" + " --trust-remote-code" * own_code
+            lines = f"vllm serve {path}" + " --trust-remote-code" * own_code + flags.get(VLLM, "")
             blocks.append(CodeBlock(engine, "bash", lines))
         elif engine == "llama.cpp" and not own_code:
-            lines = download + _GGUF.format(folder=downloaded)
+            lines = download + _GGUF.format(folder=downloaded) + flags.get(LLAMA_CPP, "")
             blocks.append(CodeBlock(engine, "bash", lines))
     return blocks

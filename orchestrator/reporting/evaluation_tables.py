@@ -128,6 +128,16 @@ def print_evaluation(record: Mapping[str, Any]) -> None:
         f"{record['kv_bytes_per_token']} bytes per token planned, "
         f"{record['cache_bytes_measured']} held after {record['cache_tokens']} tokens"
     )
+    if held := record.get("engine_cache"):
+        flags = "; ".join(
+            f"{engine} {words}"
+            for engine, words in zip(held["engines"], held["flags"], strict=True)
+        )
+        print(
+            f"measured with a cache in {held['cache_format']}: "
+            f"{held['kv_bytes_per_token']:,} bytes per token, {percent(held['share'])} of the "
+            f"{'original' if record['original'] else 'model'}'s in 16 bits; {flags}"
+        )
     if "decode_tokens_per_second" in record:
         print(
             f"prefill {record['prefill_tokens_per_second']:.0f} tokens/s, "

@@ -7,6 +7,7 @@ from typing import Any
 
 from attention.base.text import number
 from attention.base.timing import clock
+from attention.cache_formats import format_advice
 from attention.ratios import percent
 from orchestrator.reporting.comparison import KV_COLUMN, NO_VALUE
 from orchestrator.reporting.console import console
@@ -32,6 +33,10 @@ RECIPE_COLUMNS = (
 def lead(record: Mapping[str, Any]) -> str:
     """Return the best conversion of each KV ratio, the checkpoint, and its most sensitive heads."""
     sentences = []
+    formats = record.get("cache_formats") or []
+    for budget in record["budgets"]:
+        if advice := format_advice(formats, budget["kv_ratio_asked"], record["model"]):
+            sentences.append(f"{advice}.")
     for budget in record["budgets"]:
         ratio = budget["kv_ratio_asked"]
         if (best := best_entry(record, ratio)) is not None:
@@ -109,6 +114,23 @@ def recipe_table(record: Mapping[str, Any]) -> Table:
     return Table(RECIPE_COLUMNS, rows, frozenset(marked), intro)
 
 
+def format_table(record: Mapping[str, Any]) -> Table:
+    """Return a row for each cache format of an engine: the checkpoint as it is, in that cache."""
+    rows = [
+        [
+            entry["cache_format"],
+            ", ".join(entry["engines"]),
+            percent(entry["share"]),
+            f"{entry['kv_bytes_per_token']:,}",
+            increase_of(entry),
+            "; ".join(entry["flags"]),
+        ]
+        for entry in record["cache_formats"]
+    ]
+    columns = ("cache format", "engine", "of 16 bits", "bytes/token", "loss increase", "flags")
+    return Table(columns, rows)
+
+
 def agreement_table(record: Mapping[str, Any]) -> Table:
     """Return a row a layer: moves, then rank correlation and spread of the losses by side."""
     sites = {(site["layer"], site["side"]): site for site in record["agreement"]}
@@ -127,6 +149,9 @@ def print_inspection(record: Mapping[str, Any]) -> None:
     """Print an inspection as tables."""
     out = console()
     out.print(lead(record) + "\n")
+    if record.get("cache_formats"):
+        out.print("The checkpoint as it is, with its cache as engines hold it:")
+        out.print(format_table(record).for_terminal(), "\n")
     for side in ("key", "value"):
         counts = list(record["sensitivity"][0][side])
         out.print(f"Loss increase when only the {side}s of a layer are fused into so many heads:")

@@ -11,6 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.base.messages import one_of
+from attention.cache_formats import (
+    REFERENCE_BYTES,
+    CacheFormatError,
+    FormatRecord,
+    format_record,
+)
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
 from attention.io.dtype_names import full_name
@@ -20,6 +26,7 @@ from attention.io.stock_form import format_of
 from attention.io.targets import Target, best_target, target
 from orchestrator import checkpoints
 from orchestrator.config.options import ExportOptions
+from orchestrator.config.parsing import read_cache_format
 from orchestrator.config.schema import ConfigError
 from orchestrator.serving.check import CheckError, check_export
 from orchestrator.serving.engines import engine as engine_named
@@ -55,6 +62,8 @@ class EngineExportRecord(TypedDict):
     loads_in: Sequence[str]
     format_note: str
     padding: NotRequired[Mapping[str, Any]]
+    engine_cache: NotRequired[FormatRecord]
+    """With `--cache-format`: what the engine's cache takes then."""
     other_targets: dict[str, str]
     """Of target auto: why the others were not taken."""
 
@@ -84,6 +93,7 @@ def export_checkpoint(options: ExportOptions) -> EngineExportRecord:
     dtype = options.dtype
     if dtype not in chosen.dtypes:
         dtype = checkpoints.written_dtype(opened, dtype)
+    cache = _engine_cache(options.cache_format, chosen, opened)
     report = export(
         opened,
         chosen.name,
@@ -94,9 +104,38 @@ def export_checkpoint(options: ExportOptions) -> EngineExportRecord:
         allow_larger_cache=options.allow_larger_cache,
         overwrite=options.overwrite,
     )
-    return EngineExportRecord(
+    record = EngineExportRecord(
         **asdict(report), **_format(options.out, chosen, report.cache_dtype), other_targets=others
     )
+    if cache is not None:
+        record["engine_cache"] = cache
+    return record
+
+
+def _engine_cache(text: str | None, chosen: Target, opened: Checkpoint) -> FormatRecord | None:
+    """Return what a cache format takes in the engines of a target; None without one.
+
+    Raises:
+        ConfigError: For a format that none of them holds for this model.
+    """
+    if text is None:
+        return None
+    pair = read_cache_format(text)
+    if not set(pair.engines) & set(chosen.engines):
+        raise ConfigError(
+            f"cache_format: {pair.name} is held by {', '.join(pair.engines)}, and target "
+            f"{chosen.name} is read by {', '.join(chosen.engines)}"
+        )
+    held = chosen.held(opened.config, opened.plan)
+    heads = sum(held.key_heads) + sum(held.value_heads)
+    try:
+        record = format_record(pair, opened.plan)
+        held_bytes = sum(held.key_heads) * pair.keys.head_bytes(held.head_dim)
+        held_bytes += sum(held.value_heads) * pair.values.head_bytes(held.head_dim)
+    except CacheFormatError as error:
+        raise ConfigError(f"cache_format: {error}") from None
+    share = held_bytes / (heads * held.head_dim * REFERENCE_BYTES)
+    return {**record, "kv_bytes_per_token": held_bytes, "share": share}
 
 
 def _check_dtype(chosen: Target, dtype: str) -> None:

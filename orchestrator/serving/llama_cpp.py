@@ -11,8 +11,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from attention.cache_formats import CachePair
 from attention.plan import BYTES
 from orchestrator.serving.engine import (
     CHILDREN,
@@ -33,6 +36,7 @@ from orchestrator.serving.engine import (
 NAME = "llama.cpp"
 SIZE = re.compile(r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) cells")
 STEP = 0.01 * 2**20  # bytes: it logs sizes in MiB with two decimals
+SCORED_CELLS = 4096  # of a cache that text is scored in: its logged size is then exact to 3 bytes
 MOST = 512 * 2**20  # bytes of cache that are allocated to measure it
 ROUNDING = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2, "q8_0": 0.25}
 """Differences of log-probabilities that its arithmetic causes: activations are rounded to the dtype
@@ -82,6 +86,45 @@ def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
     return SpeedAnswer(
         answer["version"], answer["seconds"], cache_dtype, held, question.memory // held
     )
+
+
+class Scores(NamedTuple):
+    """What llama.cpp makes of given text.
+
+    Attributes:
+        log_probabilities: Of each token but the first of each sequence; None for tokens that end
+            within a character.
+        kv_bytes_per_token: Of its cache, as it reports it.
+    """
+
+    log_probabilities: list[list[float | None]]
+    kv_bytes_per_token: float
+
+
+def score(
+    python: str, file: Path, sequences: Sequence[Sequence[int]], pair: CachePair, seconds: float
+) -> Scores:
+    """Score the tokens of `sequences` with flash attention and a cache of the formats `pair`.
+
+    Args:
+        python: An interpreter that has llama.cpp (`find`).
+        file: The GGUF file.
+        sequences: Token ids.
+        pair: The formats of keys and values.
+        seconds: That it may take.
+    """
+    request = {
+        "file": str(file),
+        "sequences": [list(sequence) for sequence in sequences],
+        "repetitions": 0,
+        "cells": max(SCORED_CELLS, -(-max(map(len, sequences)) // 256) * 256),
+        "cache_formats": [pair.keys.name, pair.values.name],
+        "flash_attention": True,
+        "threads": idle_threads(),
+    }
+    command = [python, "-P", str(CHILDREN / "llama_cpp_child.py")]
+    answer, log = run_child(NAME, command, request, os.environ, seconds)
+    return Scores(answer["scores"], kv_bytes_per_token(log, 1))
 
 
 def _cache_dtype(question: Question | SpeedQuestion) -> str:

@@ -19,7 +19,9 @@ from orchestrator.tasks.search import warn
 from orchestrator.tasks.task import Task, print_by_topic
 
 if TYPE_CHECKING:
-    from orchestrator.resources.estimate import ConversionEstimate
+    from attention.cache_formats import FormatRecord
+    from orchestrator.conversion.request import ConversionRequest
+    from orchestrator.resources.estimate import ConversionEstimate, Machine
     from orchestrator.resources.search_estimate import SearchEstimate
 
 OF_SEARCH = "a search: headfold estimate CONFIG [KEY=VALUE]..."
@@ -67,7 +69,15 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         if self.search_config is not None:
             return self.search_estimate.record()
         records = [asdict(point) for point in self.points]
-        return records[0] if len(records) == 1 else {"points": records}
+        record = records[0] if len(records) == 1 else {"points": records}
+        return {**record, "cache_formats": self.cache_formats}
+
+    @cached_property
+    def cache_formats(self) -> list[FormatRecord]:
+        """What the checkpoint as it is takes in the cache formats of engines."""
+        from attention.cache_formats import offered_formats
+
+        return offered_formats(self.request.checkpoint.plan, self.options.engine)
 
     @cached_property
     def search_estimate(self) -> SearchEstimate:
@@ -85,25 +95,43 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         )
 
     @cached_property
-    def points(self) -> list[ConversionEstimate]:
-        """What each conversion takes, by falling KV ratio."""
-        from orchestrator.conversion.estimate import estimate_conversions
-        from orchestrator.resources.estimate import Machine
+    def request(self) -> ConversionRequest:
+        """The conversions, checked once."""
         from orchestrator.tasks.convert import Convert
 
         given = self.options
-        elsewhere = Machine.named(given.device, given.gpus, given.gpu_memory)
         shared = [field.name for field in fields(ConvertOptions) if hasattr(given, field.name)]
         options = ConvertOptions(**{name: getattr(given, name) for name in shared})
-        if elsewhere is not None:
+        if self._elsewhere is not None:
             options = replace(options, device="cpu")  # whose checks pass anywhere
-        return estimate_conversions(Convert(options, config_only=True).request, elsewhere=elsewhere)
+        return Convert(options, config_only=True).request
+
+    @cached_property
+    def _elsewhere(self) -> Machine | None:
+        from orchestrator.resources.estimate import Machine
+
+        given = self.options
+        return Machine.named(given.device, given.gpus, given.gpu_memory)
+
+    @cached_property
+    def points(self) -> list[ConversionEstimate]:
+        """What each conversion takes, by falling KV ratio."""
+        from orchestrator.conversion.estimate import estimate_conversions
+
+        return estimate_conversions(self.request, elsewhere=self._elsewhere)
 
     def show(self, record: Mapping[str, Any]) -> None:
         if self.search_config is not None:
             print_by_topic(self.search_estimate.describe(self.search_config))
             warn(self.search_estimate.warnings)
             return
+        from attention.cache_formats import format_advice
+
+        for point in self.points:
+            advice = format_advice(
+                self.cache_formats, point.kv_ratio_asked, str(self.options.model)
+            )
+            print(advice + "\n" * bool(advice), end="")
         for number, point in enumerate(self.points):
             print("\n" * bool(number), end="")
             print_by_topic(point.describe())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, NotRequired, TypedDict
 
@@ -11,12 +12,15 @@ from transformers import PreTrainedModel
 
 from attention.base.text import compact
 from attention.base.timing import Phases, clock
+from attention.cache_formats import CacheFormatError, CachePair, FormatRecord, format_record
 from attention.checkpoint import Checkpoint
+from attention.engine_cache import engine_cache
 from attention.io import checkpoint as checkpoint_files
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.model_classes import plan_of
 from orchestrator import checkpoints
 from orchestrator.config.options import EvaluateOptions
+from orchestrator.config.parsing import read_cache_format
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation.extras import Extras, PreparedExtras
 from orchestrator.evaluation.generations import read_prompts
@@ -72,6 +76,9 @@ class EvaluationRecord(TypedDict):
     parameters: int
     prefill_tokens_per_second: NotRequired[float]
     decode_tokens_per_second: NotRequired[float]
+    engine_cache: NotRequired[FormatRecord]
+    """With `--cache-format`: what checkpoint and baseline were measured with; the share is of the
+    original's cache in 16 bits, or of the checkpoint's own."""
     seconds: dict[str, float]
 
 
@@ -91,6 +98,30 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
                 "engine_python: is of a measurement in an engine; add --engine, or leave it out"
             )
         require(self.extras, self.models, self.positions, self.dtype, self.tokenizer)
+        require(self.cache_facts)
+
+    @cached_property
+    def cache_pair(self) -> CachePair | None:
+        """The formats of the cache to measure with."""
+        text = self.options.cache_format
+        return None if text is None else read_cache_format(text)
+
+    @cached_property
+    def cache_facts(self) -> FormatRecord | None:
+        """What that cache takes.
+
+        Raises:
+            ConfigError: For a model whose heads the engine does not hold so.
+        """
+        if self.cache_pair is None:
+            return None
+        plans = {key: model.plan for key, model in self.models.items()}
+        try:
+            if BASELINE in plans:
+                self.cache_pair.bytes_per_token(plans[BASELINE])
+            return format_record(self.cache_pair, plans[CHECKPOINT], plans.get(ORIGINAL))
+        except CacheFormatError as error:
+            raise ConfigError(f"cache_format: {error}") from None
 
     @cached_property
     def models(self) -> dict[str, Checkpoint]:
@@ -245,7 +276,8 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
             teacher = self._load(ORIGINAL) if ORIGINAL in models else None
         with phases("evaluate"):
             round_weights(model, checkpoints.dtype_of(self.dtype))
-            scored = evaluate(model, sequences, teacher=teacher)
+            with self._rounding(model):
+                scored = evaluate(model, sequences, teacher=teacher)
             original_scored = evaluate(teacher, sequences) if teacher is not None else None
             comparison: dict[str, Any] = {
                 "loss_increase": None,
@@ -254,14 +286,17 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
             if original_scored is not None:
                 comparison = scored.compared(original_scored)
         with phases("extras"):
-            measured = {CHECKPOINT: prepared.measure(model)}
+            with self._rounding(model):
+                measured = {CHECKPOINT: prepared.measure(model)}
             if teacher is not None:
                 measured[ORIGINAL] = prepared.measure(teacher)
         baseline_loss = None
         if BASELINE in models:
             with phases("baseline"):
                 other = self._load(BASELINE)
-                baseline_scored = evaluate(other, sequences)
+                with self._rounding(other):
+                    baseline_scored = evaluate(other, sequences)
+                    measured[BASELINE] = prepared.measure(other)
                 baseline_loss = baseline_scored.loss
                 if original_scored is not None:
                     increase = baseline_scored.compared(original_scored)
@@ -269,7 +304,6 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
                         f"baseline_{name}": increase[name]
                         for name in ("loss_increase", "loss_increase_stderr")
                     }
-                measured[BASELINE] = prepared.measure(other)
                 del other
         heads, kind = _reference_cache(models[CHECKPOINT], model, teacher)
         cast_weights(model, checkpoints.dtype_of(self.dtype))
@@ -293,6 +327,8 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
             "kv_ratio_of": kind,
             **checkpoints.cache_facts(model, heads),
         }
+        if self.cache_facts is not None:
+            record |= {"engine_cache": self.cache_facts}
         if options.speed_tokens:
             with phases("speed"):
                 length = sequences.shape[1]
@@ -303,6 +339,9 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
                 "decode_tokens_per_second": speed.decode,
             }
         return record | prepared.record(measured) | {"seconds": dict(phases)}
+
+    def _rounding(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        return engine_cache(model, self.cache_pair)
 
     def _load(self, key: str) -> PreTrainedModel:
         return checkpoints.load_working(self.models[key], self.dtype, self.options.device)
@@ -323,6 +362,7 @@ def _refuse_with_engine(options: EvaluateOptions, rehearsal: bool) -> None:
         ("--baseline", options.baseline),
         ("--dry-run", rehearsal or None),
         ("--dequantize", options.dequantize or None),
+        ("--cache-format", options.cache_format),
     ]
     if refused := [name for name, value in others if value is not None]:
         raise ConfigError(

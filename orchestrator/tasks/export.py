@@ -74,7 +74,8 @@ class Export(Task[ExportOptions, ExportRecord]):
         record: ExportRecord = {
             **export_checkpoint(replace(self.options, checkpoint=self.checkpoint))
         }
-        record["card"] = str(write_card(out, CardFacts.of(self.checkpoint.path), push))
+        facts = replace(CardFacts.of(self.checkpoint.path), cache_format=self.options.cache_format)
+        record["card"] = str(write_card(out, facts, push))
         write_digests(out)
         if push is not None:
             files = to_upload(out)
@@ -92,6 +93,15 @@ class Export(Task[ExportOptions, ExportRecord]):
             f"{record['kv_bytes_per_token_before']} before, {after} after{share}"
         )
         print(record["format_note"])
+        if cache := record.get("engine_cache"):
+            print(
+                f"with a cache in {cache['cache_format']}: {cache['kv_bytes_per_token']:,} bytes "
+                f"per token; measure it: headfold evaluate {self.checkpoint.path} --cache-format "
+                f"{cache['cache_format']}"
+            )
+            for engine, flags in zip(cache["engines"], cache["flags"], strict=True):
+                if engine in record["engines"]:
+                    print(f"{engine}: {flags}")
         for note in record["notes"]:
             print(f"note: {note}")
         for name, why in record["other_targets"].items():

@@ -44,6 +44,13 @@ def made_up_inspection(layers: int, heads: int) -> dict[str, Any]:
         "sensitivity": [{"layer": i, "key": curve(), "value": curve()} for i in range(layers)],
         "similarity": [{"layer": i, "key": matrices(), "value": matrices()} for i in range(layers)],
         "budgets": [budget],
+        "cache_formats": [
+            {
+                "cache_format": "q4_0", "engines": ["llama.cpp"], "share": 0.28125, "kv_bytes_per_token": 1152,
+                "flags": ["--cache-type-k q4_0 --cache-type-v q4_0 --flash-attn on"],
+                "loss_increase": 0.0068, "loss_increase_stderr": 0.001,
+            },
+        ],
         "recipes": [
             {"recipe": "gqa", "loss": 7.5, "perplexity": 1808.04, "loss_increase": 5.3, **scored},
             {"recipe": "headfold", **scored, **fitted},

@@ -1,7 +1,7 @@
-"""Complete prompts with llama.cpp, or time it: `python llama_cpp_child.py REQUEST.json`.
+"""Complete prompts with llama.cpp, time or score it: `python llama_cpp_child.py REQUEST.json`.
 
-It is timed where the request has `repetitions`. The log, which names the size of the KV cache, goes
-to stderr.
+It is timed where the request has `repetitions`, and scores the tokens of `sequences`. The log,
+which names the size of the KV cache, goes to stderr.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ from typing import Any
 LOG_SECONDS = (
     1.0  # llama.cpp's log, which has the reason of a failure, is written by another thread
 )
+CACHE_TYPES = {
+    "float32": "GGML_TYPE_F32",
+    "float16": "GGML_TYPE_F16",
+    "bfloat16": "GGML_TYPE_F16",
+}
+FORCED = 1e4  # added to the logit of a token that is to come, after its probability was taken
 
 
 def parameters(request, engine):
@@ -28,10 +34,10 @@ def parameters(request, engine):
     settings.warmup = False
     settings.fit_params = False
     # The size of the cache is logged from 4 on; all tokens from 10 on, which takes time
-    settings.verbosity = 4 if request["repetitions"] else 10
-    kinds = {"float32": "GGML_TYPE_F32", "float16": "GGML_TYPE_F16", "bfloat16": "GGML_TYPE_F16"}
-    settings.cache_type_k = settings.cache_type_v = getattr(
-        engine.ggml_type, kinds[request["cache_dtype"]]
+    settings.verbosity = 4 if request["repetitions"] or "sequences" in request else 10
+    settings.cache_type_k, settings.cache_type_v = (
+        getattr(engine.ggml_type, CACHE_TYPES.get(name) or f"GGML_TYPE_{name.upper()}")
+        for name in request.get("cache_formats") or 2 * [request["cache_dtype"]]
     )
     flash = "ENABLED" if request["flash_attention"] else "DISABLED"
     settings.flash_attn_type = getattr(
@@ -89,6 +95,31 @@ def seconds(server, prompt, tokens):
     return timings["prompt_ms"] / 1000, timings["predicted_ms"] / 1000
 
 
+def scores(server, sequence):
+    """Return the log-probability of each token of a sequence but the first, given those before.
+
+    None stands for those that end within a character, which the server leaves out. Each request
+    computes one token and finds the others in the cache.
+    """
+    result = []
+    for length in range(1, len(sequence)):
+        request = {
+            "prompt": sequence[:length],
+            "max_tokens": 1,
+            "temperature": 0,
+            "logprobs": 1,
+            "logit_bias": [[sequence[length], FORCED]],
+        }
+        answer = server.handle_completions(request)
+        if "choices" not in answer:
+            raise RuntimeError(f"no score: {json.dumps(answer)[:500]}")
+        content = (answer["choices"][0].get("logprobs") or {}).get("content", [])
+        if content and content[0]["id"] != sequence[length]:
+            raise RuntimeError(f"expected token {sequence[length]}, got {content[0]['id']}")
+        result.append(content[0]["logprob"] if content else None)
+    return result
+
+
 def main():
     """Answer the request."""
     engine: Any = importlib.import_module("xllamacpp")
@@ -99,6 +130,10 @@ def main():
         time.sleep(LOG_SECONDS)
         raise
     version = f"xllamacpp {engine.__version__}"
+    if "sequences" in request:
+        scored = [scores(server, sequence) for sequence in request["sequences"]]
+        print(json.dumps({"version": version, "scores": scored}), flush=True)
+        return
     if request["repetitions"]:
         # The first one touches memory that is not there yet
         seconds(server, request["prompts"][-1], request["tokens"])

@@ -48,6 +48,8 @@ OF_FAMILY = {
     "gpt2": Architecture("gpt2", fused=True, rms_norm=False),
     "gpt_neox": Architecture("gptneox", fused=True, rms_norm=False),
 }
+# Families that llama.cpp's own converter writes so, and we do not write.
+_INTERLEAVED = ("granite", "smollm3")
 _DECI = Architecture("deci", interleaved=True, own_counts=True)
 OPENELM = Architecture("openelm", fused=True, own_counts=True)
 """OpenELM is Qwen3 with head counts of each layer's own, if the output matrix is that of the
@@ -164,6 +166,18 @@ def shapes_of(plan: AttentionPlan, form: Architecture) -> list[tuple[int, int]]:
     if form.own_counts:
         return list(zip(counts, widths, strict=True))
     return [(max(counts), max(widths))] * plan.num_layers
+
+
+def key_order(config: Any, plan: AttentionPlan) -> list[int] | None:
+    """Return the dims of a query or key head in the order in which llama.cpp has them.
+
+    None where it has them in the model's own.
+    """
+    family = family_of(config).name
+    interleaved = (
+        architecture(config, plan).interleaved if family in OF_FAMILY else family in _INTERLEAVED
+    )
+    return _order(config) if interleaved else None
 
 
 def interleave(heads: LayerHeads, config: Any) -> LayerHeads:

@@ -1,0 +1,264 @@
+"""The formats that engines hold a KV cache in: names, bytes, and the flags that choose them.
+
+What a format does to keys and values is computed by `attention.modeling.rounded_cache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NotRequired, TypedDict
+
+from attention.base.text import number
+from attention.plan import AttentionPlan
+from attention.ratios import percent
+
+LLAMA_CPP = "llama.cpp"
+VLLM = "vLLM"
+REFERENCE_BYTES = 2
+"""Of a number of the 16-bit cache that shares are relative to."""
+
+
+class CacheFormatError(ValueError):
+    """A cache format that is unknown, or that no engine holds for a model."""
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """How keys or values lie in a cache.
+
+    Attributes:
+        name: The word by which engines know it.
+        engines: Those that hold it.
+        block: Numbers in a row of one head that share a scale; 1 where there is none.
+        block_bytes: Bytes of such a block, its scales with it.
+    """
+
+    name: str
+    engines: tuple[str, ...]
+    block: int
+    block_bytes: int
+
+    @property
+    def bits(self) -> float:
+        """Bits a number, scales included."""
+        return 8 * self.block_bytes / self.block
+
+    @property
+    def share(self) -> float:
+        """Bytes relative to 16 bits a number."""
+        return self.block_bytes / (self.block * REFERENCE_BYTES)
+
+    def head_bytes(self, width: int) -> int:
+        """Return the bytes of one head of `width` numbers.
+
+        Raises:
+            CacheFormatError: For a width that is no whole number of blocks, which the engine
+                refuses.
+        """
+        if width % self.block:
+            raise CacheFormatError(
+                f"{self.name} holds blocks of {self.block} numbers of a head, and heads of this "
+                f"model have {width}; choose a format without blocks: {_without_blocks()}"
+            )
+        return width // self.block * self.block_bytes
+
+
+CACHE_FORMATS: dict[str, CacheFormat] = {
+    each.name: each
+    for each in (
+        CacheFormat("f16", (LLAMA_CPP, VLLM), 1, 2),
+        CacheFormat("bf16", (LLAMA_CPP, VLLM), 1, 2),
+        CacheFormat("fp8", (VLLM,), 1, 1),
+        CacheFormat("q8_0", (LLAMA_CPP,), 32, 34),
+        CacheFormat("q5_1", (LLAMA_CPP,), 32, 24),
+        CacheFormat("q4_0", (LLAMA_CPP,), 32, 18),
+    )
+}
+_VLLM_NAMES = {"f16": "float16", "bf16": "bfloat16", "fp8": "fp8"}
+
+
+def _without_blocks() -> str:
+    return ", ".join(each.name for each in CACHE_FORMATS.values() if each.block == 1)
+
+
+@dataclass(frozen=True)
+class CachePair:
+    """The formats of keys and of values, which llama.cpp chooses apart."""
+
+    keys: CacheFormat
+    values: CacheFormat
+
+    @classmethod
+    def parse(cls, text: str) -> CachePair:
+        """Read `q8_0`, or keys and values apart: `q8_0,q4_0`.
+
+        Raises:
+            CacheFormatError: For an unknown name, or formats that no engine holds together.
+        """
+        names = [name.strip().lower() for name in text.split(",")]
+        if not 1 <= len(names) <= 2 or any(name not in CACHE_FORMATS for name in names):
+            raise CacheFormatError(
+                f"expected one of {', '.join(CACHE_FORMATS)}, or two of them for keys and values "
+                f"apart (e.g. q8_0,q4_0), got {text!r}"
+            )
+        pair = cls(CACHE_FORMATS[names[0]], CACHE_FORMATS[names[-1]])
+        if not pair.engines:
+            raise CacheFormatError(
+                f"no engine holds keys in {names[0]} beside values in {names[-1]}: vLLM has one "
+                "format for both, and llama.cpp holds "
+                + ", ".join(
+                    name for name, each in CACHE_FORMATS.items() if LLAMA_CPP in each.engines
+                )
+            )
+        return pair
+
+    @property
+    def name(self) -> str:
+        """What `parse` reads."""
+        if self.keys == self.values:
+            return self.keys.name
+        return f"{self.keys.name},{self.values.name}"
+
+    @property
+    def queries(self) -> CacheFormat | None:
+        """What the engine rounds queries to before it multiplies them with keys; None: nothing.
+
+        llama.cpp's products of blocks take blocks of 8 bits.
+        """
+        return CACHE_FORMATS["q8_0"] if self.keys.block > 1 else None
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The engines that hold both."""
+        return tuple(
+            engine
+            for engine in self.keys.engines
+            if engine in self.values.engines and (engine == LLAMA_CPP or self.keys == self.values)
+        )
+
+    def bytes_per_token(self, plan: AttentionPlan) -> int:
+        """Return the bytes of a token's keys and values, as the engine holds them.
+
+        Numbers that composition caches, which no engine holds, count 16 bits.
+
+        Raises:
+            CacheFormatError: For heads that are no whole number of blocks.
+        """
+        key_bytes = self.keys.head_bytes(plan.head_dim)
+        value_bytes = self.values.head_bytes(plan.head_dim)
+        composed = plan.kv_bytes_per_token("float16") - (
+            REFERENCE_BYTES * plan.kv_heads * plan.head_dim
+        )
+        return composed + sum(
+            layer.key_heads * key_bytes + layer.value_heads * value_bytes for layer in plan.layers
+        )
+
+    def flags(self, engine: str) -> str:
+        """Return the words on an engine's command line that choose this cache."""
+        if engine == VLLM:
+            return f"--kv-cache-dtype {_VLLM_NAMES[self.keys.name]}"
+        return f"--cache-type-k {self.keys.name} --cache-type-v {self.values.name} --flash-attn on"
+
+
+OFFERED = tuple(CachePair.parse(text) for text in ("q8_0", "fp8", "q8_0,q4_0", "q4_0"))
+"""What is shown beside conversions: the caches that lose least at their bytes."""
+NEAR = 0.04
+"""A format answers a request whose share of the bytes is so much smaller: q8_0 with 53 % that of
+half."""
+
+
+class FormatRecord(TypedDict):
+    """A model as it is, with its cache in formats that an engine holds.
+
+    The increase is that of the loss over a cache that is not rounded, in nats per token.
+    """
+
+    cache_format: str
+    engines: list[str]
+    flags: list[str]
+    """On the command line of each of the engines."""
+    kv_bytes_per_token: int
+    share: float
+    """Of the bytes in 16 bits."""
+    loss_increase: NotRequired[float]
+    loss_increase_stderr: NotRequired[float | None]
+
+
+def format_record(
+    pair: CachePair, plan: AttentionPlan, original: AttentionPlan | None = None
+) -> FormatRecord:
+    """Return what a cache in these formats takes for a plan.
+
+    Args:
+        pair: The formats of keys and values.
+        plan: Of the model.
+        original: The plan whose cache in 16 bits the share is relative to; by default `plan`.
+
+    Raises:
+        CacheFormatError: For heads that are no whole number of blocks.
+    """
+    held = pair.bytes_per_token(plan)
+    return {
+        "cache_format": pair.name,
+        "engines": list(pair.engines),
+        "flags": [pair.flags(engine) for engine in pair.engines],
+        "kv_bytes_per_token": held,
+        "share": held / (original or plan).kv_bytes_per_token("float16"),
+    }
+
+
+def offered_formats(plan: AttentionPlan, engine: str | None = None) -> list[FormatRecord]:
+    """Return the formats of `OFFERED` that an engine holds for a plan, by falling bytes.
+
+    Args:
+        engine: The engine; None for any.
+    """
+    records: list[FormatRecord] = []
+    for pair in OFFERED:
+        if engine is None or engine.lower() in {name.lower() for name in pair.engines}:
+            try:
+                records.append(format_record(pair, plan))
+            except CacheFormatError:
+                continue
+    return sorted(records, key=lambda record: -record["share"])
+
+
+def format_advice(records: Sequence[FormatRecord], share: float, model: str) -> str:
+    """Say which formats alone answer a request of so large a share of the 16-bit cache.
+
+    Of each engine that which keeps most bytes. Empty where no engine has a format.
+
+    Args:
+        records: As of `offered_formats`.
+        share: The requested share.
+        model: What the user calls the model.
+    """
+    if not records:
+        return ""
+    first: dict[str, FormatRecord] = {}
+    for record in records:
+        if record["share"] <= share + NEAR:
+            first.setdefault(record["engines"][0], record)
+    if not first:
+        least = records[-1]
+        return (
+            f"{percent(share)} of the 16-bit cache is below what a cache format alone reaches "
+            f"({_words(least)}); formats and conversions multiply"
+        )
+    words = ", or ".join(_words(record) for record in first.values())
+    name, *others = (record["cache_format"] for record in first.values())
+    measured = any("loss_increase" in record for record in first.values())
+    how = f"; measure it: headfold evaluate {model} --original {model} --cache-format {name}"
+    how += "".join(f" (or {other})" for other in others)
+    return f"{percent(share)} without any conversion: a cache in {words}" + how * (not measured)
+
+
+def _words(record: FormatRecord) -> str:
+    engine = record["engines"][0]
+    words = f"{record['cache_format']} ({engine}) has {percent(record['share'])} of the bytes"
+    if "loss_increase" not in record:
+        return words
+    error = record.get("loss_increase_stderr")
+    deviation = "" if error is None else f" ± {error:.3f}"
+    return f"{words}, loss {number(record['loss_increase'], '+.3f')}{deviation}"

@@ -1,0 +1,71 @@
+"""The verbs with a cache as an engine holds it: evaluate measures it, export serves it, estimate says it first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import run_here
+from verbs import evaluate_checkpoint, export_checkpoint
+
+from attention.cache_formats import CachePair
+from attention.engine_cache import engine_cache
+from orchestrator import checkpoints
+from orchestrator.config.options import EvaluateOptions
+from orchestrator.config.parsing import ConfigError
+from trainers.evaluation import evaluate
+from trainers.text.data import Texts
+
+SIZES: dict[str, Any] = {"eval_tokens": 512, "sequence_length": 128, "device": "cpu", "speed_tokens": 0}
+
+
+def test_checkpoint_and_baseline_are_measured_in_the_format(demo_dir: Path, little_text: str) -> None:
+    models = {"original": demo_dir, "baseline": demo_dir}
+    record = evaluate_checkpoint(demo_dir, data=little_text, cache_format="q8_0,q4_0", **models, **SIZES)
+    opened = checkpoints.open_checkpoint(demo_dir)
+    sizes = {"eval_tokens": 512, "sequence_length": 128, "calibrate": False}
+    held_out = Texts(little_text, None, "text", 0).load(opened.tokenizer, 512, **sizes).held_out
+    model = checkpoints.load_model(opened)
+    exact = evaluate(model, held_out).loss
+    with engine_cache(model, CachePair.parse("q8_0,q4_0")):
+        rounded = evaluate(model, held_out).loss
+    assert abs(rounded - exact) > 1e-4
+    assert record["loss"] == record["baseline_loss"] == pytest.approx(rounded, abs=1e-6)
+    assert record["original_loss"] == pytest.approx(exact, abs=1e-6)
+    assert record["engine_cache"]["kv_bytes_per_token"] == 4 * 8 * (34 + 18)
+    assert record["engine_cache"]["share"] == 13 / 32
+    assert json.loads(json.dumps(record)) == record
+
+
+def test_a_wrong_format_is_refused_before_torch_is_imported(
+    demo_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="cache_format: expected one of"):
+        EvaluateOptions(checkpoint=demo_dir, cache_format="q9")
+    with pytest.raises(ConfigError, match="q8_0 is held by llama.cpp, and target gqa is read by"):
+        export_checkpoint(demo_dir, "gqa", tmp_path / "out", cache_format="q8_0")
+    assert run_here("evaluate", demo_dir, "--engine", "llama.cpp", "--cache-format", "q8_0") == 2
+    assert "leave out --cache-format" in capsys.readouterr().err
+
+
+def test_an_export_is_served_with_the_flags_of_the_format(
+    demo_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, flags = tmp_path / "out", "--cache-type-k q8_0 --cache-type-v q4_0 --flash-attn on"
+    assert run_here("export", demo_dir, "--target", "gguf", "--out", out, "--cache-format", "q8_0,q4_0") == 0
+    assert f"llama.cpp: {flags}" in capsys.readouterr().out
+    assert f"llama-server -m model.gguf {flags}" in (out / "README.md").read_text()
+    assert run_here("export", demo_dir, "--target", "vllm", "--out", tmp_path / "v", "--cache-format", "fp8") == 0
+    assert "vllm serve path/to/v --kv-cache-dtype fp8" in (tmp_path / "v" / "README.md").read_text()
+
+
+def test_estimate_says_first_what_a_format_alone_does(
+    demo_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["estimate", "--model", demo_dir, "--kv-ratio", "0.5", "--json", tmp_path / "estimate.json"]
+    assert run_here(*words) == 0
+    assert capsys.readouterr().out.startswith("50% without any conversion: a cache in q8_0 (llama.cpp)")
+    formats = json.loads((tmp_path / "estimate.json").read_text())["cache_formats"]
+    assert [entry["kv_bytes_per_token"] for entry in formats] == [2176, 2048, 1664, 1152]

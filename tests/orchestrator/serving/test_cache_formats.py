@@ -1,0 +1,79 @@
+"""Our losses with a cache of llama.cpp's formats against those of llama.cpp."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from attention.cache_formats import LLAMA_CPP, CachePair
+from attention.conversion.convert import convert
+from attention.engine_cache import engine_cache
+from attention.io import checkpoint
+from attention.io.export import export
+from attention.modeling.model_classes import plan_of
+from attention.plan import AttentionPlan, LayerPlan
+from orchestrator.serving.llama_cpp import score
+from trainers.evaluation import evaluate
+
+# Root mean square of the differences of log-probabilities that float arithmetic causes: a number on the edge of a step
+# of 4 bits falls to either side. Another format, basis or order of dims is ten times as far off.
+CLOSE = 0.05
+TOKENS = 96
+
+
+def _export(model: PreTrainedModel, folder: Path, demo_dir: Path) -> Path:
+    checkpoint.save(model, folder / "source", demo_dir)
+    export(folder / "source", "gguf", folder / "gguf", folder / "source", dtype="float32")
+    return folder / "gguf" / "model.gguf"
+
+
+def _check(model: PreTrainedModel, file: Path, ids: torch.Tensor, names: list[str]) -> None:
+    plan = plan_of(model)
+    ours = {}
+    for name in {*names, "f16", "q8_0", "q4_0"}:
+        with engine_cache(model, CachePair.parse(name)):
+            ours[name] = evaluate(model, ids).token_losses
+    for name in names:
+        pair = CachePair.parse(name)
+        assert LLAMA_CPP in pair.engines
+        scored = score(sys.executable, file, ids.tolist(), pair, seconds=300)
+        theirs = -torch.tensor([[x if x is not None else float("nan") for x in row] for row in scored[0]])
+        read = ~theirs.isnan()
+        assert read.sum() >= 0.9 * read.numel()
+        apart = {other: float((ours[other] - theirs)[read].square().mean().sqrt()) for other in ours}
+        assert apart[name] < CLOSE, f"{name}: {apart}"
+        assert all(value > 2 * apart[name] for other, value in apart.items() if other != name), f"{name}: {apart}"
+        assert scored.kv_bytes_per_token == pytest.approx(pair.bytes_per_token(plan), abs=3)
+
+
+def _text(demo_tokenizer: object) -> torch.Tensor:
+    source = Path(__file__).parents[3] / "orchestrator" / "checkpoints.py"
+    ids = demo_tokenizer(source.read_text(encoding="utf-8"))["input_ids"]  # type: ignore[operator]
+    return torch.tensor([ids[:TOKENS], ids[TOKENS : 2 * TOKENS]])
+
+
+def test_losses_are_those_of_llama_cpp(
+    demo_model: PreTrainedModel, demo_dir: Path, demo_tokenizer: object, tmp_path: Path
+) -> None:
+    """Of uneven groups, whose heads of 32 are rounded as they are."""
+    layer = LayerPlan((0, 0, 0, 1, 1, 2, 2, 2), (0, 0, 0, 1, 1, 2, 2, 2))
+    model = convert(demo_model, AttentionPlan((layer, *[LayerPlan.identity(8)] * 3), 32))
+    _check(model, _export(model, tmp_path, demo_dir), _text(demo_tokenizer)[:1], ["q8_0,q4_0"])
+
+
+@pytest.mark.extended
+def test_losses_of_heads_of_64_are_those_of_llama_cpp(demo_dir: Path, demo_tokenizer: object, tmp_path: Path) -> None:
+    """Which llama.cpp turns by a Hadamard transform; its keys have neighbours for rotary halves."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, tie_word_embeddings=True,
+        bos_token_id=0, eos_token_id=0, initializer_range=0.1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    file = _export(model, tmp_path, demo_dir)
+    _check(model, file, _text(demo_tokenizer), ["f16", "q8_0", "q5_1", "q4_0", "q8_0,q4_0"])
