@@ -27,7 +27,7 @@ from trainers.text.data import BatchStream
 
 PolishWeights = Literal["all", "kv"]
 """What a polish trains: all weights, or the projections of keys and values alone."""
-STEP_TOKENS = 2048
+POLISH_TOKENS = 2048
 """Tokens of a step, about: whole sequences, one at least."""
 RATES: dict[str, float] = {"all": 1e-4, "kv": 3e-4}
 """Peak learning rates, by what is trained."""
@@ -57,9 +57,9 @@ class PolishWork:
     last_loss: float
 
 
-def sequences_a_step(length: int, sequences: int) -> int:
+def polish_rows(length: int, sequences: int) -> int:
     """Return how many of `sequences` of `length` tokens a step takes."""
-    return min(sequences, max(1, STEP_TOKENS // length))
+    return min(sequences, max(1, POLISH_TOKENS // length))
 
 
 def polish(
@@ -87,7 +87,7 @@ def polish(
         ValueError: For `kv` of a model whose layers share heads.
         TrainingDiverged: When the loss is no longer finite.
     """
-    rows = sequences_a_step(sequences.shape[1], len(sequences))
+    rows = polish_rows(sequences.shape[1], len(sequences))
     settings = TrainSettings(
         learning_rate=RATES[weights], batch_size=rows, activation_checkpointing=True
     )

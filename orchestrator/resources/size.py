@@ -30,7 +30,7 @@ from orchestrator.config.schema import SearchConfig
 from search_spaces.recipes.recipe import AXES, Recipe
 from trainers.evaluation import TEACHER_BYTES
 from trainers.freezing import key_value_parameters
-from trainers.polish import PolishWeights, sequences_a_step
+from trainers.polish import PolishWeights, polish_rows
 from trainers.settings import TrainSettings
 
 FLOAT, DOUBLE = 4, 8
@@ -245,7 +245,7 @@ class Conversion:
     def polish_tokens(self) -> int:
         """Tokens of a step of the polish."""
         length = self.sequence_length
-        return length * sequences_a_step(length, self.calibration_tokens // length)
+        return length * polish_rows(length, self.calibration_tokens // length)
 
     def polishing(self, size: Size, gpu_memory: int = 0) -> int:
         """Return the bytes of the polish beside the two models; 0 without one.

@@ -14,7 +14,7 @@ from attention.families import geometry_of
 from attention.modeling.predictions import final
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.evaluation import CachedTeacher, evaluate
-from trainers.polish import RATES, polish, sequences_a_step
+from trainers.polish import RATES, polish, polish_rows
 
 HALF = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
 
@@ -109,5 +109,5 @@ def test_each_sequence_goes_through_the_original_once(pair: tuple[Any, Any], mon
 
 
 def test_a_step_takes_whole_sequences_one_at_least() -> None:
-    assert [sequences_a_step(length, 100) for length in (256, 2048, 4096)] == [8, 1, 1]
-    assert sequences_a_step(64, 5) == 5
+    assert [polish_rows(length, 100) for length in (256, 2048, 4096)] == [8, 1, 1]
+    assert polish_rows(64, 5) == 5
