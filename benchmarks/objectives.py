@@ -41,7 +41,11 @@ def objectives(scale: Scale) -> Iterator[Row]:
     tokenizer = checkpoints.load_tokenizer(demo)
     steps = scale.pick(1, 36)
     cut = TextCut("stdlib", "train", steps * BATCH * LENGTH, LENGTH)
-    sizes = {"calibration_tokens": TOKENS, "eval_tokens": scale.pick(2 * LENGTH, TOKENS), "sequence_length": LENGTH}
+    sizes: dict[str, Any] = {
+        "calibration_tokens": TOKENS,
+        "eval_tokens": scale.pick(2 * LENGTH, TOKENS),
+        "sequence_length": LENGTH,
+    }
     texts = Texts("stdlib").load(tokenizer, LENGTH, **sizes)
     fresh = torch.from_numpy(cut.in_memory(tokenizer)).long()
     original: Any = checkpoint.load(demo, torch.float32).requires_grad_(False)
@@ -54,7 +58,7 @@ def objectives(scale: Scale) -> Iterator[Row]:
         for ratio in scale.pick((0.25,), (0.5, 0.25)):
             folder = Path(place) / f"{ratio:g}"
             Convert(ConvertOptions(kv_ratio=ratio, out=folder, **same)).run()
-            grid = list(itertools.product([("fresh", fresh)], OBJECTIVES, RATES, WEIGHTS))
+            grid: list[Any] = list(itertools.product([("fresh", fresh)], OBJECTIVES, RATES, WEIGHTS))
             grid += [(("calibration", texts.calibration), "kl", *best) for best in ((1e-4, "full"), (3e-4, "kv"))]
             start = evaluate(checkpoint.load(folder, torch.float32), texts.held_out, teacher=teacher)
             for (text, sequences), name, rate, weights in scale.pick(grid[:1], grid):

@@ -286,10 +286,8 @@ class PolishOptions:
     ] = 0
     polish_weights: Annotated[
         Literal["all", "kv"],
-        typer.Option(
-            help="What --polish trains: all weights, or the projections of keys and values."
-        ),
-    ] = "all"
+        typer.Option(help="What that trains: the projections of keys and values, or all weights."),
+    ] = "kv"
 
 
 @dataclass(frozen=True, kw_only=True)

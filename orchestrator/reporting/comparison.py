@@ -224,12 +224,10 @@ def _row(
         "curve": curve,
         "rungs": rungs,
         "rates": [
-            {
-                "learning_rate": rate,
-                **({"distillation": objective} if several else {}),
-                **mean_and_sd(_losses(t)[step] for t in group if step in _losses(t)),
-            }
-            for (rate, objective), group in rates.items()
+            _rate_point(
+                key, mean_and_sd(_losses(t)[step] for t in group if step in _losses(t)), several
+            )
+            for key, group in rates.items()
         ],
         "trial_ids": [t.trial_id for t in by_seed],
         "trials": len(arm),
@@ -272,6 +270,14 @@ def _best_at(
         if point := _point(step, trials, seeds):
             points.append({**point, "learning_rate": rate, "distillation": objective})
     return min(points, key=lambda point: (point["mean"], point["learning_rate"]), default=None)
+
+
+def _rate_point(training: _Training, losses: MeanSD, several: bool) -> RatePoint:
+    rate, objective = training
+    point: RatePoint = {"learning_rate": rate, **losses}
+    if several:
+        point["distillation"] = objective
+    return point
 
 
 def _without_step(point: ArmPoint) -> MeanSD:

@@ -225,7 +225,7 @@ class Needs:
 
     def _trained_by(self) -> list[tuple[str, TrainSettings]]:
         """Return the processes that train, with their settings."""
-        named = [("training worker", self.config.train)]
+        named: list[tuple[str, TrainSettings]] = [("training worker", self.config.train)]
         if self.config.promotion.enabled and self.config.promotion.steps:
             named.append(("promotion worker", self.config.promotion_train))
         return named

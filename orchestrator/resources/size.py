@@ -111,7 +111,7 @@ class Conversion:
     mixed: Mixed = "float32"
     in_files: bool = False
     polish_steps: int = 0
-    polish_weights: PolishWeights = "all"
+    polish_weights: PolishWeights = "kv"
 
     @property
     def geometry(self) -> HeadGeometry:

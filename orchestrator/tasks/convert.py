@@ -144,10 +144,12 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         estimate = RunEstimate.of(points, self.out, several=self._several, layerwise=layerwise)
         if estimate.layerwise and self.options.polish:
             words = points[0].describe()
+            all_weights = self.options.polish_weights == "all"
+            less = "--polish-weights kv takes less, or " if all_weights else ""
             raise ConfigError(
                 f"polish: it would take about {words['in memory']}, {words['available now']} "
                 "available, and layer by layer no step of training is possible; "
-                f"--polish-weights kv takes less than all, or {_FURTHER}"
+                f"{less}{_FURTHER}"
             )
         return estimate
 

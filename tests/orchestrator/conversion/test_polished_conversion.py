@@ -34,8 +34,8 @@ def test_a_polish_lowers_the_held_out_divergence_and_is_told_as_training(
     assert "polish" not in plain and told["kl"] < 0.99 * plain["kl"]
     assert told["plan"] == plain["plan"] and told["original_loss"] == plain["original_loss"]
     work = told["polish"]
-    assert (work["steps"], work["tokens"], work["weights"]) == (8, 8 * 512, "all")
-    assert work["flops"] > 6 * told["parameters"] * work["tokens"] and told["seconds"]["polish"] > 0
+    assert (work["steps"], work["tokens"], work["weights"]) == (8, 8 * 512, "kv")
+    assert work["flops"] > 4 * told["parameters"] * work["tokens"] and told["seconds"]["polish"] > 0
     assert told["cost"]["tokens"] == plain["cost"]["tokens"], "what was trained is not in the cost of the conversion"
     found = evaluate_checkpoint(
         tmp_path / "out",
@@ -62,10 +62,10 @@ def test_the_command_prints_the_training_and_its_estimate(
 ) -> None:
     sizes = ["--calibration-tokens", "512", "--eval-tokens", "512", "--sequence-length", "64", "--device", "cpu"]
     command = ["convert", "--model", str(demo_dir), "--recipe", "gqa", "--kv-ratio", "0.5", *sizes]
-    command += ["--data", texts["calibration_data"], "--polish", "1", "--polish-weights", "kv"]
+    command += ["--data", texts["calibration_data"], "--polish", "1", "--polish-weights", "all"]
     assert run_here(*command, "--json", str(tmp_path / "record.json")) == 0
-    assert "polish: 1 steps of keys and values, 512 tokens" in capsys.readouterr().out
-    assert read_result(tmp_path / "record.json")["polish"]["weights"] == "kv"
+    assert "polish: 1 steps of all weights, 512 tokens" in capsys.readouterr().out
+    assert read_result(tmp_path / "record.json")["polish"]["weights"] == "all"
 
 
 def test_the_estimate_counts_the_polish(tmp_path: Path) -> None:
@@ -74,13 +74,14 @@ def test_the_estimate_counts_the_polish(tmp_path: Path) -> None:
     def estimated(**more: Any) -> Any:
         return estimate_conversion(tmp_path, "gqa", 0.5, **more)
 
-    plain, kv, everything = (estimated(), estimated(polish=36, polish_weights="kv"), estimated(polish=36))
+    plain, kv = estimated(), estimated(polish=36)
+    everything = estimated(polish=36, polish_weights="all")
     assert plain.resident < kv.resident < everything.resident
     assert everything.resident - plain.resident > 12 * plain.parameters, "gradients and two moments"
     assert plain.flops < kv.flops < everything.flops and plain.seconds < kv.seconds
     per_token = 8 * plain.parameters  # forward, forward again, and back
     assert everything.flops - plain.flops > 36 * 2048 * per_token
-    assert estimated(polish=72).flops - plain.flops > 1.8 * (everything.flops - plain.flops)
+    assert estimated(polish=72, polish_weights="all").flops - plain.flops > 1.8 * (everything.flops - plain.flops)
 
 
 def test_a_polish_that_cannot_be_is_refused_before_anything_is_read(
@@ -91,7 +92,7 @@ def test_a_polish_that_cannot_be_is_refused_before_anything_is_read(
     with pytest.raises(ConfigError, match="polish: layer by layer no step.*headfold finetune"):
         convert_checkpoint(demo_dir, "gqa", 0.5, out, polish=4, layerwise=True, **SIZES)
     with pytest.raises(ConfigError, match="polish_weights: layers share heads by recipe directshare"):
-        convert_checkpoint(demo_dir, "directshare", 1.0, out, polish=4, polish_weights="kv", **SIZES)
+        convert_checkpoint(demo_dir, "directshare", 1.0, out, polish=4, **SIZES)
     monkeypatch.setattr(estimate, "available_bytes", lambda device=None: 2**20)
     with pytest.raises(ConfigError, match="polish: it would take about .*available, and layer by layer.*finetune"):
         convert_checkpoint(demo_dir, "gqa", 0.5, out, polish=4, layerwise=None, **SIZES)
