@@ -201,13 +201,12 @@ def _row(
     by_seed = sorted(chosen, key=lambda t: (t.seed is not None, t.seed or 0))
     broken = sum(diverged(t) for t in arm)
     ended = (records.DONE, records.STOPPED, records.COPY, records.FAILED)
-    return {
+    row: ComparisonRow = {
         "recipe": arm[0].recipe,
         "label": arm[0].label,
         "kv_ratio": arm[0].kv_ratio,
         "kv_bytes_per_token": round(statistics.fmean(sizes)) if sizes else None,
         "learning_rate": best["learning_rate"] if best else None,
-        **({"distillation": best["distillation"] if best else None} if several else {}),
         "seeds": len(seeds) if best else 0,
         "seeds_asked": len(seeds),
         "steps": step,
@@ -238,6 +237,9 @@ def _row(
         "relaxation_unfinished": sum(t.relaxation_unfinished for t in arm),
         "unfinished": sum(t.status not in ended for t in arm),
     }
+    if several:
+        row["distillation"] = best["distillation"] if best else None
+    return row
 
 
 def _point(
