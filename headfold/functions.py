@@ -7,7 +7,7 @@ import json
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from transformers import PreTrainedModel
@@ -68,6 +68,8 @@ class ConvertArguments(ConversionArguments, total=False):
     engine: str | None
     layerwise: bool | None
     overwrite: bool
+    polish: int
+    polish_weights: Literal["all", "kv"]
 
 
 class InspectArguments(ConversionArguments, total=False):
@@ -100,7 +102,7 @@ def convert(
     tokenizer: Any = None,
     **options: Unpack[ConvertArguments],
 ) -> ConversionResult:
-    """Convert a model to a smaller KV cache, without training.
+    """Convert a model to a smaller KV cache, without training but for `polish`.
 
     Args:
         model: A folder, a hub name, an open checkpoint, or a model of transformers.

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint as files
 from orchestrator.config.options import ExportOptions
-from orchestrator.reporting.evaluation_tables import eval_text_of, increase_of
+from orchestrator.reporting.evaluation_tables import eval_text_of, increase_of, polish_of
 from orchestrator.storage.records import percent
 from orchestrator.tasks.export import Export
 
@@ -122,6 +122,7 @@ class ConversionResult(Saved):
         sizes = f"{record['kv_bytes_per_token']:,} of {before:,} bytes per token"
         return {
             "converted": f"{record['model']} by {record['recipe']['name']}: {self.path}",
+            **({"polish": polish_of(record["polish"])} if "polish" in record else {}),
             "perplexity": f"{perplexities} ({loss}), on {eval_text_of(record)}",
             "KV cache": f"{sizes} ({percent(record['kv_ratio'])})",
             "loaded by": ", ".join(record["loads_in"]),

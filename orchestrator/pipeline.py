@@ -95,6 +95,8 @@ def search(
     config = open_models(config)
     with mirrored(config.storage, storage, side=sync_from) as mirror:
         folder = _search_to_resume(config, storage, resume)
+        if folder is not None:
+            config = config.begun_as(_stored_config(folder))
         if folder is not None and mirror is not None:
             mirror.fetch_search(folder.root.name, open_trials(folder, config))
         prepared = validate_search(config)
@@ -209,12 +211,20 @@ def _config_record(config: SearchConfig) -> dict[str, Any]:
 
 def _changed_sections(folder: SearchFolder, config: SearchConfig) -> list[str]:
     """Return the sections of the trials in which a search in `folder` differs from `config`."""
-    # Read as a configuration, so that a key which is newer than the snapshot has its default there
-    stored = parse_config(folder.stored(), where=str(folder.snapshot))
+    stored = _stored_config(folder)
     before, record = (
-        _config_record(each) | {"train": each.train.identity()} for each in (stored, config)
+        _config_record(each) | {"train": each.train.identity()}
+        for each in (stored, config.begun_as(stored))
     )
     return [name for name in SECTIONS_OF_TRIALS if before[name] != record[name]]
+
+
+def _stored_config(folder: SearchFolder) -> SearchConfig:
+    """Return the configuration that a search was begun with.
+
+    It is read as one, so that a key which is newer than the snapshot has its default there.
+    """
+    return parse_config(folder.stored(), where=str(folder.snapshot))
 
 
 def _version(package: str) -> str | None:

@@ -286,10 +286,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
                 "distillation: none    # the original model does not fit beside the one that is "
                 "trained"
             )
-        return (
-            "distillation: kl    # towards the original model's predictions, beside the "
-            "language-modelling loss"
-        )
+        return "distillation: kl    # towards the original model's predictions"
 
     def resources(self) -> str:
         if not self.hardware.gpus:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 from typer.models import OptionInfo
 
-from orchestrator.config.defaults import CHECKPOINT_MINUTES
+from orchestrator.config.defaults import CHECKPOINT_MINUTES, DISTILLED_RATE
 
 if TYPE_CHECKING:
     from attention.checkpoint import Checkpoint
@@ -273,8 +273,26 @@ class ConversionOptions(BudgetOptions, RecipeOptions, TextOptions, DeviceOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions(ConversionOptions):
-    """Convert one checkpoint, without training.
+class PolishOptions:
+    """Whether a converted model is trained for some steps, in the process that has converted it."""
+
+    polish: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Steps of training at the end, a few tens: KL(original ‖ converted) on the text "
+            "that is calibrated on.",
+        ),
+    ] = 0
+    polish_weights: Annotated[
+        Literal["all", "kv"],
+        typer.Option(help="What that trains: the projections of keys and values, or all weights."),
+    ] = "kv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(PolishOptions, ConversionOptions):
+    """Convert one checkpoint, without training but for --polish.
 
     Needs no cluster, and prints the loss before and after.
     """
@@ -306,7 +324,7 @@ class ConvertOptions(ConversionOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateOptions(BudgetOptions, RecipeOptions, SizeOptions, DeviceOptions):
+class EstimateOptions(PolishOptions, BudgetOptions, RecipeOptions, SizeOptions, DeviceOptions):
     """Say what a search or a conversion will take.
 
     Before it runs: tokens, hours, peak memory, disk.
@@ -785,9 +803,6 @@ class TrainingOptions(EvalTextOptions):
     """What trainings outside of a search have in common."""
 
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")]
-    learning_rate: Annotated[
-        float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")
-    ]
     out: Annotated[
         str | Path,
         Typed(Path),
@@ -833,6 +848,9 @@ class TrainOptions(TrainingOptions):
         Typed(str),
         typer.Option(help="Folder or hub name whose architecture and tokenizer to take."),
     ]
+    learning_rate: Annotated[
+        float, typer.Option(help="Peak of the schedule: warm-up, then a cosine.")
+    ]
     recipe: Annotated[
         str, typer.Option(help="transformer, or dcformer: dynamically composed heads.")
     ] = "transformer"
@@ -875,7 +893,14 @@ class FinetuneOptions(TrainingOptions, DeviceOptions):
         str | Path | Checkpoint | None,
         Typed(str | None),
         typer.Option(
-            help="Model to learn from too (distillation by KL), e.g. that before conversion."
+            help="Model to learn from, e.g. that before conversion: KL(original ‖ model) is the "
+            "loss."
+        ),
+    ] = None
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Peak of the schedule: warm-up, then a cosine (default: 1e-4 with --original)."
         ),
     ] = None
     train_tokens: Annotated[int | None, _train_tokens("100M")] = None
@@ -888,6 +913,18 @@ class FinetuneOptions(TrainingOptions, DeviceOptions):
     def __post_init__(self) -> None:
         from orchestrator.config.schema import FineTuneSection, check_train_options
 
-        check_train_options(
-            FineTuneSection, {}, self.overrides or (), self.learning_rate, self.seed
-        )
+        check_train_options(FineTuneSection, {}, self.overrides or (), self.peak_rate, self.seed)
+
+    @property
+    def peak_rate(self) -> float:
+        """The learning rate, or its default. Raises ConfigError without either."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        if self.original is None:
+            from orchestrator.config.parsing import ConfigError
+
+            raise ConfigError(
+                "learning_rate: expected --learning-rate, or --original with its default of "
+                f"{DISTILLED_RATE:g}; got neither"
+            )
+        return DISTILLED_RATE

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from orchestrator.config.defaults import CHECKPOINT_MINUTES
+from orchestrator.config.defaults import CHECKPOINT_MINUTES, DISTILLED_RATE
 from orchestrator.config.parsing import ConfigError, apply_override, parse_section, read_sections
 from orchestrator.config.sections import (
     ArmSection,
@@ -214,6 +214,23 @@ class ResourcesSection(Section):
         return self
 
 
+class TrialTraining(TrainSettings):
+    """How trials, and promotions of them, are trained: towards the original model's predictions."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = DISTILLED_RATE
+    """Peak of the schedule: a linear warm-up, then a cosine."""
+    distillation: Literal["none", "kl", "kl_bild"] = "kl"
+    """What is learnt. kl: KL(original model ‖ model), kl_bild KL + BiLD (Jin 2024), none: language
+    modelling alone, for which no original model is in memory."""
+    distillation_weight: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Weight of the distillation in the loss; the language-modelling loss keeps the rest."""
+
+
+DEFAULTS_OF_TRIALS = ("learning_rate", "distillation", "distillation_weight")
+"""The settings whose defaults are those of trials alone: a search that was begun when these were
+others keeps them."""
+
+
 class SearchConfig(Section):
     """A whole search."""
 
@@ -225,7 +242,7 @@ class SearchConfig(Section):
     data: DataSection = DataSection()
     search: SearchSection
     rungs: RungsSection = RungsSection()
-    train: TrainSettings = TrainSettings()
+    train: TrialTraining = TrialTraining()
     promotion: PromotionSection = PromotionSection()
     tracking: TrackingSection = TrackingSection()
     storage: str = Field(default="runs", min_length=1)
@@ -236,7 +253,7 @@ class SearchConfig(Section):
 
     @field_validator("train")
     @classmethod
-    def _comparable(cls, train: TrainSettings) -> TrainSettings:
+    def _comparable(cls, train: TrialTraining) -> TrialTraining:
         if train.min_workers is not None:
             raise ValueError(
                 f"num_workers: a range is for promotion.train, got [{train.min_workers}, "
@@ -247,6 +264,19 @@ class SearchConfig(Section):
     @property
     def learning_rates(self) -> list[float]:
         return self.search.learning_rates or [self.train.learning_rate]
+
+    def begun_as(self, stored: SearchConfig) -> SearchConfig:
+        """Return this configuration with the defaults of `train` that a search was begun with.
+
+        Args:
+            stored: The configuration of that search, in which every setting is named.
+        """
+        former = {
+            name: getattr(stored.train, name)
+            for name in DEFAULTS_OF_TRIALS
+            if name not in self.train.model_fields_set
+        }
+        return self.model_copy(update={"train": self.train.model_copy(update=former)})
 
     @property
     def promotion_train(self) -> TrainSettings:

@@ -281,6 +281,9 @@ class SearchSection(Section):
     """Whether a ratio that a recipe cannot meet exactly is refused."""
     learning_rates: Annotated[list[PositiveFloat], AfterValidator(distinct)] = []
     """Every recipe runs with each, and is judged at its best; none: `train.learning_rate`."""
+    distillations: Annotated[list[Literal["none", "kl", "kl_bild"]], AfterValidator(distinct)] = []
+    """Objectives of training, as in `train.distillation`: every recipe that sets none of its own
+    runs with each, and is judged at its best; none: `train.distillation`."""
     num_samples: int = Field(default=0, ge=0, le=1_000_000)
     """Candidates that the searcher draws after the named ones."""
     search_space: dict[str, list[Any]] = {}

@@ -36,7 +36,14 @@ def estimate_conversions(
     for budget, requested in request.distinct(report=True).items():
         used = float(budget)
         conversion = Conversion(
-            request.config, request.recipe, used, *request.text_sizes, request.written, working
+            request.config,
+            request.recipe,
+            used,
+            *request.text_sizes,
+            request.written,
+            working,
+            polish_steps=request.polish.polish,
+            polish_weights=request.polish.polish_weights,
         )
         point = ConversionEstimate.of(
             conversion,

@@ -59,7 +59,8 @@ class LayerStore(ABC, Generic[LayersT]):
         with self.opened(kv_ratio, out, overwrite):
             plans = self.plan(request.budget(kv_ratio))
             plan, layers = self.convert(plans)
-            measured = self.measure(layers)
+            polished = self.polish(layers)
+            measured = {**self.measure(layers), **polished}
             if out is not None:
                 measured = {**measured, **self.write(plan, layers, out, overwrite)}
         record = request.record(plan, kv_ratio, self.texts, measured, out)
@@ -79,6 +80,10 @@ class LayerStore(ABC, Generic[LayersT]):
     @abstractmethod
     def convert(self, plans: LayerPlans) -> tuple[AttentionPlan, LayersT]:
         """Align, fuse and fit the heads of all layers; return the plan that is carried out, too."""
+
+    def polish(self, layers: LayersT) -> Mapping[str, Any]:
+        """Train the converted layers for the steps of the request; return what the record says."""
+        return {}
 
     @abstractmethod
     def measure(self, layers: LayersT) -> Mapping[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from attention.io.precision import cast_weights, round_weights
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
 from orchestrator import checkpoints
+from orchestrator.config.parsing import ConfigError
 from orchestrator.conversion.calibration import checkpoint_calibration, choose_mixed
 from orchestrator.conversion.dha_distances import NEED, Distances, measure
 from orchestrator.conversion.execution import convert_and_refine, planning_context
@@ -30,6 +33,8 @@ from orchestrator.conversion.request import ConversionRequest
 from orchestrator.resources.memory import available_bytes
 from search_spaces.planning.planner import make_plan
 from trainers.evaluation import CachedTeacher, evaluate
+from trainers.loop import TrainingDiverged
+from trainers.polish import polish
 from trainers.settings import TrainSettings
 
 
@@ -55,6 +60,7 @@ class MemoryStore(LayerStore[PreTrainedModel]):
             # A package that it lacks is missed before all else
             import trainers.fusion_search  # noqa: F401
         super().__init__(request, request.texts())
+        self._polished: dict[str, Any] = {}
         sequences = self.texts.calibration
         self.original = request.load_model()
         calibration = None
@@ -89,6 +95,29 @@ class MemoryStore(LayerStore[PreTrainedModel]):
         self.work += work
         return plans, model
 
+    @cached_property
+    def _polish_teacher(self) -> CachedTeacher:
+        return CachedTeacher(self.original)
+
+    def polish(self, layers: PreTrainedModel) -> Mapping[str, Any]:
+        options = self.request.polish
+        self._polished = {}
+        if options.polish:
+            with self.phases("polish"):
+                try:
+                    work = polish(
+                        self._polish_teacher,
+                        layers,
+                        self.texts.calibration,
+                        steps=options.polish,
+                        weights=options.polish_weights,
+                        seed=self.request.seed,
+                    )
+                except TrainingDiverged as error:
+                    raise ConfigError(f"polish: {error}; leave --polish out") from None
+            self._polished = {"polish": asdict(work)}
+        return self._polished
+
     def measure(self, layers: PreTrainedModel) -> Mapping[str, Any]:
         request = self.request
         with self.phases("evaluate"):
@@ -114,7 +143,7 @@ class MemoryStore(LayerStore[PreTrainedModel]):
     def write(
         self, plan: AttentionPlan, layers: PreTrainedModel, out: Path, overwrite: bool
     ) -> Mapping[str, Any]:
-        note = self.request.note()
+        note = self.request.note() | self._polished
         with self.phases("save"):
             checkpoint.save(layers, out, self.request.model, record=note, overwrite=overwrite)
         return {}

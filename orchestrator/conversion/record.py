@@ -24,6 +24,18 @@ class FitRecord(TypedDict):
     work: FitWorkRecord
 
 
+class PolishRecord(TypedDict):
+    """The fields of `trainers.polish.PolishWork`: training, which `cost` does not count."""
+
+    steps: int
+    tokens: int
+    flops: float
+    weights: str
+    learning_rate: float
+    first_loss: float
+    last_loss: float
+
+
 class ConversionPoint(TypedDict):
     """A conversion at one KV ratio.
 
@@ -52,6 +64,8 @@ class ConversionPoint(TypedDict):
     parameters: int
     cost: dict[str, float]
     """Optimizer steps, tokens, floating-point operations and seconds of the conversion."""
+    polish: NotRequired[PolishRecord]
+    """The steps of training at the end, if any."""
     mixed_moments: NotRequired[str]
     """How the mixed moments of the statistics were kept."""
     layerwise: NotRequired[bool]

@@ -34,7 +34,7 @@ from attention.ratios import (
 )
 from orchestrator import checkpoints
 from orchestrator.checkpoints import base_of
-from orchestrator.config.options import ConversionOptions
+from orchestrator.config.options import ConversionOptions, PolishOptions
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.record import ConversionRecord
 from search_spaces.planning.budgets import BelowLeast, check_budget, nearest_budget
@@ -280,6 +280,12 @@ class ConversionRequest:
         checkpoints.device_of(options.device)
         tokenizer = None if config_only else checkpoints.load_tokenizer(checkpoint)
         return cls(checkpoint, recipe, tuple(kv_ratios), tokenizer, dtype, options)
+
+    @property
+    def polish(self) -> PolishOptions:
+        """Whether, and how, converted models are trained at the end."""
+        options = self.options
+        return options if isinstance(options, PolishOptions) else PolishOptions()
 
     @property
     def seed(self) -> int:

@@ -95,6 +95,9 @@ class CardFacts:
         if heads and "plan" in note:
             ratio = ratio_of(AttentionPlan.from_dict(note["plan"]), heads)
         base: dict[str, Any] = {key: original.get(key) for key in BASE_FIELDS}
+        if polished := note.get("polish"):
+            steps, tokens = polished["steps"], polished["tokens"]
+            base["trained"] = {"steps": steps, "tokens": tokens, "data": "that of the calibration"}
         return cls(recipe=(note.get("recipe") or {}).get("name"), kv_ratio=ratio, **base)
 
 

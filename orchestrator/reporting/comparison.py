@@ -1,4 +1,4 @@
-"""The table that papers print: each arm at each KV ratio with its best learning rate, over seeds.
+"""The table that papers print: each arm at each KV ratio, trained in its best way, over seeds.
 
 An arm is what trials call their `recipe`. Rows are plain JSON values; terminal, page and `--json`
 all show these.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from attention.base.text import compact, number
 from attention.ratios import percent
@@ -39,15 +39,18 @@ class ArmPoint(MeanSD):
 
 
 class RungPoint(ArmPoint):
-    """Those of the rate that is best at the step."""
+    """Those of the rate, and the objective of training, that are best at the step."""
 
     learning_rate: float
+    distillation: str | None
 
 
 class RatePoint(MeanSD):
     """Those of a rate at the steps of its row."""
 
     learning_rate: float
+    distillation: NotRequired[str | None]
+    """The objective of training, where the arm has several."""
 
 
 class ComparisonRow(TypedDict):
@@ -56,6 +59,7 @@ class ComparisonRow(TypedDict):
     A learning rate takes part at a step if every seed of the search (of a candidate that the
     searcher drew: every seed of its own) was measured there and none of its trials failed. The
     best one has the lowest mean loss at the highest such step (the smaller rate if two are equal).
+    Each rate counts once with each objective of training that the arm has.
     """
 
     recipe: str
@@ -65,6 +69,8 @@ class ComparisonRow(TypedDict):
     kv_bytes_per_token: int | None
     learning_rate: float | None
     """The best; None if no rate has all seeds."""
+    distillation: NotRequired[str | None]
+    """The best objective of training, where the arm has several."""
     seeds: int
     """How many it has."""
     seeds_asked: int
@@ -154,6 +160,14 @@ def compare_arms(trials: Sequence[TrialRecord], original: OriginalRecord) -> lis
     return rows
 
 
+_Training = tuple[float, str | None]
+"""Learning rate and objective of training."""
+
+
+def _training(trial: TrialRecord) -> _Training:
+    return trial.learning_rate, trial.distillation
+
+
 def _losses(trial: TrialRecord) -> dict[int, float]:
     """Return the finite held-out losses of a trial that did not fail, by step."""
     if trial.status == records.FAILED:
@@ -168,16 +182,18 @@ def _losses(trial: TrialRecord) -> dict[int, float]:
 def _row(
     arm: Sequence[TrialRecord], seeds: Sequence[int | None], last: int, original: OriginalRecord
 ) -> ComparisonRow:
-    rates: dict[float, list[TrialRecord]] = {
-        rate: [] for rate in sorted(t.learning_rate for t in arm)
+    several = len({t.distillation for t in arm}) > 1
+    rates: dict[_Training, list[TrialRecord]] = {
+        key: []
+        for key in sorted((_training(t) for t in arm), key=lambda key: (key[0], str(key[1])))
     }
     for trial in arm:
-        rates[trial.learning_rate].append(trial)
+        rates[_training(trial)].append(trial)
     steps = sorted({step for t in arm for step in _losses(t)})
     rungs = [rung for step in steps if (rung := _best_at(step, rates, seeds))]
     best = rungs[-1] if rungs else None
     step = best["step"] if best else None
-    chosen = rates[best["learning_rate"]] if best else []
+    chosen = rates[best["learning_rate"], best["distillation"]] if best else []
     measured = chosen or arm
     curve = [point for step in steps if (point := _point(step, chosen, seeds))] if best else []
     sizes = [t.kv_bytes_per_token for t in measured if t.kv_bytes_per_token is not None]
@@ -185,7 +201,7 @@ def _row(
     by_seed = sorted(chosen, key=lambda t: (t.seed is not None, t.seed or 0))
     broken = sum(diverged(t) for t in arm)
     ended = (records.DONE, records.STOPPED, records.COPY, records.FAILED)
-    return {
+    row: ComparisonRow = {
         "recipe": arm[0].recipe,
         "label": arm[0].label,
         "kv_ratio": arm[0].kv_ratio,
@@ -207,11 +223,10 @@ def _row(
         "curve": curve,
         "rungs": rungs,
         "rates": [
-            {
-                "learning_rate": rate,
-                **mean_and_sd(_losses(t)[step] for t in group if step in _losses(t)),
-            }
-            for rate, group in rates.items()
+            _rate_point(
+                key, mean_and_sd(_losses(t)[step] for t in group if step in _losses(t)), several
+            )
+            for key, group in rates.items()
         ],
         "trial_ids": [t.trial_id for t in by_seed],
         "trials": len(arm),
@@ -222,6 +237,9 @@ def _row(
         "relaxation_unfinished": sum(t.relaxation_unfinished for t in arm),
         "unfinished": sum(t.status not in ended for t in arm),
     }
+    if several:
+        row["distillation"] = best["distillation"] if best else None
+    return row
 
 
 def _point(
@@ -247,13 +265,21 @@ def _point(
 
 
 def _best_at(
-    step: int, rates: Mapping[float, Sequence[TrialRecord]], seeds: Sequence[int | None]
+    step: int, rates: Mapping[_Training, Sequence[TrialRecord]], seeds: Sequence[int | None]
 ) -> RungPoint | None:
     points: list[RungPoint] = []
-    for rate, trials in rates.items():
+    for (rate, objective), trials in rates.items():
         if point := _point(step, trials, seeds):
-            points.append({**point, "learning_rate": rate})
+            points.append({**point, "learning_rate": rate, "distillation": objective})
     return min(points, key=lambda point: (point["mean"], point["learning_rate"]), default=None)
+
+
+def _rate_point(training: _Training, losses: MeanSD, several: bool) -> RatePoint:
+    rate, objective = training
+    point: RatePoint = {"learning_rate": rate, **losses}
+    if several:
+        point["distillation"] = objective
+    return point
 
 
 def _without_step(point: ArmPoint) -> MeanSD:
@@ -308,7 +334,15 @@ def cells(row: ComparisonRow) -> tuple[str, ...]:
         _mean_and_sd_text(row["loss"]),
         number(row["loss_increase"], "+.3f"),
         _mean_and_sd_text(row["untrained"]) + (" pooled" if row["pooled"] else ""),
-        number(row["learning_rate"] if steps else None, ".1e"),
+        " ".join(
+            filter(
+                None,
+                [
+                    number(row["learning_rate"] if steps else None, ".1e"),
+                    row.get("distillation") if steps else None,
+                ],
+            )
+        ),
         NO_VALUE if steps is None else f"{steps}{'' if row['last'] else '*'}",
         NO_VALUE if row["tokens"] is None else compact(row["tokens"]),
         number(row["kv_bytes_per_token"], "d"),

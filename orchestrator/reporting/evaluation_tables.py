@@ -72,6 +72,16 @@ def increase_of(record: Mapping[str, Any]) -> str:
     return _with_error(f"{record['loss_increase']:+.3f}", record.get("loss_increase_stderr"))
 
 
+def polish_of(work: Mapping[str, Any]) -> str:
+    """Return the training at the end of a conversion in words."""
+    weights = {"all": "all weights", "kv": "keys and values"}[work["weights"]]
+    return (
+        f"{work['steps']} steps of {weights}, {work['tokens']:,} tokens, {work['flops']:.2g} "
+        f"operations; KL on the text that is trained on {work['first_loss']:.3f} before, "
+        f"{work['last_loss']:.3f} after"
+    )
+
+
 def eval_text_of(record: Mapping[str, Any]) -> str:
     """Return what a loss was measured on."""
     left_out = record.get("eval_documents_left_out")
@@ -96,6 +106,8 @@ def print_conversion(record: Mapping[str, Any], out: Any) -> None:
             f"{point['kl']:.3f}, on {eval_text_of(point)}; {point['kv_bytes_per_token']} KV bytes "
             f"per token, {point['kv_bytes_per_token_original']} before"
         )
+        if "polish" in point:
+            print(f"polish: {polish_of(point['polish'])}")
         if out is not None:
             print(point["format_note"])
         for note in point.get("notes", ()):

@@ -66,6 +66,7 @@ def in_memory_stages(conversion: Conversion, size: Size, gpu_memory: int = 0) ->
         "sensitivity": metrics + drawn,
         "plan": metrics + fitted + everywhere + c.statistics() + 3 * c.heads() + c.fusing(),
         "refine": metrics + c.statistics() + c.refining(size, at_once),
+        "polish": c.statistics() + c.polishing(size, gpu_memory),
     }
 
 

@@ -32,7 +32,15 @@ from orchestrator.resources.accelerators import (
     most_memory_of,
 )
 from orchestrator.resources.memory import converted_attention, in_memory_stages
-from orchestrator.resources.size import READING, SPARE, Conversion, SearchInputs, Size
+from orchestrator.resources.size import (
+    READING,
+    SPARE,
+    Conversion,
+    SearchInputs,
+    Size,
+    inner_size,
+    layer_values,
+)
 from trainers.adapters import adaptable
 from trainers.deepspeed_config import config_of, sums_in_float32
 from trainers.evaluation import TEACHER_BYTES
@@ -105,9 +113,10 @@ class Need:
             return "resources.trial_gpus=0, which plans on CPUs"
         if self.largest in ("activations", "logits"):
             return f"a smaller {train}.micro_batch_size or {train}.activation_checkpointing=true"
+        no_teacher = f"{train}.distillation=none, " if "teacher" in self.parts else ""
         return (
-            f"{train}.zero_stage=3 with more {train}.num_workers, {train}.tuning=lora, or "
-            "DeepSpeed's offloading"
+            f"{train}.zero_stage=3 with more {train}.num_workers, {train}.tuning=lora, "
+            f"{no_teacher}or DeepSpeed's offloading"
         )
 
     def describe(self) -> str:
@@ -216,7 +225,7 @@ class Needs:
 
     def _trained_by(self) -> list[tuple[str, TrainSettings]]:
         """Return the processes that train, with their settings."""
-        named = [("training worker", self.config.train)]
+        named: list[tuple[str, TrainSettings]] = [("training worker", self.config.train)]
         if self.config.promotion.enabled and self.config.promotion.steps:
             named.append(("promotion worker", self.config.promotion_train))
         return named
@@ -320,29 +329,14 @@ class Needs:
 
     @property
     def _layer_values(self) -> int:
-        """Numbers per token that a layer stores for the backward pass.
-
-        Norms, projections, attention's output, the MLP's inner values.
-        """
-        g = self.geometry
-        return 6 * g.hidden_size + 4 * g.num_heads * g.head_dim + 4 * self._inner_size
+        return layer_values(self.inputs.model)
 
     @property
     def _layer_products(self) -> int:
         """Numbers per token that the matrix products and the attention of a layer result in."""
         g = self.geometry
-        return 2 * g.hidden_size + 4 * g.num_heads * g.head_dim + 2 * self._inner_size
-
-    @property
-    def _inner_size(self) -> int:
-        """Width of the MLP."""
-        model = self.inputs.model
-        inner = (
-            getattr(model, "intermediate_size", None)
-            or getattr(model, "ffn_dim", 0)
-            or 4 * self.geometry.hidden_size
-        )
-        return int(inner)
+        inner = inner_size(self.inputs.model)
+        return 2 * g.hidden_size + 4 * g.num_heads * g.head_dim + 2 * inner
 
     def evaluating(self) -> Parts:
         """Return the parts of an evaluation before any training, of the trials' micro-batch."""

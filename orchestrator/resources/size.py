@@ -24,10 +24,14 @@ from attention.conversion.sensitivity import SENSITIVITY_BATCH
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layers.windows import empty, layer_prefix, window_config
+from attention.modeling.predictions import most_logit_bytes
 from attention.modeling.running import batch_of, layer_batch
 from orchestrator.config.schema import SearchConfig
 from search_spaces.planning.widths import with_width
 from search_spaces.recipes.recipe import AXES, Recipe
+from trainers.evaluation import TEACHER_BYTES
+from trainers.freezing import key_value_parameters
+from trainers.polish import PolishWeights, polish_rows
 from trainers.settings import TrainSettings
 
 FLOAT, DOUBLE = 4, 8
@@ -107,6 +111,8 @@ class Conversion:
     working: torch.dtype = torch.float32
     mixed: Mixed = "float32"
     in_files: bool = False
+    polish_steps: int = 0
+    polish_weights: PolishWeights = "kv"
 
     @property
     def geometry(self) -> HeadGeometry:
@@ -254,6 +260,52 @@ class Conversion:
         states = (2 + 2 * beside + 3) * min(self.used_tokens, tokens) * self.geometry.hidden_size
         attention = size.attention + self.added
         return FLOAT * (beside * ADAM_COPIES * attention + states)
+
+    @property
+    def polish_tokens(self) -> int:
+        """Tokens of a step of the polish."""
+        length = self.sequence_length
+        return length * polish_rows(length, self.calibration_tokens // length)
+
+    def polishing(self, size: Size, gpu_memory: int = 0) -> int:
+        """Return the bytes of the polish beside the two models; 0 without one.
+
+        The trained weights are no longer those of the original; gradients, the optimizer's float32
+        copy where the weights are none, two moments and a spare one; what enters each layer, and
+        the inner values of one; logits; what the original model has said.
+        """
+        if not self.polish_steps:
+            return 0
+        g, width = self.geometry, self.working.itemsize
+        trained, own = key_value_parameters(g), 0
+        if self.polish_weights == "all":
+            trained = size.total
+            own = size.total - size.attention * g.num_layers
+        copies = width + 3 * FLOAT + (FLOAT if width < FLOAT else 0)
+        tokens = self.polish_tokens
+        inner = g.num_layers * g.hidden_size + layer_values(self.config)
+        states = min(TEACHER_BYTES, width * self.calibration_tokens * g.hidden_size)
+        logits = most_logit_bytes(g.vocab_size, tokens, gpu_memory)
+        return width * own + copies * trained + width * tokens * inner + logits + states
+
+
+def layer_values(config: PretrainedConfig) -> int:
+    """Return the numbers per token that a layer stores for the backward pass.
+
+    Norms, projections, attention's output, the MLP's inner values.
+    """
+    g = geometry_of(config)
+    return 6 * g.hidden_size + 4 * g.num_heads * g.head_dim + 4 * inner_size(config)
+
+
+def inner_size(config: PretrainedConfig) -> int:
+    """Return the width of the MLP."""
+    inner = (
+        getattr(config, "intermediate_size", None)
+        or getattr(config, "ffn_dim", 0)
+        or 4 * geometry_of(config).hidden_size
+    )
+    return int(inner)
 
 
 class PlannedConversion(NamedTuple):

@@ -98,7 +98,24 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
         steps = steps_in_all(knobs["fit_steps"], g.num_layers) / g.num_layers
         passes += steps * step_operations(c, size, knobs["step_tokens"])
     predicted = LOGITS * c.eval_tokens + DRAWN * c.planned_on
-    return g.num_layers * passes + 2.0 * predicted * size.embedding
+    work = g.num_layers * passes + 2.0 * predicted * size.embedding
+    return work + polish_operations(c, size, forward)
+
+
+def polish_operations(conversion: Conversion, size: Size, forward: float) -> float:
+    """Return the operations of the polish.
+
+    Of each token forward, forward again and back, in which frozen weights have no gradients; of
+    each sequence once forward through the original.
+
+    Args:
+        forward: Of a token through one layer.
+    """
+    c = conversion
+    tokens = c.polish_steps * c.polish_tokens
+    through = c.geometry.num_layers * forward + 2.0 * LOGITS * size.embedding
+    passes = 4 if c.polish_weights == "all" else 3
+    return through * (passes * tokens + min(tokens, c.calibration_tokens))
 
 
 def grouping_operations(conversion: Conversion) -> float:

@@ -128,6 +128,7 @@ class PlanAhead(Callback):
         begun = set(self._begun.values())
         found: dict[str, Candidate] = {}
         alike = len(config.learning_rates) * len(config.seeds)
+        alike *= max(1, len(config.search.distillations))
         for candidate in self._searcher.upcoming((self.limit + 1) * alike):
             key = conversion_key(candidate, context)
             if key not in begun and len(found) < self.limit:

@@ -21,9 +21,12 @@ from search_spaces.recipes.catalogue import AXES, RECIPES, Recipe
 from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.rules import keeps_everything
+from search_spaces.recovery.tuning import AS_CONFIGURED
 from search_spaces.space.joint_space import Domain, JointSpace
 
 Point = dict[str, Any]
+DISTILLATION = "recovery.distillation"
+"""The setting of a recipe that names its objective of training."""
 OF_SEARCHER = "searcher."
 """Prefix of a searcher's own settings."""
 
@@ -113,7 +116,7 @@ class Candidate:
 
 @dataclass
 class CandidateSpace:
-    """`JointSpace` with one more decision, the learning rate.
+    """`JointSpace` with two more decisions: the learning rate and the objective of training.
 
     A point is decided one domain at a time.
     """
@@ -121,6 +124,8 @@ class CandidateSpace:
     joint: JointSpace
     learning_rates: Sequence[float]
     seed: int = 0
+    distillations: Sequence[str] = ()
+    distillation_weight: float = 1.0
 
     def next(self, point: Mapping[str, Any]) -> Domain | None:
         """Return the next decision, or None when the point is complete."""
@@ -130,6 +135,8 @@ class CandidateSpace:
             return Domain(
                 "learning_rate", "learning_rate", "choice", choices=tuple(self.learning_rates)
             )
+        if len(self.distillations) > 1 and "distillation" not in point:
+            return Domain("distillation", DISTILLATION, "choice", choices=tuple(self.distillations))
         return None
 
     def decide(self, choose: Callable[[Domain], Any]) -> Point:
@@ -171,6 +178,9 @@ class CandidateSpace:
             else used_ratio(recipe, kv_ratio, self.joint.geometry)
         )
         rate = float(point.get("learning_rate", self.learning_rates[0]))
+        if self.distillations:
+            objective = point.get("distillation", self.distillations[0])
+            (recipe,) = with_objectives(recipe, [objective], self.distillation_weight)
         return Candidate(recipe, kv_ratio, rate, self.seed, used=used)
 
     def locate(self, candidate: Candidate) -> Point | None:
@@ -239,12 +249,33 @@ def named_candidates(
                     "the checkpoint's own KV cache"
                 )
             pairs.append((recipe, ratio, used_ratio(recipe, ratio, limited)))
+    objectives = config.search.distillations
+    weight = config.train.distillation_weight
     return tuple(
-        Candidate(recipe, ratio, rate, seed, used=used)
+        Candidate(trained, ratio, rate, seed, used=used)
         for recipe, ratio, used in pairs
         for rate in config.learning_rates
+        for trained in with_objectives(recipe, objectives, weight)
         for seed in config.seeds
     )
+
+
+def with_objectives(recipe: Recipe, distillations: Sequence[str], weight: float) -> list[Recipe]:
+    """Return a recipe with each objective of training; itself where it has one of its own.
+
+    Args:
+        recipe: The recipe, whose name stays.
+        distillations: As in `train.distillation`; none: it is trained as configured.
+        weight: Of a distillation in the loss.
+    """
+    if not distillations or dict(recipe.settings).get(DISTILLATION) != AS_CONFIGURED:
+        return [recipe]
+    return [
+        recipe.with_changes(
+            settings={DISTILLATION: objective, "recovery.distillation_weight": weight}
+        )
+        for objective in distillations
+    ]
 
 
 def used_ratio(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> float | None:
@@ -360,7 +391,13 @@ def candidate_space(
         raise ConfigError(
             f"search.{'search_space' if wrong == text else 'params'}: {wrong}"
         ) from None
-    return CandidateSpace(joint, config.learning_rates, config.seeds[0])
+    return CandidateSpace(
+        joint,
+        config.learning_rates,
+        config.seeds[0],
+        section.distillations,
+        config.train.distillation_weight,
+    )
 
 
 def searcher_settings(config: SearchConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard
 from attention.conversion.relaxation_knobs import UNFINISHED
 from attention.ratios import is_met, percent
 from orchestrator.storage.json_files import read_json
+from search_spaces.recovery.tuning import AS_CONFIGURED
 
 if TYPE_CHECKING:
     from attention.calibration.sizes import Mixed
@@ -301,6 +302,12 @@ class TrialRecord:
             "flops": conversion.get("flops", 0.0) + 6.0 * (self.parameters or 0) * tokens,
             "seconds": sum(self.seconds.values()) + training_seconds,
         }
+
+    @property
+    def distillation(self) -> str | None:
+        """The objective of training that its recipe names; None where the search's settings do."""
+        chosen = self.choices.get("settings", {}).get("recovery.distillation", AS_CONFIGURED)
+        return None if chosen == AS_CONFIGURED else str(chosen)
 
     @property
     def untrained(self) -> RungRecord | None:

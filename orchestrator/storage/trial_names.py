@@ -2,8 +2,8 @@
 
 `label` is the recipe: `headfold`, or `joint · knapsack, least squares` for one that a searcher has
 drawn, by the choices that tell the drawn ones apart. `name` is the trial: `headfold · 25%`, with
-its learning rate and its seed where a recipe runs at a KV ratio with several. No two trials of a
-search have one name.
+its learning rate, its objective of training and its seed where a recipe runs at a KV ratio with
+several. No two trials of a search have one name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def name_trials(trials: Iterable[TrialRecord]) -> None:
     for trial in trials:
         trial.label = labels[trial.recipe]
         trial.name = f"{trial.label} · {percent(trial.kv_ratio)}"
-    for describe in (_learning_rate, _seed):
+    for describe in (_learning_rate, _distillation, _seed):
         for alike in _groups(trials, lambda trial: trial.name):
             if len({describe(trial) for trial in alike}) > 1:
                 for trial in alike:
@@ -47,6 +47,10 @@ def name_trials(trials: Iterable[TrialRecord]) -> None:
 
 def _learning_rate(trial: TrialRecord) -> str:
     return f"lr {trial.learning_rate:g}"
+
+
+def _distillation(trial: TrialRecord) -> str:
+    return f"distillation {trial.distillation}"
 
 
 def _seed(trial: TrialRecord) -> str:

@@ -35,6 +35,12 @@ from orchestrator.conversion.request import ConversionRequest, chosen_recipe, re
 from orchestrator.reporting.evaluation_tables import print_conversion
 from orchestrator.storage.outputs import Interrupted
 from orchestrator.tasks.task import Task, advise_text, require
+from search_spaces.recipes.recipe import Recipe
+
+_FURTHER = (
+    "leave --polish out, and train what comes out with `headfold finetune --model OUT --original "
+    "MODEL`, which divides a model among workers"
+)
 
 
 class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
@@ -107,7 +113,19 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         )
         if options.layerwise:
             check_layerwise(recipe, checkpoint.config)
+        if options.polish:
+            self._check_polish(recipe)
         return request
+
+    def _check_polish(self, recipe: Recipe) -> None:
+        """Raise ConfigError for a polish that cannot be."""
+        if self.options.layerwise:
+            raise ConfigError(f"polish: layer by layer no step of training is possible; {_FURTHER}")
+        if self.options.polish_weights == "kv" and recipe.sharing != "none":
+            raise ConfigError(
+                f"polish_weights: layers share heads by recipe {recipe.name}, and so the weights "
+                "of their keys and values; use --polish-weights all"
+            )
 
     @cached_property
     def _joins_curve(self) -> bool:
@@ -123,7 +141,17 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         """What it takes, and with that whether it is done in memory, decided once."""
         points = estimate_conversions(self.request)
         layerwise = self.options.layerwise
-        return RunEstimate.of(points, self.out, several=self._several, layerwise=layerwise)
+        estimate = RunEstimate.of(points, self.out, several=self._several, layerwise=layerwise)
+        if estimate.layerwise and self.options.polish:
+            words = points[0].describe()
+            all_weights = self.options.polish_weights == "all"
+            less = "--polish-weights kv takes less, or " if all_weights else ""
+            raise ConfigError(
+                f"polish: it would take about {words['in memory']}, {words['available now']} "
+                "available, and layer by layer no step of training is possible; "
+                f"{less}{_FURTHER}"
+            )
+        return estimate
 
     def announce(self) -> None:
         if self.out is None:

@@ -7,7 +7,7 @@ OUT.training also holds the weights of the best step until OUT is written
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -22,6 +22,7 @@ from attention.io.safetensors_files import open_safetensors, stored_tensors
 from orchestrator import checkpoints
 from orchestrator.cluster.ray_tasks import on_cluster
 from orchestrator.config.options import FinetuneOptions
+from orchestrator.config.parsing import read_override
 from orchestrator.config.schema import ConfigError, FineTuneSection, check_training, parse_section
 from orchestrator.tasks.training import TrainingTask, train_section
 from orchestrator.training.request import (
@@ -38,7 +39,8 @@ from trainers.text.data import Texts, read_sequences
 from trainers.text.documents import check_documents
 
 _TRAIN_TOKENS = 100_000_000  # of text at most, unless the options say more
-_DISTILLATION = "kl"
+_OBJECTIVE = {"distillation": "kl", "distillation_weight": 1.0}
+"""With an original model, unless `train.distillation` names another."""
 
 
 class FinetuneRecord(TrainingRecord):
@@ -153,8 +155,8 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
     """A training of a checkpoint, whose best measured step is kept, in its dtype.
 
     `tuning`: "full" trains all weights, "lora" adapters that are merged at the end, "kv" the
-    projections of keys and values alone. With `original` it learns from that model too, by KL
-    unless `train.distillation` says otherwise.
+    projections of keys and values alone. With `original` the loss is KL(original ‖ model), unless
+    `train.distillation` says otherwise.
     """
 
     @cached_property
@@ -205,12 +207,23 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
             out=result_folder(options.out),
             checkpoint_minutes=options.checkpoint_minutes,
         )
+        if request.mark and not {"distillation", "distillation_weight"} & self._named:
+            # One that was begun when the weight's default was another goes on with it
+            weight = request.mark["settings"]["distillation_weight"]
+            begun = settings.model_copy(update={"distillation_weight": weight})
+            request = replace(request, settings=begun)
         for cut in request.cuts:
             cut.check()
         if request.settings.document_mask:
             check_documents(request.cuts[0], tokenizer, model.config.model_type)
         request.check_folders(options.overwrite)
         return request
+
+    @property
+    def _named(self) -> set[str]:
+        """The settings of the training that `--set` names."""
+        keys = {read_override(override)[0] for override in self.options.overrides or ()}
+        return {key.removeprefix("train.") for key in keys}
 
     def _open(self, source: checkpoints.CheckpointSource, key: str) -> Checkpoint:
         weights, dequantize = not self.rehearsal, self.options.dequantize
@@ -225,7 +238,7 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
         Raises ConfigError where `--set` says something else.
         """
         options = self.options
-        record = train_section({}, options)
+        record = train_section({}, options, options.peak_rate)
         train: Any = record["train"]
         distilled = options.original is not None
         if isinstance(train, dict):
@@ -238,8 +251,8 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
                 raise ConfigError(
                     "train.distillation: it needs the model to learn from; give it as --original"
                 )
-            learns = {"distillation": _DISTILLATION} if distilled else {}
-            record["train"] = learns | train | {"tuning": options.tuning}
+            named = not distilled or "distillation" in train
+            record["train"] = ({} if named else _OBJECTIVE) | train | {"tuning": options.tuning}
         return parse_section(FineTuneSection, record, "this training").train
 
     def run(self) -> FinetuneRecord:

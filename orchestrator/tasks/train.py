@@ -155,7 +155,8 @@ class Train(TrainingTask[TrainOptions, TrainRecord]):
         return request
 
     def _section(self) -> TrainSection:
-        record = train_section({"recipe": self.options.recipe}, self.options)
+        options = self.options
+        record = train_section({"recipe": options.recipe}, options, options.learning_rate)
         section = parse_section(TrainSection, record, "this training")
         defaults = {"windowed": False} | {f.name: f.default for f in fields(Composition)}
         for name, value in section.composition.items():

@@ -108,14 +108,14 @@ def _print_at_once(line: str) -> None:
     print(line, flush=True)
 
 
-def train_section(record: dict[str, Any], options: TrainingOptions) -> dict[str, Any]:
+def train_section(
+    record: dict[str, Any], options: TrainingOptions, learning_rate: float
+) -> dict[str, Any]:
     """Return `record` with the overrides and the options that have a flag of their own.
 
     An override reads `train.KEY=VALUE`. Raises ConfigError for one that has a flag.
     """
-    record = apply_train_options(
-        record, options.overrides or (), options.learning_rate, options.seed
-    )
+    record = apply_train_options(record, options.overrides or (), learning_rate, options.seed)
     if isinstance(record["train"], dict):
         gpus = float(checkpoints.device_of(options.device).type == "cuda")
         record["train"] = {"gpus_per_worker": gpus} | record["train"]

@@ -4,7 +4,7 @@ Several chains walk at a time, each with a generator of its own and one probe at
 that each accepts, resets and preserves as in the paper; results are taken as they come. A chain's
 score is minus its probe's loss on the calibration tokens: the held-out text judges the search and
 decides nothing in it. When the probes are used up, the best plan of each KV ratio is trained
-through the rungs, once with every learning rate and seed.
+through the rungs, once with every learning rate, objective of training and seed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray.tune.search import Searcher
 from attention.axes import Knob
 from attention.geometry import HeadGeometry
 from orchestrator.config.schema import ConfigError
-from orchestrator.search.candidates import Candidate
+from orchestrator.search.candidates import DISTILLATION, Candidate, with_objectives
 from orchestrator.search.searchers.problem import SEARCHERS, ResumableSearcher, SearchProblem
 from search_spaces.allocation.uniform import uniform
 from search_spaces.grouping.chain import Chain, SiteKey, searched_sites
@@ -45,11 +45,20 @@ class ChainSearch(ResumableSearcher):
     def __init__(self, problem: SearchProblem, chains: int) -> None:
         self._problem, self._made = problem, 0
         self._recipe = walk_recipe(problem)
+        space = problem.space
+        self._trained = {
+            dict(recipe.settings)[DISTILLATION]: recipe
+            for recipe in with_objectives(
+                self._recipe, space.distillations, space.distillation_weight
+            )
+        }
         self._chains = make_chains(problem, self._recipe, chains)
         self._scores: dict[str, float | None] = {}
         self._running: dict[str, str] = {}
         self._finals = list(
-            itertools.product(self._chains, problem.space.learning_rates, problem.seeds)
+            itertools.product(
+                self._chains, problem.space.learning_rates, self._trained, problem.seeds
+            )
         )
         super().__init__(problem.total + len(self._finals))
 
@@ -90,7 +99,10 @@ class ChainSearch(ResumableSearcher):
             )
             self._running[trial_id] = candidate.plan
         elif candidate.plan is not None:
-            self._finals.remove((candidate.kv_ratio, candidate.learning_rate, candidate.seed))
+            objective = dict(candidate.recipe.settings)[DISTILLATION]
+            self._finals.remove(
+                (candidate.kv_ratio, candidate.learning_rate, objective, candidate.seed)
+            )
         self._made += 1
 
     def _probe(self, trial_id: str) -> Candidate | None:
@@ -128,14 +140,15 @@ class ChainSearch(ResumableSearcher):
     def _final(self) -> Candidate | None:
         """Return the best plan of a KV ratio whose chains have all ended.
 
-        It is suggested once with each learning rate and seed.
+        It is suggested once with each learning rate, objective of training and seed.
         """
-        for index, (kv_ratio, rate, seed) in enumerate(self._finals):
+        for index, (kv_ratio, rate, objective, seed) in enumerate(self._finals):
             chains = self._chains[kv_ratio]
             if all(chain.done for chain in chains):
                 del self._finals[index]
                 best = max(chains, key=lambda chain: chain.score)  # the first of equals
-                return Candidate(self._recipe, kv_ratio, rate, seed, best.plan.to_json())
+                recipe = self._trained[objective]
+                return Candidate(recipe, kv_ratio, rate, seed, best.plan.to_json())
         return None
 
     @cached_property

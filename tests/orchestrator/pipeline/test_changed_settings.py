@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from orchestrator.config.schema import read_search_config
+from orchestrator.config.schema import parse_config, read_search_config
 from orchestrator.pipeline import _changed_sections, _config_record
 from orchestrator.search.duplicates import work_digest
 from trainers.jobs.train_job import TrainJob
@@ -28,6 +28,18 @@ def test_a_search_from_before_some_keys_goes_on() -> None:
     assert changed(record) == changed(record, "train.activation_checkpointing=selective") == []
     for change in ("train.document_mask=true", "train.compile=true", "train.seed=7"):
         assert changed(record, change) == ["train"]
+
+
+def test_a_search_that_was_begun_with_other_defaults_keeps_them() -> None:
+    former = {"learning_rate": 3e-4, "distillation": "none", "distillation_weight": 0.5}
+    record = _config_record(read_search_config(DEMO, []))
+    record["train"] |= former
+    assert changed(record) == changed(record, "train.distillation=none") == []
+    for change in ("train.distillation=kl", "train.learning_rate=1e-4"):
+        assert changed(record, change) == ["train"]
+    now = read_search_config(DEMO, ["train.learning_rate=1e-4"])
+    begun = now.begun_as(parse_config(record)).train
+    assert (begun.distillation, begun.distillation_weight, begun.learning_rate) == ("none", 0.5, 1e-4)
 
 
 def test_the_work_of_a_trial_is_what_decides_its_weights(tmp_path: Path) -> None:

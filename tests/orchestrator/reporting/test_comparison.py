@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,22 @@ def test_a_row_by_hand() -> None:
     assert [r["learning_rate"] for r in row["rates"]] == [1e-3, 3e-3]
     assert row["rates"][0]["mean"] == pytest.approx(3.1)
     assert row["trial_ids"] == ["dha-0.25-0.003-0", "dha-0.25-0.003-1", "dha-0.25-0.003-2"]
+
+
+def test_an_arm_is_judged_at_its_best_objective_too() -> None:
+    def learning(objective: str, loss: float, rate: float) -> TrialRecord:
+        made = trial("dha", 0, [5.0, 4.0, loss], rate=rate)
+        return replace(made, choices={"settings": {"recovery.distillation": objective}})
+
+    arm = [learning("none", 3.0, 1e-3), learning("kl", 2.9, 1e-3), learning("none", 2.95, 3e-3)]
+    (row,) = compare_arms([*arm, trial("gqa", 0, [5.0, 4.0, 3.5])], BASE)[:1]
+    assert (row["learning_rate"], row.get("distillation"), row["loss"]["mean"]) == (1e-3, "kl", 2.9)
+    assert [(r["learning_rate"], r.get("distillation"), r["n"]) for r in row["rates"]] == [
+        (1e-3, "kl", 1),
+        (1e-3, "none", 1),
+        (3e-3, "none", 1),
+    ]
+    assert "1.0e-03 kl" in comparison.cells(row)
 
 
 def test_each_rung_has_its_own_best_rate_and_the_curve_keeps_one() -> None:

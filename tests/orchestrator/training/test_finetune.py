@@ -141,6 +141,33 @@ def test_mistakes_are_refused_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
+def test_with_an_original_the_loss_is_its_divergence_at_a_rate_of_its_own(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    given = {name: value for name, value in ASKED.items() if name != "learning_rate"}
+    out = tmp_path / "out"
+    learning = {**given, "original": models["stock"]}
+    settings = check_finetuning(models["converted"], out, **learning).settings
+    assert (settings.distillation, settings.distillation_weight, settings.learning_rate) == ("kl", 1.0, 1e-4)
+    named = {**learning, "overrides": ["train.distillation=kl_bild"]}
+    settings = check_finetuning(models["converted"], out, **named).settings
+    assert (settings.distillation, settings.distillation_weight) == ("kl_bild", 0.5)
+    with pytest.raises(ConfigError, match="learning_rate: expected --learning-rate, or --original"):
+        check_finetuning(models["converted"], out, **given)
+
+
+def test_a_training_that_was_begun_with_half_of_the_divergence_goes_on_with_it(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    out, given = tmp_path / "out", {**ASKED, "original": models["stock"]}
+    former = {"overrides": [*ASKED["overrides"], "train.distillation_weight=0.5"]}
+    check_finetuning(models["converted"], out, **{**given, **former}).note()
+    assert check_finetuning(models["converted"], out, **given).settings.distillation_weight == 0.5
+    another = {"overrides": [*ASKED["overrides"], "train.distillation_weight=1.0"]}
+    with pytest.raises(ConfigError, match="holds a training with another settings"):
+        check_finetuning(models["converted"], out, **{**given, **another})
+
+
 def test_what_it_would_write_over_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").touch()

@@ -1,0 +1,81 @@
+"""What trials learn: the original's predictions by default, as the recipe says, or every arm with each of a grid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attention.checkpoint import Checkpoint
+from attention.geometry import HeadGeometry
+from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
+from orchestrator.search.candidates import Candidate, candidate_space, named_candidates
+from orchestrator.storage.records import TrialRecord
+from orchestrator.storage.trial_names import name_trials
+from search_spaces.recipes.catalogue import recipe
+
+
+@pytest.fixture(scope="module")
+def geometry(demo_dir: Path) -> HeadGeometry:
+    return Checkpoint.open(demo_dir).geometry
+
+
+def config(*arms: Any, train: dict[str, Any] | None = None, **search: Any) -> SearchConfig:
+    section = {"recipes": list(arms) or ["gqa"], "kv_ratios": [0.25], **search}
+    return parse_config({"name": "one", "model": {"path": "m"}, "search": section, "train": train or {}})
+
+
+def trained(settings: SearchConfig, candidate: Candidate) -> tuple[str, float]:
+    found = settings.train.model_dump() | candidate.recipe.apply("recovery")
+    return found["distillation"], found["distillation_weight"]
+
+
+def test_a_trial_and_a_promotion_learn_the_original_s_predictions_unless_they_are_told_otherwise(
+    geometry: HeadGeometry,
+) -> None:
+    settings = config("gqa", "align")
+    gqa, align = named_candidates(settings, geometry)
+    assert trained(settings, gqa) == ("kl", 1.0)
+    assert trained(settings, align) == ("kl_bild", 1.0)
+    assert gqa.learning_rate == settings.train.learning_rate == 1e-4
+    assert settings.promotion_train.distillation == "kl"
+    named = config("gqa", train={"distillation": "kl", "distillation_weight": 0.5, "learning_rate": 1e-5})
+    (gqa,) = named_candidates(named, geometry)
+    assert (*trained(named, gqa), gqa.learning_rate) == ("kl", 0.5, 1e-5)
+
+
+def test_every_arm_runs_with_each_objective_but_those_that_have_one(geometry: HeadGeometry) -> None:
+    settings = config("gqa", "align", distillations=["none", "kl"], learning_rates=[1e-4, 1e-3])
+    found = named_candidates(settings, geometry)
+    runs = [(c.recipe.name, c.learning_rate, trained(settings, c)[0]) for c in found]
+    assert runs == [
+        *(("gqa", rate, objective) for rate in (1e-4, 1e-3) for objective in ("none", "kl")),
+        *(("align", rate, "kl_bild") for rate in (1e-4, 1e-3)),
+    ]
+    assert len({c.key for c in found}) == 6
+    assert [Candidate.from_config(c.config()).key for c in found] == [c.key for c in found]
+    assert len({recipe("gqa").conversion_choices == c.recipe.conversion_choices for c in found[:4]}) == 1
+    trials = [TrialRecord.of(f"t{number}", c.config()) for number, c in enumerate(found)]
+    name_trials(trials)
+    assert trials[1].name == "gqa · 25% · lr 0.0001 · distillation kl" and len({t.name for t in trials}) == 6
+
+
+def test_a_searcher_draws_an_objective_where_there_are_several(geometry: HeadGeometry) -> None:
+    several = candidate_space(config(distillations=["none", "kl"]), geometry)
+    points = [several.sample(np.random.default_rng(seed)) for seed in range(20)]
+    assert {point["distillation"] for point in points} == {"none", "kl"}
+    assert all(several.locate(several.candidate(point)) == point for point in points)
+    one = candidate_space(config(distillations=["kl"]), geometry)
+    point = one.sample(np.random.default_rng(0))
+    assert "distillation" not in point
+    assert dict(one.candidate(point).recipe.settings)["recovery.distillation"] == "kl"
+    assert one.locate(one.candidate(point)) == point
+
+
+def test_an_objective_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="search.distillations.1"):
+        config(distillations=["kl", "mse"])
+    with pytest.raises(ConfigError, match="more than once"):
+        config(distillations=["kl", "kl"])
