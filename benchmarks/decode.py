@@ -105,13 +105,14 @@ def of_whole_models(scale: Scale) -> Iterator[Row]:
         config = llama(layers, shape)
         converted: Any = build(config, plan, dtype).eval()
         converted.to(scale.device)
+        fours = tuple(h // 4 for h in range(heads))
         models = {
             "ours": (converted, plan.layers),
             "expand": (converted, plan.layers),
             "mha": (random_model(config, dtype, scale.device), (LayerPlan.identity(heads),) * layers),
             "gqa": (
                 random_model(llama(layers, shape, kv_heads=heads // 4), dtype, scale.device),
-                (LayerPlan(*[tuple(h // 4 for h in range(heads))] * 2),) * layers,
+                (LayerPlan(fours, fours),) * layers,
             ),
         }
         for length in lengths:

@@ -47,7 +47,8 @@ def large_model(scale: Scale) -> Iterator[Row]:
         grouped = random_model(
             llama(layers, shape, kv_heads=heads // 4, tie_word_embeddings=False), dtype, scale.device
         )
-        uniform = LayerPlan(*[tuple(h // 4 for h in range(heads))] * 2)
+        fours = tuple(h // 4 for h in range(heads))
+        uniform = LayerPlan(fours, fours)
         models = {
             "ours": (converted, plan.layers),
             "expand": (converted, plan.layers),

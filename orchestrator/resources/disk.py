@@ -312,7 +312,7 @@ def _texts(config: SearchConfig) -> list[TextSection]:
 def _teacher_logits(config: SearchConfig, vocabulary: int) -> int:
     """Return the bytes of the original's predictions that trainings keep of their texts."""
     section = config.promotion
-    texts = [(config.data.train, config.train)]
+    texts: list[tuple[TextSection, TrainSettings]] = [(config.data.train, config.train)]
     if section.enabled and section.steps:
         texts.append((section.data or config.data.train, config.promotion_train))
     kept = {
