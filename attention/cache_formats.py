@@ -145,13 +145,13 @@ class CachePair:
         Raises:
             CacheFormatError: For heads that are no whole number of blocks.
         """
-        key_bytes = self.keys.head_bytes(plan.head_dim)
-        value_bytes = self.values.head_bytes(plan.head_dim)
         composed = plan.kv_bytes_per_token("float16") - (
             REFERENCE_BYTES * plan.kv_heads * plan.head_dim
         )
         return composed + sum(
-            layer.key_heads * key_bytes + layer.value_heads * value_bytes for layer in plan.layers
+            layer.key_heads * self.keys.head_bytes(layer.key_width * plan.head_dim)
+            + layer.value_heads * self.values.head_bytes(layer.value_width * plan.head_dim)
+            for layer in plan.layers
         )
 
     def flags(self, engine: str) -> str:

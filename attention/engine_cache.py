@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 from transformers import PreTrainedModel
 
-from attention.cache_formats import LLAMA_CPP, CachePair
+from attention.cache_formats import LLAMA_CPP, CacheFormatError, CachePair
 from attention.io.targets._gguf.architectures import key_order
 from attention.modeling.model_classes import plan_of
 from attention.modeling.rounded_cache import Scales, rounded_cache
@@ -20,8 +20,17 @@ def engine_cache(
 
     As `attention.modeling.rounded_cache.rounded_cache`, with the dims of heads in the order that
     llama.cpp has for this model: its blocks are of neighbours there.
+
+    Raises:
+        CacheFormatError: For wide heads in Headfold's own format.
     """
+    plan = plan_of(model)
+    if pair is not None and plan.is_wide:
+        raise CacheFormatError(
+            "an engine rounds wide heads in the order of their stock form, and this model keeps "
+            "them in slices; export it (`headfold export`), and evaluate the folder"
+        )
     order = None
     if pair is not None and LLAMA_CPP in pair.engines:
-        order = key_order(model.config, plan_of(model))
+        order = key_order(model.config, plan)
     return rounded_cache(model, pair, scales=scales, key_order=order)
