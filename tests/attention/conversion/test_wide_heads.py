@@ -12,6 +12,7 @@ from head_references import Seen, activations, lifted, logits, watch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from attention.cache_formats import CacheFormatError, CachePair
 from attention.calibration.calibrate import calibrate
 from attention.calibration.moments import LayerStatistics, packed
 from attention.conversion.convert import convert
@@ -19,6 +20,7 @@ from attention.conversion.fusion.costs import KeyCost, ValueCost
 from attention.conversion.fusion.estimates import LeadingValueCost, PooledValueCost
 from attention.conversion.fusion.least_squares import least_squares_fuse
 from attention.conversion.fusion.pooled import mean_fuse
+from attention.engine_cache import engine_cache
 from attention.families import families, geometry_of
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
@@ -174,6 +176,12 @@ def test_estimates_of_value_costs_follow_the_width(tiny_model: Tiny, tiny_tokens
     assert float(pooled.cost((0, 1, 2, 3))) < float(PooledValueCost(heads, statistics, 40).cost((0, 1, 2, 3)))
 
 
+def test_a_cache_format_counts_the_dims_of_wide_heads() -> None:
+    """One head of 64 dims is two blocks of 32 numbers, of 34 bytes each, for keys and for values."""
+    plan = AttentionPlan((LayerPlan(ONE, ONE, 2, 2),) * 3, 32)
+    assert CachePair.parse("q8_0").bytes_per_token(plan) == 3 * 2 * 2 * 34
+
+
 def test_what_cannot_be(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("llama")
     heads, geometry = lifted(model)[0], geometry_of(model.config)
@@ -182,6 +190,8 @@ def test_what_cannot_be(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     wide = converted(model, 2, tiny_tokens)
     with pytest.raises(PlanError, match="convert the checkpoint that it was made from"):
         convert(wide, AttentionPlan((LayerPlan(ONE, ONE),) * 2, geometry.head_dim))
+    with pytest.raises(CacheFormatError, match="export it"), engine_cache(wide, CachePair.parse("q8_0")):
+        pass
     normed = tiny_model("qwen3")
     plan = AttentionPlan((LayerPlan(ONE, ONE, 2, 2),) * 2, geometry_of(normed.config).head_dim)
     with pytest.raises(PlanError, match="only values may be wide"):
