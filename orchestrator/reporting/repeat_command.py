@@ -49,7 +49,7 @@ def command_of(trial: TrialRecord, snapshot: str) -> str | None:
 def _arm_of(trial: TrialRecord) -> dict[str, Any]:
     """Return the entry of `search.recipes` that gives a trial's recipe, whatever its name was."""
     choices = trial.choices
-    fields = (*AXES, "together", "by")
+    fields = (*AXES, "together", "by", "width")
     return {
         "recipe": _BASE_RECIPE,
         "label": trial.recipe,

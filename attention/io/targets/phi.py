@@ -23,6 +23,7 @@ from attention.families import families, family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.io.targets import EngineSupport, Lowered, Target, TargetError, _stock, gqa
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, widths_of, written_out
+from attention.io.targets._wide import holding_wide
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 
@@ -50,6 +51,7 @@ def phi_config(config: Any) -> PhiConfig:
     )
 
 
+@holding_wide
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """As target gqa. Raises TargetError for another family, a serial residual or composition."""
     _check(config)

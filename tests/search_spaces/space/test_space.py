@@ -55,11 +55,12 @@ def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
         chosen, ratio = space.to_recipe(space.sample(rng))
         assert not broken_rules(chosen.to_dict())
         check_budget(chosen, ratio, geometry)
-        for name in AXES:
+        for name in (*AXES, "together", "width"):
             seen.setdefault(name, set()).add(getattr(chosen, name))
     # Every part can come up, but for those that fit no budget here and those that must be asked for.
     for name, plain in NOT_UNASKED.items():
         assert seen.pop(name) == {plain}
+    assert seen.pop("together") == {False, True}
     for name in seen:
         assert set(AXES[name].names()) - {"single", "direct", "post", "fusion_loss"} <= seen[name], name
 
