@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from orchestrator.storage.records import TrialRecord
-from search_spaces.recipes.recipe import AXES
+from search_spaces.recipes.recipe import RECIPE_FIELDS
 
 _BASE_RECIPE = "gqa"  # that the changes of an arm start from
 
@@ -49,11 +49,10 @@ def command_of(trial: TrialRecord, snapshot: str) -> str | None:
 def _arm_of(trial: TrialRecord) -> dict[str, Any]:
     """Return the entry of `search.recipes` that gives a trial's recipe, whatever its name was."""
     choices = trial.choices
-    fields = (*AXES, "together", "by", "width")
     return {
         "recipe": _BASE_RECIPE,
         "label": trial.recipe,
-        "changes": {name: choices[name] for name in fields if choices.get(name) is not None},
+        "changes": {name: choices[name] for name in RECIPE_FIELDS if choices.get(name) is not None},
         "params": dict(sorted(choices.get("settings", {}).items())),
     }
 

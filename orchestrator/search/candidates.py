@@ -17,9 +17,10 @@ from attention.ratios import ROUNDING, ratio_of_kv_heads
 from orchestrator.config.parsing import ConfigError
 from orchestrator.config.schema import ArmSection, SearchConfig, SearchSection
 from search_spaces.planning.budgets import check_budget, nearest_budget
-from search_spaces.recipes.catalogue import AXES, RECIPES, Recipe
+from search_spaces.recipes.catalogue import RECIPES, Recipe
 from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.engine_form import EngineForm
+from search_spaces.recipes.recipe import RECIPE_FIELDS
 from search_spaces.recipes.rules import keeps_everything
 from search_spaces.recovery.tuning import AS_CONFIGURED
 from search_spaces.space.joint_space import Domain, JointSpace
@@ -304,10 +305,11 @@ def ratios_of(section: SearchSection | ArmSection, geometry: HeadGeometry) -> li
 def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
     """Return the recipe of an arm, called by its label. Raises ConfigError."""
     where = f"search.recipes: {arm.name}"
-    fields = (*AXES, "together", "by")
-    if unknown := next((name for name in arm.changes if name not in fields), None):
-        wrong = f"{cut(repr(unknown))}{did_you_mean(unknown, fields)}"
-        raise ConfigError(f"{where}: changes: no axis {wrong}; there are {', '.join(fields)}")
+    if unknown := next((name for name in arm.changes if name not in RECIPE_FIELDS), None):
+        wrong = f"{cut(repr(unknown))}{did_you_mean(unknown, RECIPE_FIELDS)}"
+        raise ConfigError(
+            f"{where}: changes: no axis {wrong}; there are {', '.join(RECIPE_FIELDS)}"
+        )
     try:
         recipe = named_recipe(arm.recipe, **arm.changes, settings=arm.params)
     except ValueError as error:

@@ -23,8 +23,9 @@ _LABEL_AXES = ("allocation", "grouping", "fusion")
 apart."""
 _DEFAULT_AXES = ("allocation", "fusion")
 """Where they differ on none of those."""
-_NAMED_CHOICES = ("together", "by")
-"""Choices that are shown with their name: yes and no, keys and values say nothing alone."""
+_NAMED_CHOICES = ("together", "by", "width")
+"""Choices that are shown with their name: yes and no, keys and values, a number say nothing
+alone."""
 _NO_CHOICE = {"name", "settings"}
 
 

@@ -35,7 +35,8 @@ BY = (*SIDES, "both")
 WIDEST = "widest"
 """A width that each KV ratio decides: the largest of which the heads that it keeps are a
 multiple."""
-_CHOSEN = (*AXES, "together", "by", "width")
+RECIPE_FIELDS = (*AXES, "together", "by", "width")
+"""Fields that changes of a recipe may name."""
 
 
 class RecipeError(ValueError):
@@ -187,12 +188,12 @@ class Recipe:
             RecipeError: Always.
         """
         dotted = {key: changes.pop(key) for key in list(changes) if "." in key}
-        unknown = sorted(set(changes) - {*_CHOSEN, "settings"})
+        unknown = sorted(set(changes) - {*RECIPE_FIELDS, "settings"})
         if unknown:
             raise RecipeError(
                 f"recipe {self.name}: no field {unknown[0]!r}"
-                f"{did_you_mean(unknown[0], _CHOSEN)}; there "
-                f"are {list(_CHOSEN)}, and "
+                f"{did_you_mean(unknown[0], RECIPE_FIELDS)}; there "
+                f"are {list(RECIPE_FIELDS)}, and "
                 "settings like grouping.iterations"
             )
         new = {**_settings_of(self.name, changes), **dotted}
