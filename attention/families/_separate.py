@@ -85,10 +85,14 @@ def attention_modules(model: PreTrainedModel) -> Sequence[nn.Module]:
 OUTPUT_NAMES = ("o_proj", "out_proj", "dense")
 
 
+def output_name(module: nn.Module) -> str:
+    """Return the name of the output projection, which is one of `OUTPUT_NAMES`."""
+    return next(name for name in OUTPUT_NAMES if hasattr(module, name))
+
+
 def output_projection(module: nn.Module) -> nn.Linear:
     """Return the output projection, whichever of its usual names it goes by."""
-    name = next(name for name in OUTPUT_NAMES if hasattr(module, name))
-    return getattr(module, name)
+    return getattr(module, output_name(module))
 
 
 def _split(linear: nn.Linear, head_dim: int) -> tuple[Tensor, Tensor | None]:
@@ -133,8 +137,9 @@ def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
     }
     for name, slices in counts.items():
         resize(module, name, rows=slices * geometry.head_dim)
-    name = next(name for name in OUTPUT_NAMES if hasattr(module, name))
-    resize(module, name, columns=plan.num_heads * plan.value_width * geometry.head_dim)
+    resize(
+        module, output_name(module), columns=plan.num_heads * plan.value_width * geometry.head_dim
+    )
 
 
 def resize(module: Any, name: str, *, rows: int | None = None, columns: int | None = None) -> None:

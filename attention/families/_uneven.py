@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from attention.families._separate import OUTPUT_NAMES, geometry_with, resize
+from attention.families._separate import geometry_with, output_name, resize
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.plan import LayerPlan
 
@@ -58,8 +58,7 @@ def separate(
         if columns != module.c_proj.weight.shape[0]:
             module.c_proj = Conv1D(geometry.hidden_size, columns).to(**like)
     else:
-        name = next(name for name in OUTPUT_NAMES if hasattr(module, name))
-        resize(module, name, columns=columns)
+        resize(module, output_name(module), columns=columns)
     module.__class__ = uneven
 
 

@@ -90,10 +90,12 @@ class CardFacts:
             return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
         note = checkpoint.note_of(folder)
         original: Mapping[str, Any] = note.get(checkpoint.ORIGINAL) or {}
-        heads = original.get("key_and_value_heads")
         ratio = None
-        if heads and "plan" in note:
-            ratio = ratio_of(AttentionPlan.from_dict(note["plan"]), heads)
+        if "plan" in note:
+            plan = AttentionPlan.from_dict(note["plan"])
+            # A note of wide heads as a larger head dim counts fewer heads for the same bytes
+            if heads := checkpoint.original_heads(folder, plan.head_dim):
+                ratio = ratio_of(plan, heads)
         base: dict[str, Any] = {key: original.get(key) for key in BASE_FIELDS}
         if polished := note.get("polish"):
             steps, tokens = polished["steps"], polished["tokens"]

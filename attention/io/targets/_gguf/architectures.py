@@ -156,7 +156,7 @@ def architecture(config: Any, plan: AttentionPlan) -> Architecture:
     # Of those that divide frequencies by factors of the file
     factors = fixed_factors(getattr(config, "rope_parameters", None) or {})
     counts = None if one_shape and (plain.interleaved or not factors) else with_own_counts(config)
-    return counts or OF_FAMILY[family_of(config).name]
+    return counts or plain
 
 
 def shapes_of(plan: AttentionPlan, form: Architecture) -> list[tuple[int, int]]:
