@@ -17,6 +17,8 @@ TITLES = {
     "step": "A training step by its parts",
     "offload": "ZeRO 3, the optimiser in host memory",
     "offload-torch": "The same with torch's Adam, which compiles nothing",
+    "doctor": "`headfold doctor`",
+    "search": "A search on one GPU",
     "vllm": "Decoding in vLLM",
 }
 """Of the parts of `benchmarks.gpu.parts`, in the order in which they run; the page does not need their code."""
@@ -27,6 +29,8 @@ ABOUT = {
     "convert-llama-3-8b": "Layer by layer with the shipped recipe and all its steps, to half of the model's own cache.",
     "step": "Width of Llama-3-8B with its vocabulary, 4 layers, 4,096 tokens, bfloat16, KL from the original.",
     "offload": "Width of Llama-3-8B, 8 layers, 2,048 tokens, all weights trained, activations computed anew.",
+    "doctor": "Each check with its seconds, and what it says.",
+    "search": "The demo's checkpoint, three recipes at half of the heads, two trials beside each other, bfloat16.",
     "vllm": "Width of Llama-3-8B, 8 layers, one sequence; without graphs.",
 }
 HEAD = """# On a GPU
@@ -41,7 +45,7 @@ On a machine with one CUDA GPU (an H100 or A100 with 80 GB has room for every pa
 
 ```bash
 make setup
-make gpu                # ten parts; one that takes more than ten minutes is ended, and counts as failed
+make gpu                # twelve parts; one that takes more than ten minutes is ended, and counts as failed
 make gpu MINUTES=10     # or in pieces: ends after ten minutes, and goes on when it is called again
 ```
 

@@ -5,7 +5,11 @@ Legend: H query heads, G KV heads, d head dim, D model dim, L layers, T tokens a
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from attention.base.memory import memory_peak
@@ -21,7 +25,6 @@ from attention.conversion.convert import build, convert
 from attention.io import checkpoint
 from attention.modeling import kernels
 from attention.modeling.decoding import HeadMaps, decode
-from attention.modeling.grouped import expand_heads
 from attention.modeling.predictions import Final, final, in_chunks
 from attention.plan import AttentionPlan, LayerPlan
 from benchmarks.decode import RIVALS, layer_arms, of_whole_models
@@ -43,6 +46,8 @@ from trainers.zero import group_of_one, load_trainable
 
 GIGA = 2.0**30
 DECOUPLED = LayerPlan((0, 1, 0, 2, 2, 2), (0, 0, 1, 1, 0, 1))
+WIDE = replace(DECOUPLED, key_width=2, value_width=2)
+ROOT = Path(__file__).resolve().parents[2]
 LLAMA_3: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14_336,
@@ -82,17 +87,24 @@ def kernel(device: Device) -> Iterator[Number]:
     fused = device.name == "cuda" and kernels.available()
     if device.name == "cuda" and not fused:
         raise Skipped("Triton cannot be imported, or HEADFOLD_TRITON=0")
+
+    def batched(plan: LayerPlan) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """What is compared where there is no kernel."""
+        maps = HeadMaps.of(plan)
+        return None if fused else lambda query, key, value: decode(query, key, value, maps, None, None)
+
     dtypes = device.pick([torch.float32], list(kernels.TOLERANCE))
+    shapes = device.pick(
+        [(8, DECOUPLED), (8, WIDE)], [(width, plan) for width in (32, 64, 80, 128) for plan in (DECOUPLED, WIDE)]
+    )
     for dtype in dtypes:
-        for width in device.pick([8], [32, 64, 80, 128]):
+        for width, plan in shapes:
             apart = 0.0
             for tokens in device.pick([1, 9], [1, 65, 4097, 32_768]):
-                if fused:
-                    one = kernels.difference(DECOUPLED, width, tokens, device.torch_device, dtype)
-                else:
-                    one = _difference(width, tokens, device, dtype)
+                one = kernels.difference(plan, width, tokens, device.torch_device, dtype, attend=batched(plan))
                 apart = max(apart, one)
             name = f"{str(dtype).removeprefix('torch.')}, head dim {width}"
+            name += f", heads {plan.key_width} times as wide" if plan.is_wide else ""
             limit = kernels.TOLERANCE[dtype]
             yield Number(
                 name, apart, "", f"at most {limit:g}" + ("" if fused else "; batched products, no kernel here")
@@ -101,22 +113,6 @@ def kernel(device: Device) -> Iterator[Number]:
                 wrong.append(f"{name}: {apart:.3g}, and {limit:g} is the limit")
     if wrong:
         raise RuntimeError(f"it differs from the reference: {'; '.join(wrong)}")
-
-
-def _difference(width: int, tokens: int, device: Device, dtype: torch.dtype) -> float:
-    """What `kernels.difference` measures, of `decode` without the kernel."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((6, 1), (DECOUPLED.key_heads, tokens), (DECOUPLED.value_heads, tokens))
-    query, key, value = (
-        torch.randn(2, heads, length, width, generator=generator).to(device.torch_device, dtype)
-        for heads, length in shapes
-    )
-    out = decode(query, key, value, HeadMaps.of(DECOUPLED), None, None)
-    maps = [torch.tensor(side).to(device.torch_device) for side in (DECOUPLED.key_map, DECOUPLED.value_map)]
-    expected = nn.functional.scaled_dot_product_attention(
-        query, expand_heads(key, maps[0]), expand_heads(value, maps[1])
-    )
-    return float((out - expected).abs().max())
 
 
 @torch.no_grad()
@@ -342,6 +338,67 @@ def offload(own_adam: bool, device: Device) -> Iterator[Number]:
     engine.close()
 
 
+# ---- a cluster of one GPU ----------------------------------------------------------------------------------------
+
+
+def doctor(device: Device) -> Iterator[Number]:
+    """`headfold doctor` on this machine: NCCL, attention, a ZeRO step, storage, MLflow."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "doctor.json")
+        only = device.pick(["--only", "attention", "--only", "training"], [])
+        code = _headfold("doctor", "--storage", str(Path(folder, "storage")), "--json", str(file), *only)
+        if not file.exists():
+            raise RuntimeError(f"doctor ended with {code} and wrote no result")
+        findings = json.loads(file.read_text(encoding="utf-8"))["findings"]
+    for finding in findings:
+        note = f"{finding['check']} {finding['status']}: {finding['result']}"
+        for name, value in finding["numbers"].items():
+            yield Number(f"{finding['check']}: {name.replace('_', ' ')}", value, "", note)
+            note = ""
+    if code:
+        raise RuntimeError(
+            "; ".join(f"{one['check']}: {one['result']}" for one in findings if one["status"] == "failed")
+        )
+
+
+def search(device: Device) -> Iterator[Number]:
+    """The demo's search from planning to the promoted model, through Ray Tune, Ray Train and DeepSpeed."""
+    gpus = device.pick({}, {"train.gpus_per_worker": 0.5, "resources.trial_gpus": 0.5, "train.dtype": "bf16"})
+    small = {"rungs.steps": "[0,2]", "search.recipes": "[gqa]", "promotion.steps": 2, "data.train.tokens": 16_384}
+    settings: dict[str, object] = {
+        "name": "gpu",
+        "search.recipes": "[gqa, headfold_gqa, align]",
+        "search.kv_ratios": "[0.5]",
+        "search.num_samples": 0,
+        **gpus,
+        **device.pick(small, {}),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "outcome.json")
+        started = time.perf_counter()
+        words = [f"{key}={value}" for key, value in settings.items()]
+        code = _headfold("search", "configs/demo.yaml", f"storage={folder}/runs", "--json", str(file), *words)
+        seconds = time.perf_counter() - started
+        if code:
+            raise RuntimeError(f"the search ended with {code}")
+        outcome = json.loads(file.read_text(encoding="utf-8"))
+    yield Number("the whole search", seconds, "s", f"{len(outcome['trials'])} trials, two promotions")
+    for trial in outcome["trials"]:
+        parts = ", ".join(f"{name} {spent:.1f}" for name, spent in trial["seconds"].items() if spent >= 0.05)
+        for rung in trial["rungs"]:
+            name = f"{trial['label']}: loss over the original's after {rung['step']} steps"
+            rate = f"{rung.get('tokens_per_second', 0):.0f} tokens/s"
+            yield Number(name, rung["loss_increase"], "nats", rate if rung["step"] else f"seconds: {parts}")
+    for promoted in outcome["promoted"]:
+        yield Number(f"{promoted['label']} promoted: loss over the original's", promoted["loss_increase"], "nats")
+
+
+def _headfold(*words: str) -> int:
+    """Run a command in a process of its own, what it prints on stderr; its exit code."""
+    command = [sys.executable, "-m", "orchestrator.main", *words]
+    return subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode
+
+
 # ---- vLLM --------------------------------------------------------------------------------------------------------
 
 
@@ -378,6 +435,8 @@ PARTS: dict[str, Callable[[Device], Iterator[Number]]] = {
     "step": step,
     "offload": partial(offload, True),
     "offload-torch": partial(offload, False),
+    "doctor": doctor,
+    "search": search,
     "vllm": partial(served, "vllm"),
 }
 """By name, as `benchmarks.gpu.page` lists them."""

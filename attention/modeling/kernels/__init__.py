@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -112,10 +113,11 @@ def difference(
     device: torch.device | str,
     dtype: torch.dtype,
     mask: Tensor | None = None,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> float:
     """Largest difference between the kernel and expand, then SDPA in float32, on random values.
 
-    The batch is 2.
+    The batch is 2. `attend`, of query, key and value, is compared in the kernel's place.
     """
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -126,7 +128,10 @@ def difference(
             (plan.value_slices, tokens),
         )
     )
-    out = fused_decode(query, key, value, Tables.of(plan), mask, None).float()
+    if attend is None:
+        out = fused_decode(query, key, value, Tables.of(plan), mask, None).float()
+    else:
+        out = attend(query, key, value).float()
 
     def side(states: Tensor, head_width: int, head_map: tuple[int, ...]) -> Tensor:
         """Return each query head's own copy, its slices side by side."""
