@@ -262,7 +262,13 @@ def _two_cores() -> None:
 
 @pytest.fixture
 def fgpu() -> Iterator[torch.device]:
-    """An emulated GPU, for the time of the test: what CUDA refuses raises on it (`emulated_device.py`)."""
+    """An emulated GPU, for the time of the test: what CUDA refuses raises on it (`emulated_device.py`).
+
+    With HEADFOLD_TEST_DEVICE=cuda in the environment, the first GPU of this machine in its place.
+    """
+    if os.environ.get("HEADFOLD_TEST_DEVICE") == "cuda":
+        yield torch.device("cuda:0")
+        return
     with emulated_device.emulated_device() as device:
         yield device
 
