@@ -36,6 +36,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu", "fgpu"), default="cuda")
     parser.add_argument("--records", type=Path, help="the file of records (default: that of the device)")
     parser.add_argument("--minutes", type=float, help="end after so many minutes; the same command goes on")
+    parser.add_argument("--part-seconds", type=float, default=LIMIT_SECONDS, help="a part is ended after so many")
     parser.add_argument("--only", action="append", choices=names, help="a part to run; repeatable")
     parser.add_argument("--again", action="append", choices=names, default=[], help="a part to run although it is done")
     parser.add_argument("--engine", default="vllm", help="engine of the last part (default: vllm)")
@@ -109,7 +110,7 @@ def main(words: list[str] | None = None) -> int:
     print(f"gpu: {records.card['device']}; {len(missing)} of {len(names)} parts to do", file=sys.stderr, flush=True)
     left_over: list[str] = []
     for index, name in enumerate(missing):
-        left = LIMIT_SECONDS
+        left = given.part_seconds
         if given.minutes is not None:
             left = min(left, 60 * given.minutes - (time.monotonic() - began))
         if left < SHORTEST_SECONDS:
@@ -118,7 +119,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"gpu: {name}: {titles()[name]}", file=sys.stderr, flush=True)
         started = time.monotonic()
         answer = child(given, name, left)
-        if "late" in answer and left < LIMIT_SECONDS:  # not its own fault: it is begun again
+        if "late" in answer and left < given.part_seconds:  # not its own fault: it is begun again
             left_over = missing[index:]
             break
         records.add(name, _record(answer, time.monotonic() - started))

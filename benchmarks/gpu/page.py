@@ -24,13 +24,14 @@ TITLES = {
 """Of the parts of `benchmarks.gpu.parts`, in the order in which they run; the page does not need their code."""
 ABOUT = {
     "kernel": "Largest difference of the fused kernel from expanded attention in float32, over lengths up to 32,768.",
-    "decode": "A new token over a cache of a quarter of the heads, keys and values apart, against three rivals.",
+    "decode": "A new token over a cache of a quarter of the heads, keys and values apart, against three rivals. "
+    "torch's attention without cuDNN, which compiles anew for every length of the cache.",
     "decode-models": "The same for whole small models, batches of 1 and 4.",
     "convert-llama-3-8b": "Layer by layer with the shipped recipe and all its steps, to half of the model's own cache.",
     "step": "Width of Llama-3-8B with its vocabulary, 4 layers, 4,096 tokens, bfloat16, KL from the original.",
     "offload": "Width of Llama-3-8B, 8 layers, 2,048 tokens, all weights trained, activations computed anew.",
     "doctor": "Each check with its seconds, and what it says.",
-    "search": "The demo's checkpoint, three recipes at half of the heads, two trials beside each other, bfloat16.",
+    "search": "The demo's checkpoint, two recipes at half of the heads, two trials beside each other, bfloat16.",
     "vllm": "Width of Llama-3-8B, 8 layers, one sequence; without graphs.",
 }
 HEAD = """# On a GPU

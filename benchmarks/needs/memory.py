@@ -34,17 +34,22 @@ GIGA = 2.0**30
 
 
 @torch.no_grad()
-def random_checkpoint(config: PretrainedConfig, folder: Path, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Write a random checkpoint with the demo's tokenizer, one layer in memory at a time. Returns its parameters."""
+def random_checkpoint(
+    config: PretrainedConfig, folder: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> int:
+    """Write a random checkpoint with the demo's tokenizer, one layer in memory at a time. Returns its parameters.
+
+    `device`: where the numbers are drawn; billions take minutes on a CPU.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     cpu = torch.device("cpu")
 
     def filled(like: torch.Tensor) -> torch.Tensor:
         if like.dim() == 1:
             return torch.ones_like(like)
-        values = torch.randn(like.shape, generator=generator, dtype=torch.float32)
-        return values.div_(math.sqrt(like.shape[-1])).to(like.dtype)
+        values = torch.randn(like.shape, generator=generator, dtype=torch.float32, device=device)
+        return values.div_(math.sqrt(like.shape[-1])).to(like.device, like.dtype)
 
     for layer in range(config.num_hidden_layers):
         window = empty(window_config(config, layer, 1), dtype, cpu)
