@@ -168,6 +168,53 @@ NEAR = 0.04
 half."""
 
 
+@dataclass(frozen=True)
+class CacheOption:
+    """A cache format, and how many of a model's KV heads a size leaves room for with it.
+
+    Attributes:
+        share: Bytes of the whole model's cache in this format, relative to 16 bits a number.
+        kv_ratio: Share of its KV heads that fit; 1 and more where all do.
+    """
+
+    pair: CachePair
+    share: float
+    kv_ratio: float
+
+
+def cache_options(
+    plan: AttentionPlan, engine: str, share: float, pair: CachePair | None = None
+) -> list[CacheOption]:
+    """Return the formats that an engine can hold a cache of so many bytes in, by rising bytes.
+
+    Args:
+        plan: Of the model as it is.
+        engine: `LLAMA_CPP` or `VLLM`.
+        share: Bytes of the cache, relative to those of `plan` in 16 bits.
+        pair: The one format; None for 16 bits and those of `OFFERED` that the engine holds.
+
+    Raises:
+        CacheFormatError: For a `pair` that the engine does not hold for such heads.
+    """
+    pairs = (CachePair.parse("f16"), *OFFERED) if pair is None else (pair,)
+    options: list[CacheOption] = []
+    for each in pairs:
+        if engine not in each.engines:
+            if pair is None:
+                continue
+            raise CacheFormatError(
+                f"{engine} does not hold a cache in {each.name}, {' and '.join(each.engines)} does"
+            )
+        try:
+            format_share = format_record(each, plan)["share"]
+        except CacheFormatError:
+            if pair is None:
+                continue
+            raise
+        options.append(CacheOption(each, format_share, share / format_share))
+    return sorted(options, key=lambda option: option.share)
+
+
 class FormatRecord(TypedDict):
     """A model as it is, with its cache in formats that an engine holds.
 

@@ -9,8 +9,27 @@ from transformers import PreTrainedModel
 
 from attention.cache_formats import LLAMA_CPP, CacheFormatError, CachePair
 from attention.io.targets._gguf.architectures import key_order
+from attention.io.wide_form import WideFormError, to_wide
 from attention.modeling.model_classes import plan_of
 from attention.modeling.rounded_cache import Scales, rounded_cache
+
+
+def with_engine_heads(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model whose heads lie in a cache as an engine holds them.
+
+    Wide heads, which Headfold keeps in slices, as heads of a larger head dim: an engine's blocks
+    are of neighbours in that. Any other model is returned as it is. What lies outside of attention
+    is `model`'s memory.
+
+    Raises:
+        CacheFormatError: For wide heads that no stock model has.
+    """
+    if not plan_of(model).is_wide:
+        return model
+    try:
+        return to_wide(model)
+    except WideFormError as error:
+        raise CacheFormatError(f"no engine holds these heads: {error}") from None
 
 
 def engine_cache(
@@ -22,13 +41,13 @@ def engine_cache(
     llama.cpp has for this model: its blocks are of neighbours there.
 
     Raises:
-        CacheFormatError: For wide heads in Headfold's own format.
+        CacheFormatError: For wide heads in slices (see `with_engine_heads`).
     """
     plan = plan_of(model)
     if pair is not None and plan.is_wide:
         raise CacheFormatError(
             "an engine rounds wide heads in the order of their stock form, and this model keeps "
-            "them in slices; export it (`headfold export`), and evaluate the folder"
+            "them in slices: take `with_engine_heads` of it"
         )
     order = None
     if pair is not None and LLAMA_CPP in pair.engines:

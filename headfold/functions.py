@@ -66,6 +66,7 @@ class ConvertArguments(ConversionArguments, total=False):
 
     recipe: str | Recipe
     engine: str | None
+    cache_format: str | None
     layerwise: bool | None
     overwrite: bool
     polish: int

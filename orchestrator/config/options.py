@@ -182,6 +182,9 @@ DryRun = Annotated[
 ]
 
 
+AUTO_FORMAT = "auto"
+"""The cache format that loses least together with the heads that it leaves room for."""
+
 # ---- options of a verb ---------------------------------------------------------------------------
 
 
@@ -304,6 +307,14 @@ class ConvertOptions(PolishOptions, ConversionOptions):
     ]
     recipe: RecipeName = "auto"
     engine: Engine = None
+    cache_format: Annotated[
+        str | None,
+        typer.Option(
+            help="Format of the KV cache that --kv-bytes counts in: that of --for llama.cpp (q8_0, "
+            "q8_0,q4_0, ...) or vllm (fp8), f16, or auto: the one that loses least together with "
+            "the heads that it leaves room for (the default with both)."
+        ),
+    ] = None
     out: Annotated[
         str | Path | None,
         Typed(Path | None),
@@ -321,6 +332,10 @@ class ConvertOptions(PolishOptions, ConversionOptions):
         ),
     ] = None
     overwrite: Overwrite = False
+
+    def __post_init__(self) -> None:
+        if self.cache_format != AUTO_FORMAT:
+            _check_cache_format(self.cache_format)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.base.memory import freeze_garbage
+from attention.cache_formats import CachePair, FormatRecord, format_record
 from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import SAMPLE_TOKENS
 from attention.calibration.store import Calibration
 from attention.conversion.refinement.original import Original
+from attention.engine_cache import engine_cache, with_engine_heads
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 from attention.ratios import own_heads
 from orchestrator import checkpoints
@@ -46,6 +49,7 @@ class MemoryStore(LayerStore[PreTrainedModel]):
         teacher: The same, for comparisons on the held-out text.
         original_evaluation: Its losses there.
         context: What plans are made from.
+        cache_pair: Cache formats that converted models are measured with too; None: in 16 bits.
     """
 
     def __init__(self, request: ConversionRequest, *, always_calibrate: bool = False) -> None:
@@ -61,6 +65,7 @@ class MemoryStore(LayerStore[PreTrainedModel]):
             import trainers.fusion_search  # noqa: F401
         super().__init__(request, request.texts())
         self._polished: dict[str, Any] = {}
+        self.cache_pair: CachePair | None = None
         sequences = self.texts.calibration
         self.original = request.load_model()
         calibration = None
@@ -130,9 +135,24 @@ class MemoryStore(LayerStore[PreTrainedModel]):
             "eval_tokens": self.original_evaluation.tokens,
             **checkpoints.cache_facts(layers, own_heads(request.geometry)),
         }
+        if self.cache_pair is not None:
+            with self.phases("evaluate"):
+                measured["engine_cache"] = self._in_engine_cache(layers, self.cache_pair)
         if self.context.calibration is not None:
             measured["mixed_moments"] = self.context.calibration.mixed
         return measured
+
+    def _in_engine_cache(self, layers: PreTrainedModel, pair: CachePair) -> FormatRecord:
+        """Return what a converted model loses with its cache in the formats of an engine."""
+        held = with_engine_heads(layers)
+        with engine_cache(held, pair):
+            scored = evaluate(held, self.texts.held_out)
+        compared = scored.compared(self.original_evaluation)
+        return {
+            **format_record(pair, plan_of(layers), self.request.checkpoint.plan),
+            "loss_increase": compared["loss_increase"],
+            "loss_increase_stderr": compared["loss_increase_stderr"],
+        }
 
     def compare(self, model: PreTrainedModel) -> Mapping[str, Any]:
         """Return held-out loss and KL of a converted model, beside the original's."""
@@ -144,6 +164,8 @@ class MemoryStore(LayerStore[PreTrainedModel]):
         self, plan: AttentionPlan, layers: PreTrainedModel, out: Path, overwrite: bool
     ) -> Mapping[str, Any]:
         note = self.request.note() | self._polished
+        if self.cache_pair is not None:
+            note |= {"cache_format": self.cache_pair.name}
         with self.phases("save"):
             checkpoint.save(layers, out, self.request.model, record=note, overwrite=overwrite)
         return {}

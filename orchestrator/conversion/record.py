@@ -5,6 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
+from attention.cache_formats import FormatRecord
+
+
+class CombinationRecord(TypedDict):
+    """A cache format with the heads that it leaves room for, converted with a short fit.
+
+    Losses are increases over the original on a sample, in nats per token; None where nothing was
+    converted, since more heads lose more than another combination.
+    """
+
+    cache_format: str
+    recipe: str | None
+    """None: the checkpoint as it is."""
+    kv_ratio: float
+    """Share of the KV heads."""
+    loss_increase: float | None
+    heads_loss_increase: float | None
+    """With the cache in 16 bits."""
+
 
 class FitWorkRecord(TypedDict):
     """The fields of `attention.conversion.refinement.refine.FitWork`."""
@@ -66,6 +85,10 @@ class ConversionPoint(TypedDict):
     """Optimizer steps, tokens, floating-point operations and seconds of the conversion."""
     polish: NotRequired[PolishRecord]
     """The steps of training at the end, if any."""
+    engine_cache: NotRequired[FormatRecord]
+    """With its cache in the formats that were chosen for an engine, or named."""
+    combinations: NotRequired[list[CombinationRecord]]
+    """The cache formats with fewer heads that were compared for that."""
     mixed_moments: NotRequired[str]
     """How the mixed moments of the statistics were kept."""
     layerwise: NotRequired[bool]

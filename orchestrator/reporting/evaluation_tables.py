@@ -106,6 +106,8 @@ def print_conversion(record: Mapping[str, Any], out: Any) -> None:
             f"{point['kl']:.3f}, on {eval_text_of(point)}; {point['kv_bytes_per_token']} KV bytes "
             f"per token, {point['kv_bytes_per_token_original']} before"
         )
+        if held := point.get("engine_cache"):
+            print(f"with {_cache_words(held, 'original')}; loss increase {increase_of(held)}")
         if "polish" in point:
             print(f"polish: {polish_of(point['polish'])}")
         if out is not None:
@@ -141,20 +143,23 @@ def print_evaluation(record: Mapping[str, Any]) -> None:
         f"{record['cache_bytes_measured']} held after {record['cache_tokens']} tokens"
     )
     if held := record.get("engine_cache"):
-        flags = "; ".join(
-            f"{engine} {words}"
-            for engine, words in zip(held["engines"], held["flags"], strict=True)
-        )
-        print(
-            f"measured with a cache in {held['cache_format']}: "
-            f"{held['kv_bytes_per_token']:,} bytes per token, {percent(held['share'])} of the "
-            f"{'original' if record['original'] else 'model'}'s in 16 bits; {flags}"
-        )
+        print(f"measured with {_cache_words(held, 'original' if record['original'] else 'model')}")
     if "decode_tokens_per_second" in record:
         print(
             f"prefill {record['prefill_tokens_per_second']:.0f} tokens/s, "
             f"decode {record['decode_tokens_per_second']:.0f} tokens/s"
         )
+
+
+def _cache_words(held: Mapping[str, Any], reference: str) -> str:
+    """Return what a cache format takes, relative to `reference`, and how engines are told."""
+    flags = "; ".join(
+        f"{engine} {words}" for engine, words in zip(held["engines"], held["flags"], strict=True)
+    )
+    return (
+        f"a cache in {held['cache_format']}: {held['kv_bytes_per_token']:,} bytes per token, "
+        f"{percent(held['share'])} of the {reference}'s in 16 bits; {flags}"
+    )
 
 
 def print_extras(record: Mapping[str, Any]) -> None:

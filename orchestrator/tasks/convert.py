@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ from typing import Any
 from attention.io.replacing import check_folder
 from orchestrator import checkpoints
 from orchestrator.config.options import ConvertOptions
-from orchestrator.config.schema import ConfigError
+from orchestrator.config.parsing import ConfigError, read_cache_format
+from orchestrator.conversion.cache_choice import (
+    EngineBudget,
+    choose_cache,
+    competing_recipes,
+    take_choice,
+)
 from orchestrator.conversion.curve import (
     add_to_curve,
     check_curve,
@@ -30,7 +37,7 @@ from orchestrator.conversion.estimate import RunEstimate, estimate_conversions
 from orchestrator.conversion.layer_source import check_layerwise
 from orchestrator.conversion.layer_store import LayerStore
 from orchestrator.conversion.memory_store import MemoryStore
-from orchestrator.conversion.record import ConversionRecord, CurveRecord
+from orchestrator.conversion.record import CombinationRecord, ConversionRecord, CurveRecord
 from orchestrator.conversion.request import ConversionRequest, chosen_recipe, requested_ratios
 from orchestrator.reporting.evaluation_tables import print_conversion
 from orchestrator.storage.outputs import Interrupted
@@ -48,6 +55,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
 
     Attributes:
         config_only: Whether only the checkpoint's config is there, which is enough for an estimate.
+        budget: A cache size in the bytes of an engine, if one was requested.
         log: Takes the lines of a conversion layer by layer.
     """
 
@@ -60,6 +68,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     ) -> None:
         super().__init__(options, rehearsal=rehearsal)
         self.config_only = config_only
+        self.budget: EngineBudget | None = None
         self.log = log_line
 
     @property
@@ -85,19 +94,26 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             dequantize=options.dequantize,
             weights=weights,
         )
-        ratios = requested_ratios(
-            checkpoint,
-            options.kv_ratio,
-            options.kv_heads,
-            options.kv_bytes,
-            dtype=options.dtype,
-        )
         recipe = chosen_recipe(checkpoint, options.recipe, options.engine, options.recipe_settings)
+        self.budget = EngineBudget.of(checkpoint, options)
+        if self.budget is not None:
+            ratios = self.budget.kv_ratios(recipe, checkpoint.geometry)
+            # Ratios are of heads from here on
+            options = replace(options, kv_bytes=None, kv_ratio=ratios)
+        else:
+            ratios = requested_ratios(
+                checkpoint,
+                options.kv_ratio,
+                options.kv_heads,
+                options.kv_bytes,
+                dtype=options.dtype,
+            )
         if options.layerwise and len(ratios) > 1:
             raise ConfigError(
                 "layerwise: one ratio at a time is converted layer by layer; give one --kv-ratio"
             )
-        if len(ratios) > 1 or self._joins_curve:
+        several = len(ratios) > 1 and not self._chooses_cache
+        if several or self._joins_curve:
             if options.out is not None:
                 check_curve(options.out, checkpoint.path, recipe, ratios, options.overwrite)
         elif options.layerwise:
@@ -134,7 +150,12 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
 
     @property
     def _several(self) -> bool:
-        return len(self.request.kv_ratios) > 1
+        return len(self.request.kv_ratios) > 1 and not self._chooses_cache
+
+    @property
+    def _chooses_cache(self) -> bool:
+        """Whether the KV ratio is that of the cache format that is yet to be chosen."""
+        return self.budget is not None and self.budget.automatic
 
     @cached_property
     def estimate(self) -> RunEstimate:
@@ -183,8 +204,15 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         curve = self.out if self._several or self._joins_curve else None
         store = self._open_store()
         records: list[ConversionRecord] = []
+        ratios = list(self.request.distinct().values())
+        combinations = None
+        if isinstance(store, MemoryStore):
+            if self.budget is not None and self.budget.automatic:
+                ratios, combinations = self._choose_cache(store, self.budget)
+            elif self.options.cache_format is not None:
+                store.cache_pair = read_cache_format(self.options.cache_format)
         try:
-            for kv_ratio in self.request.distinct().values():
+            for kv_ratio in ratios:
                 out = self.out if curve is None else ratio_folder(curve, kv_ratio)
                 records.append(store.run(kv_ratio, out, overwrite=self.options.overwrite))
                 if curve is not None:
@@ -199,7 +227,20 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             raise Interrupted(rest) from None
         if curve is not None:
             draw_curve(curve)
+        if combinations is not None:
+            records[0]["combinations"] = combinations
         return curve_record(records) if self._several else records[0]
+
+    def _choose_cache(
+        self, store: MemoryStore, budget: EngineBudget
+    ) -> tuple[list[float], list[CombinationRecord]]:
+        """Return the KV ratio of the best combination of bits and heads, and all combinations."""
+        request = self.request
+        recipes = competing_recipes(request.checkpoint, request.recipe, self.options)
+        with request.phases("compare"):
+            choice = choose_cache(store, budget.options, recipes)
+        choice.report(budget.shares[0])
+        return [take_choice(store, choice)], choice.combinations
 
     def _open_store(self) -> LayerStore[Any]:
         """Open the layers of the checkpoint, in memory or on disk.
@@ -210,7 +251,15 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         if layerwise is None and self.out is not None and not self._several:
             self.estimate.report_choice()
             layerwise = self.estimate.layerwise
-        return DiskStore(self.request, self.log) if layerwise else MemoryStore(self.request)
+            if layerwise and (self._chooses_cache or self.options.cache_format is not None):
+                raise ConfigError(
+                    "cache_format: the model has no room in memory, and layer by layer nothing is "
+                    "measured in a cache format; give --kv-ratio in the place of --kv-bytes, and "
+                    "measure with `headfold evaluate --cache-format`"
+                )
+        if layerwise:
+            return DiskStore(self.request, self.log)
+        return MemoryStore(self.request, always_calibrate=self._chooses_cache)
 
     def show(self, record: ConversionRecord | CurveRecord) -> None:
         print_conversion(record, self.out)

@@ -14,7 +14,7 @@ from attention.base.text import compact
 from attention.base.timing import Phases, clock
 from attention.cache_formats import CacheFormatError, CachePair, FormatRecord, format_record
 from attention.checkpoint import Checkpoint
-from attention.engine_cache import engine_cache
+from attention.engine_cache import engine_cache, with_engine_heads
 from attention.io import checkpoint as checkpoint_files
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.model_classes import plan_of
@@ -276,8 +276,9 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
             teacher = self._load(ORIGINAL) if ORIGINAL in models else None
         with phases("evaluate"):
             round_weights(model, checkpoints.dtype_of(self.dtype))
-            with self._rounding(model):
-                scored = evaluate(model, sequences, teacher=teacher)
+            held = self._engine_heads(model)
+            with self._rounding(held):
+                scored = evaluate(held, sequences, teacher=teacher)
             original_scored = evaluate(teacher, sequences) if teacher is not None else None
             comparison: dict[str, Any] = {
                 "loss_increase": None,
@@ -286,14 +287,14 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
             if original_scored is not None:
                 comparison = scored.compared(original_scored)
         with phases("extras"):
-            with self._rounding(model):
-                measured = {CHECKPOINT: prepared.measure(model)}
+            with self._rounding(held):
+                measured = {CHECKPOINT: prepared.measure(held)}
             if teacher is not None:
                 measured[ORIGINAL] = prepared.measure(teacher)
         baseline_loss = None
         if BASELINE in models:
             with phases("baseline"):
-                other = self._load(BASELINE)
+                other = self._engine_heads(self._load(BASELINE))
                 with self._rounding(other):
                     baseline_scored = evaluate(other, sequences)
                     measured[BASELINE] = prepared.measure(other)
@@ -339,6 +340,12 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
                 "decode_tokens_per_second": speed.decode,
             }
         return record | prepared.record(measured) | {"seconds": dict(phases)}
+
+    def _engine_heads(self, model: PreTrainedModel) -> PreTrainedModel:
+        try:
+            return model if self.cache_pair is None else with_engine_heads(model)
+        except CacheFormatError as error:
+            raise ConfigError(f"cache_format: {error}") from None
 
     def _rounding(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         return engine_cache(model, self.cache_pair)

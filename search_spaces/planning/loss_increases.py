@@ -196,7 +196,13 @@ class LayerIncreases:
             shared_by = self.geometry.num_kv_heads / plan.key_slices
             self.work.append(
                 fit_module(
-                    module, task.shortened, self.fit_steps, FIT_RATE, generator, shared_by=shared_by
+                    module,
+                    task.shortened,
+                    self.fit_steps,
+                    FIT_RATE,
+                    generator,
+                    shared_by=shared_by,
+                    wide=plan.is_wide,
                 )[-1]
             )
         return module

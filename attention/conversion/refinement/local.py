@@ -267,6 +267,7 @@ def fit_module(
     generator: torch.Generator,
     *,
     shared_by: float,
+    wide: bool = False,
     report: Report = lambda: None,
 ) -> tuple[float, float, FitWork]:
     """Train `module` (float32) in place.
@@ -276,19 +277,20 @@ def fit_module(
 
     Adam with a short linear warm-up and a cosine to 0. Where that ends no better than it began, the
     steps were too large for this layer: it is tried again with smaller ones, `RETRIES` times at
-    most. Where only values are fused the first rate is at most the root of the squared error before
-    the fit, relative to the target's power: a larger one only adds to that error
-    (benchmarks/LOG.md).
+    most. Where only values are fused, and where heads are wide, the first rate is at most the root
+    of the squared error before the fit, relative to the target's power: a larger one only adds to
+    that error (benchmarks/LOG.md).
 
     Args:
         shared_by: Key heads of the original for each that the converted layer keeps; 1 where no
             keys are fused.
+        wide: Whether the converted layer's heads are wide.
 
     Returns:
         The held-out error before and after, and the work.
     """
     before = layer_error(module, task.check)
-    rate = rate if shared_by > 1 else min(rate, math.sqrt(before))
+    rate = min(rate, math.sqrt(before)) if wide or shared_by == 1 else rate
     start = copy.deepcopy(module.state_dict())
     sizes = _rates(module, shared_by)
     best = before
@@ -416,7 +418,14 @@ def fit_layer(
     shared_by = converted_plan.layers[layer].key_slices / plan.layers[layer].key_slices
     generator = torch.Generator().manual_seed(number)
     before, after, work = fit_module(
-        copied, task, steps, rate, generator, shared_by=shared_by, report=report
+        copied,
+        task,
+        steps,
+        rate,
+        generator,
+        shared_by=shared_by,
+        wide=plan.layers[layer].is_wide,
+        report=report,
     )
     result = LayerFit("fit", number, before, after, work)
     if result.kept:

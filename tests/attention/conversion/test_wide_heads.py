@@ -190,7 +190,7 @@ def test_what_cannot_be(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     wide = converted(model, 2, tiny_tokens)
     with pytest.raises(PlanError, match="convert the checkpoint that it was made from"):
         convert(wide, AttentionPlan((LayerPlan(ONE, ONE),) * 2, geometry.head_dim))
-    with pytest.raises(CacheFormatError, match="export it"), engine_cache(wide, CachePair.parse("q8_0")):
+    with pytest.raises(CacheFormatError, match="with_engine_heads"), engine_cache(wide, CachePair.parse("q8_0")):
         pass
     normed = tiny_model("qwen3")
     plan = AttentionPlan((LayerPlan(ONE, ONE, 2, 2),) * 2, geometry_of(normed.config).head_dim)

@@ -10,8 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from attention.cache_formats import LLAMA_CPP, CachePair
+from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import convert
-from attention.engine_cache import engine_cache
+from attention.engine_cache import engine_cache, with_engine_heads
 from attention.io import checkpoint
 from attention.io.export import export
 from attention.modeling.model_classes import plan_of
@@ -63,6 +64,21 @@ def test_losses_are_those_of_llama_cpp(
     layer = LayerPlan((0, 0, 0, 1, 1, 2, 2, 2), (0, 0, 0, 1, 1, 2, 2, 2))
     model = convert(demo_model, AttentionPlan((layer, *[LayerPlan.identity(8)] * 3), 32))
     _check(model, _export(model, tmp_path, demo_dir), _text(demo_tokenizer)[:1], ["q8_0,q4_0"])
+
+
+def test_losses_of_wide_heads_are_those_of_llama_cpp(
+    demo_model: PreTrainedModel, demo_dir: Path, demo_tokenizer: object, tmp_path: Path
+) -> None:
+    """One head of 64 in the place of eight of 32: rounded as one head, and turned, since it has 64 numbers."""
+    layer = LayerPlan((0,) * 8, (0,) * 8, 2, 2)
+    text = _text(demo_tokenizer)
+    model = convert(
+        demo_model,
+        AttentionPlan((layer,) * 4, 32),
+        fusion="least_squares",
+        calibration=calibrate(demo_model, text),
+    )
+    _check(with_engine_heads(model), _export(model, tmp_path, demo_dir), text[:1], ["q8_0,q4_0"])
 
 
 @pytest.mark.extended

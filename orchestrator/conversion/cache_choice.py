@@ -1,0 +1,317 @@
+"""A size in engine bytes, spent on bits, heads and width: which of them lose least together.
+
+A cache of a given size holds few heads in 16 bits, or more of them in fewer bits. Each combination
+is converted with few steps of the local fit, and measured with its cache rounded as the engine
+rounds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from attention.base.progress import stage
+from attention.base.text import number
+from attention.base.timing import Phases
+from attention.cache_formats import (
+    LLAMA_CPP,
+    VLLM,
+    CacheFormatError,
+    CacheOption,
+    CachePair,
+    cache_options,
+)
+from attention.checkpoint import Checkpoint
+from attention.engine_cache import engine_cache, with_engine_heads
+from attention.geometry import HeadGeometry
+from attention.io.precision import round_weights
+from attention.ratios import percent
+from orchestrator.config.options import AUTO_FORMAT, ConvertOptions
+from orchestrator.config.parsing import ConfigError, read_cache_format
+from orchestrator.conversion.execution import convert_and_refine
+from orchestrator.conversion.memory_store import MemoryStore
+from orchestrator.conversion.record import CombinationRecord
+from orchestrator.conversion.request import requested_ratios
+from search_spaces.planning.budgets import nearest_budget
+from search_spaces.planning.planner import make_plan
+from search_spaces.recipes import choice
+from search_spaces.recipes.catalogue import recipe as named_recipe
+from search_spaces.recipes.recipe import Recipe
+from trainers.evaluation import evaluate
+
+SAMPLE_TOKENS = 4096
+"""Held-out tokens that combinations are compared on."""
+SHORT_FIT = 12
+"""Steps of a recipe's local fit for each that is made for a comparison."""
+WIDE_RECIPE = "headfold_wide"
+_FORMAT_ENGINES = {"llama.cpp": LLAMA_CPP, "vllm": VLLM}
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """The best of the combinations that were compared.
+
+    Attributes:
+        option: Its format.
+        recipe: Its recipe; None for the checkpoint as it is.
+        combinations: All of them.
+    """
+
+    option: CacheOption
+    recipe: Recipe | None
+    combinations: list[CombinationRecord]
+
+    def report(self, share: float) -> None:
+        """Say on stderr what was compared for a cache of so large a share of the bytes."""
+        lines = [f"a cache of {percent(share)} of the bytes, by a short fit:"]
+        for one in self.combinations:
+            words = "the checkpoint as it is"
+            if one["recipe"] is not None:
+                words = f"{one['recipe']} with {percent(one['kv_ratio'])} of the heads"
+            loss = "not tried: fewer heads lose more"
+            if (increase := one["loss_increase"]) is not None:
+                loss = f"loss increase {number(increase, '+.4f')}"
+            if (heads := one["heads_loss_increase"]) is not None:
+                loss += f" ({number(heads, '+.4f')} in 16 bits)"
+            taken = one["cache_format"] == self.option.pair.name and (
+                one["recipe"] == (self.recipe and self.recipe.name)
+            )
+            lines.append(f"  {one['cache_format']:9}  {words:45} {loss}{'  <- taken' * taken}")
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+class CacheComparison:
+    """What combinations of formats and heads lose on a sample of the held-out text."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        held_out = store.texts.held_out
+        self._sample = held_out[: max(1, -(-SAMPLE_TOKENS // held_out.shape[1]))]
+        self._loss = evaluate(store.original, self._sample).loss
+
+    def increase(self, model: PreTrainedModel, pair: CachePair | None = None) -> float:
+        """Return the loss increase of a model, with its cache in a format if one is given."""
+        with engine_cache(model, pair):
+            return evaluate(model, self._sample).loss - self._loss
+
+    def converted(self, recipe: Recipe, budget: Fraction) -> PreTrainedModel:
+        """Convert with a short fit; return the model with its heads as an engine holds them."""
+        request, context = self._store.request, self._store.context
+        short = _short(recipe)
+        plan = make_plan(short, budget, context, np.random.default_rng(request.seed))
+        converted, _ = convert_and_refine(short, plan, context, Phases())
+        round_weights(converted, request.written)
+        return with_engine_heads(converted)
+
+
+def _short(recipe: Recipe) -> Recipe:
+    """Return a recipe with a short local fit and no finalists, which are fitted one by one."""
+    changes: dict[str, int] = {}
+    if (steps := recipe.knobs("refinement").get("fit_steps")) is not None:
+        changes["refinement.fit_steps"] = max(1, int(steps) // SHORT_FIT)
+    if "finalists" in recipe.knobs("allocation"):
+        changes["allocation.finalists"] = 1
+    return recipe.with_changes(**changes) if changes else recipe
+
+
+def _by_budget(
+    recipe: Recipe, options: Sequence[CacheOption], geometry: HeadGeometry
+) -> dict[Fraction, CacheOption]:
+    """Return the format of most bytes for each number of heads that some format leaves room for."""
+    found: dict[Fraction, CacheOption] = {}
+    for option in options:
+        if option.kv_ratio < 1:
+            with contextlib.suppress(ValueError):  # no plan has so few heads
+                found[nearest_budget(recipe, option.kv_ratio, geometry)] = option
+    return found
+
+
+def choose_cache(
+    store: MemoryStore, options: Sequence[CacheOption], recipes: Sequence[Recipe]
+) -> CacheChoice:
+    """Compare cache formats with the heads that each leaves room for, and return the best.
+
+    Begun with the format of fewest bytes, which leaves room for most heads. Fewer heads lose more,
+    in any format: where those before them lose more than the best combination, they are left out.
+
+    Args:
+        store: The checkpoint, calibrated for all of the recipes.
+        options: Of `attention.cache_formats.cache_options`, by rising bytes.
+        recipes: By which heads are taken away.
+
+    Raises:
+        ConfigError: If no combination has so few bytes.
+    """
+    comparison = CacheComparison(store)
+    combinations: list[CombinationRecord] = []
+    best: tuple[float, CacheOption, Recipe | None] | None = None
+    # Of the formats that hold all heads, that of most bytes
+    whole = [option for option in options if option.kv_ratio >= 1][-1:]
+    jobs: list[tuple[CacheOption, Recipe | None, Fraction]] = [
+        *((option, None, Fraction(1)) for option in whole),
+        *(
+            (option, recipe, budget)
+            for recipe in recipes
+            for budget, option in _by_budget(recipe, options, store.request.geometry).items()
+        ),
+    ]
+    heads: dict[str | None, float] = {}
+    with stage("comparing caches", len(jobs), "combinations") as progress:
+        for option, recipe, budget in jobs:
+            name = recipe and recipe.name
+            record: CombinationRecord = {
+                "cache_format": option.pair.name,
+                "recipe": name,
+                "kv_ratio": float(budget),
+                "loss_increase": None,
+                "heads_loss_increase": None,
+            }
+            if best is None or heads.get(name, 0.0) < best[0]:
+                model = store.original
+                if recipe is not None:
+                    model = comparison.converted(recipe, budget)
+                    heads[name] = record["heads_loss_increase"] = comparison.increase(model)
+                increase = comparison.increase(model, option.pair)
+                record["loss_increase"] = increase
+                if best is None or increase < best[0]:
+                    best = increase, option, recipe
+            combinations.append(record)
+            progress.step()
+    if best is None:
+        raise ConfigError(
+            f"kv_bytes: recipe {' and '.join(recipe.name for recipe in recipes)} cannot take so "
+            "many heads away, in any cache format; give more"
+        )
+    return CacheChoice(best[1], best[2], combinations)
+
+
+def take_choice(store: MemoryStore, chosen: CacheChoice) -> float:
+    """Let a store convert by the chosen recipe, and measure with the chosen format too.
+
+    Returns:
+        The KV ratio to convert at.
+
+    Raises:
+        ConfigError: If the checkpoint as it is loses least.
+    """
+    pair = chosen.option.pair
+    if chosen.recipe is None:
+        flags = "; ".join(f"{engine} {pair.flags(engine)}" for engine in pair.engines)
+        raise ConfigError(
+            f"kv_bytes: nothing to convert: the checkpoint as it is, with a cache in {pair.name} "
+            f"({percent(chosen.option.share)} of the bytes), loses least; serve it by {flags}, or "
+            "convert for a cache of 16 bits: --cache-format f16"
+        )
+    store.request = replace(store.request, recipe=chosen.recipe)
+    store.cache_pair = pair
+    return chosen.option.kv_ratio
+
+
+@dataclass(frozen=True)
+class EngineBudget:
+    """A cache size in engine bytes, and what it can be spent on.
+
+    Attributes:
+        shares: Of the bytes of the checkpoint's cache in 16 bits, as requested.
+        options: Cache formats with the heads that the first of them leaves room for; one option a
+            share where the format is named.
+        automatic: Whether the format is to be chosen.
+    """
+
+    shares: tuple[float, ...]
+    options: tuple[CacheOption, ...]
+    automatic: bool
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, options: ConvertOptions) -> EngineBudget | None:
+        """Return the budget that options request; None where they count 16 bits a number.
+
+        Raises:
+            ConfigError: For options that do not go together, or a size that needs no conversion.
+        """
+        engine = _engine_of_formats(options)
+        automatic = options.cache_format == AUTO_FORMAT or (
+            options.cache_format is None and engine is not None and options.kv_bytes is not None
+        )
+        if options.cache_format is None and not automatic:
+            return None
+        if options.layerwise:
+            raise ConfigError(
+                "cache_format: layer by layer nothing is measured in a cache format; leave it out, "
+                "give --kv-ratio, and measure with `headfold evaluate --cache-format`"
+            )
+        if automatic and (engine is None or options.kv_bytes is None):
+            raise ConfigError(
+                "cache_format: auto spends the bytes of --kv-bytes for an engine with cache "
+                f"formats; give --kv-bytes and --for {' or '.join(_FORMAT_ENGINES)}"
+            )
+        pair = None if automatic else read_cache_format(str(options.cache_format))
+        if options.kv_bytes is None:
+            return None
+        shares = requested_ratios(checkpoint, None, None, options.kv_bytes, dtype="float16")
+        if automatic and len(shares) > 1:
+            raise ConfigError(
+                "kv_bytes: one size at a time is divided between bits and heads; give one, or name "
+                "the format: --cache-format q8_0"
+            )
+        name = _FORMAT_ENGINES[engine] if engine else pair.engines[0] if pair else LLAMA_CPP
+        try:
+            found = [
+                option
+                for share in shares
+                for option in cache_options(checkpoint.plan, name, share, pair)
+            ]
+        except CacheFormatError as error:
+            raise ConfigError(f"cache_format: {error}") from None
+        for share, option in zip(shares, found, strict=False):
+            if not automatic and option.kv_ratio >= 1:
+                raise ConfigError(
+                    f"kv_bytes: nothing to convert: all heads in {option.pair.name} take "
+                    f"{percent(option.share)} of the bytes, and {percent(share)} was requested; "
+                    f"serve the checkpoint as it is by {name} {option.pair.flags(name)}, or give "
+                    "less"
+                )
+        return cls(tuple(shares), tuple(found), automatic)
+
+    def kv_ratios(self, recipe: Recipe, geometry: HeadGeometry) -> list[float]:
+        """Return the shares of the KV heads that are left room for.
+
+        Of those to choose from only what a plan of the recipe meets, and less than all.
+        """
+        ratios = [option.kv_ratio for option in self.options]
+        if not self.automatic:
+            return ratios
+        possible = []
+        for ratio in ratios:
+            with contextlib.suppress(ValueError):
+                if ratio < 1:
+                    nearest_budget(recipe, ratio, geometry)
+                    possible.append(ratio)
+        return possible or [min(ratios)]
+
+
+def _engine_of_formats(options: ConvertOptions) -> str | None:
+    """Return the engine of the options if it has cache formats."""
+    engine = options.engine and choice.engine_name(options.engine)
+    return engine if engine in _FORMAT_ENGINES else None
+
+
+def competing_recipes(
+    checkpoint: Checkpoint, recipe: Recipe, options: ConvertOptions
+) -> list[Recipe]:
+    """Return the recipes that a size is spent by: the recipe, and wide heads where it is auto's."""
+    engine = _engine_of_formats(options)
+    if options.recipe != choice.AUTO_RECIPE or engine is None:
+        return [recipe]
+    forms = choice.engine_forms(checkpoint.config, checkpoint.geometry)[engine]
+    try:
+        wide = named_recipe(WIDE_RECIPE, **options.recipe_settings)
+    except ValueError:  # a setting that wide heads do not have
+        return [recipe]
+    return [recipe] if choice.refusals(wide, forms) else [recipe, wide]
