@@ -33,6 +33,7 @@ from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.validation import Prepared, validate_search
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import OriginalRecord
+from search_spaces.recipes.catalogue import recipe as named_recipe
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/stdlib-llama"
 TEXTS = {name: {"source": "stdlib", "tokens": 2048} for name in ("train", "eval", "calibration")}
@@ -113,8 +114,8 @@ class FanOuts:
 
     def similarities(self) -> int:
         """Similarities of heads that a searcher of plans is handed."""
-        recipe = self.prepared.problem.named[0].recipe
         options = task_options(self.config)
+        recipe = named_recipe("asymgqa")
         return len(on_cluster(options, "similarities", prepare.head_similarities, self.context, recipe))
 
     def stalled(self) -> str:
