@@ -55,7 +55,7 @@ def difference(one: list[float], other: list[float]) -> float:
 @pytest.mark.parametrize(
     ("stage", "dtype", "given", "own_rate"),
     [
-        (1, "float32", {}, True),
+        extended(1, "float32", {}, True),
         extended(3, "bfloat16", {"deepspeed": {"zero_optimization": {"sub_group_size": 4000}}}, True),
         extended(0, "float32", {}, False),
         extended(1, "bfloat16", {}, False),

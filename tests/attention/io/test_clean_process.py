@@ -276,6 +276,7 @@ def write_all(
     return written
 
 
+@pytest.mark.extended
 def test_a_clean_process_opens_every_format(
     tiny_model: Tiny, demo_tokenizer: Any, demo_dir: Path, tmp_path: Path
 ) -> None:

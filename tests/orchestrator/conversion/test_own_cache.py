@@ -78,6 +78,7 @@ def test_half_is_half_of_what_the_user_has(
     assert held(tmp_path / "half") * 2 == held(source)
 
 
+@pytest.mark.extended
 def test_a_streamed_conversion_says_the_same(grouped: Path, tmp_path: Path) -> None:
     record = convert_layerwise(grouped, "gqa", 0.25, tmp_path / "out", progress=lambda line: None, **SMALL)
     assert record["kv_ratio"] == 0.25 and record["kv_bytes_per_token"] * 4 == record["kv_bytes_per_token_original"]

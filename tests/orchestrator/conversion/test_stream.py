@@ -248,7 +248,7 @@ def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
     assert "starting over" in said[-5]
 
 
-@pytest.mark.parametrize("recipe", ["headfold", "headfold_layers"])
+@pytest.mark.parametrize("recipe", [extended("headfold"), "headfold_layers"])
 def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_goes_on_after_a_kill(
     recipe: str, tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -32,6 +32,7 @@ def test_plans_of_every_divisor() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
+@pytest.mark.extended
 def test_the_engine_is_timed_at_every_divisor(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "ROUNDS", 1)
     monkeypatch.setattr(decode_times, "TOKENS", 4)

@@ -65,11 +65,11 @@ CASES = [
     extended("llama", "transformers", "layers", "head_maps_llama"),
     ("llama", "transformers", "apart", "head_maps_llama"),
     extended("qwen3", "transformers", "apart", "head_maps_qwen3"),
-    ("qwen3", "transformers", "composed", "composed_heads_qwen3"),
+    extended("qwen3", "transformers", "composed", "composed_heads_qwen3"),
     extended("gpt_neox", "transformers", "apart", "head_maps_phi"),
     ("llama", "gqa", "unequal", "mistral"),
     extended("qwen3", "gqa", "apart", "qwen3"),
-    ("gpt_neox", "phi", "layers", "phi"),
+    extended("gpt_neox", "phi", "layers", "phi"),
 ]  # fmt: skip
 IN_VLLM = [
     ("llama", "vllm", "uniform", "llama"),

@@ -63,6 +63,7 @@ def test_llama_cpp_is_timed_with_checkpoints_and_with_an_export(
     assert of_export["models"] == record["models"] and of_export["checkpoint"] == str(converted / "gguf")
 
 
+@pytest.mark.extended
 def test_transformers_is_timed(
     converted: Path, demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import run_here
+from parameters import extended
 from verbs import check_finetuning, evaluate_checkpoint, finetune_checkpoint
 
 from attention.conversion.convert import convert
@@ -102,7 +103,7 @@ def test_the_same_command_does_nothing_twice(whole: dict[str, Any], models: dict
     assert (out / "config.json").read_text() == text
 
 
-@pytest.mark.parametrize("tuning", ["kv", pytest.param("lora", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("tuning", [extended("kv"), extended("lora")])
 def test_a_part_of_the_weights_on_the_command_line(
     ray_cluster: None, models: dict[str, Path], tmp_path: Path, tuning: str
 ) -> None:

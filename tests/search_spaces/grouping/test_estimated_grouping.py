@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from parameters import extended
 
 from attention.conversion.fusion.costs import ValueCost
 from attention.conversion.fusion.estimates import LeadingValueCost, PooledValueCost
@@ -40,7 +41,7 @@ def layer_cost() -> GroupCost:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("equal_sizes", [True, False])
+@pytest.mark.parametrize("equal_sizes", [True, extended(False)])
 def test_the_grouping_costs_within_two_percent_of_the_search_by_the_cost_itself(
     equal_sizes: bool, layer_cost: GroupCost
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parameters import extended
 
 from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import lift
@@ -246,7 +247,11 @@ def twelve(context: PlanningContext, layer: int, side: str) -> KeyCost | ValueCo
     return {"key": KeyCost, "value": ValueCost}[side](joined, replace(statistics, mixed_moments=moments), geometry)
 
 
-@pytest.mark.parametrize(("kind", "equal_sizes"), [("table", False), ("pairs", True), ("key", False), ("value", True)])
+@pytest.mark.parametrize(
+    ("kind", "equal_sizes"), [extended("table", False), ("pairs", True), extended("key", False), ("value", True)]
+)
+    ("kind", "equal_sizes"), [extended("table", False), ("pairs", True), extended("key", False), ("value", True)]
+)
 def test_annealing_is_within_one_percent_of_exact_at_twelve_heads(
     kind: str, equal_sizes: bool, demo_context: PlanningContext
 ) -> None:

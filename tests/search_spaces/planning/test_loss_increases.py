@@ -163,6 +163,7 @@ def test_estimates_follow_what_is_measured(demo_context: PlanningContext) -> Non
 
 
 @pytest.mark.heavy
+@pytest.mark.extended
 def test_an_estimate_foresees_a_longer_refinement(demo_context: PlanningContext) -> None:
     """From 60 steps to what 240 make of it, on the demo checkpoint. Where keys stay as they are nothing is fitted."""
     chosen = recipe("least_squares", together=False, refinement="none")

@@ -23,7 +23,7 @@ from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import RECIPES, recipe
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-PLANNED_ALIKE = ("dcformer", "headfold_gqa")  # as least_squares
+PLANNED_ALIKE = ("dcformer", "headfold_gqa", "headfold")  # as least_squares, or as headfold_layers
 KINDS = ("divisor", "count", "total", "broken")
 NEAREST = re.compile(r"nearest kv_ratio that recipe \S+ can meet is (\S+)(?: or (\S+))?$")
 

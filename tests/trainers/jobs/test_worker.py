@@ -125,6 +125,7 @@ def test_a_killed_worker_resumes_to_the_same_numbers(job: TrainJob, whole: dict[
         assert outcome[name] == whole[name], name
 
 
+@pytest.mark.extended
 def test_a_finished_run_is_not_done_again(job: TrainJob, whole: dict[str, Any], on_group: Any) -> None:
     weights = Path(job.out_dir) / "model.safetensors"
     written = weights.stat().st_mtime_ns

@@ -25,7 +25,7 @@ STEPS = 20
 GROUPED = AttentionPlan((LayerPlan((0, 0, 1, 0), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
 SHARED = AttentionPlan((LayerPlan.identity(4),) * 2, 8, (HeadShare(1, 0, 0, 2),), mlp_shares=(HeadShare(1, 1, 0, 1),))
 KNOBS = {"lagrangian": {"rate": 0.05}, "hard_concrete": {"rate": 0.3}, "pull_together": {"rate": 0.05}}
-PARTS = [part.name for part in RELAXATION_TRAINING]
+SOME_PARTS = [part.name if part.name == "hard_concrete" else extended(part.name) for part in RELAXATION_TRAINING]
 KINDS = [
     (1, "float32"),
     (3, "float32"),
@@ -98,7 +98,7 @@ def plain_torch(relaxation: Any, ids: Tensor, settings: TrainSettings) -> list[f
     return losses
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", SOME_PARTS)
 @pytest.mark.parametrize(("stage", "dtype"), KINDS)
 def test_every_zero_stage_trains_as_plain_torch(
     name: str, stage: int, dtype: str, make: Any, tiny_model: Any, ids: Tensor
@@ -121,7 +121,7 @@ def test_every_zero_stage_trains_as_plain_torch(
     assert relaxation.metrics() == pytest.approx(reference.metrics(), abs=2e-3 if dtype == "float32" else 0.05)
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", SOME_PARTS)
 @pytest.mark.parametrize("stage", [extended(1), 3])
 def test_resuming_gives_the_same_next_10_losses(name: str, stage: int, make: Any, ids: Tensor, tmp_path: Path) -> None:
     relaxation, engine = make(name, zero_stage=stage)
