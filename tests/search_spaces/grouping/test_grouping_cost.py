@@ -250,8 +250,6 @@ def twelve(context: PlanningContext, layer: int, side: str) -> KeyCost | ValueCo
 @pytest.mark.parametrize(
     ("kind", "equal_sizes"), [extended("table", False), ("pairs", True), extended("key", False), ("value", True)]
 )
-    ("kind", "equal_sizes"), [extended("table", False), ("pairs", True), extended("key", False), ("value", True)]
-)
 def test_annealing_is_within_one_percent_of_exact_at_twelve_heads(
     kind: str, equal_sizes: bool, demo_context: PlanningContext
 ) -> None:
