@@ -45,11 +45,11 @@ from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
 from trainers.evaluation import evaluate
 
-SAMPLE_TOKENS = 4096
+_SAMPLE_TOKENS = 4096
 """Held-out tokens that combinations are compared on."""
-SHORT_FIT = 12
+_SHORT_FIT = 12
 """Steps of a recipe's local fit for each that is made for a comparison."""
-WIDE_RECIPE = "headfold_wide"
+_WIDE_RECIPE = "headfold_wide"
 _FORMAT_ENGINES = {"llama.cpp": LLAMA_CPP, "vllm": VLLM}
 
 
@@ -92,7 +92,7 @@ class CacheComparison:
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
         held_out = store.texts.held_out
-        self._sample = held_out[: max(1, -(-SAMPLE_TOKENS // held_out.shape[1]))]
+        self._sample = held_out[: max(1, -(-_SAMPLE_TOKENS // held_out.shape[1]))]
         self._loss = evaluate(store.original, self._sample).loss
 
     def increase(self, model: PreTrainedModel, pair: CachePair | None = None) -> float:
@@ -114,7 +114,7 @@ def _short(recipe: Recipe) -> Recipe:
     """Return a recipe with a short local fit and no finalists, which are fitted one by one."""
     changes: dict[str, int] = {}
     if (steps := recipe.knobs("refinement").get("fit_steps")) is not None:
-        changes["refinement.fit_steps"] = max(1, int(steps) // SHORT_FIT)
+        changes["refinement.fit_steps"] = max(1, int(steps) // _SHORT_FIT)
     if "finalists" in recipe.knobs("allocation"):
         changes["allocation.finalists"] = 1
     return recipe.with_changes(**changes) if changes else recipe
@@ -311,7 +311,7 @@ def competing_recipes(
         return [recipe]
     forms = choice.engine_forms(checkpoint.config, checkpoint.geometry)[engine]
     try:
-        wide = named_recipe(WIDE_RECIPE, **options.recipe_settings)
+        wide = named_recipe(_WIDE_RECIPE, **options.recipe_settings)
     except ValueError:  # a setting that wide heads do not have
         return [recipe]
     return [recipe] if choice.refusals(wide, forms) else [recipe, wide]
