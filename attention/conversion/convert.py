@@ -21,7 +21,7 @@ from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling import mlp
-from attention.modeling.beside import beside_original
+from attention.modeling.beside import beside_original, copy_common
 from attention.modeling.composition import reset
 from attention.modeling.model_classes import check_fits, headfold_config, plan_of
 from attention.plan import AttentionPlan, PlanError
@@ -108,12 +108,7 @@ def assemble(
     # it.
     reset(new, identity=True, generator=torch.Generator().manual_seed(0))
     nn.Module.to(new, model.device)
-    target = new.state_dict()
-    copied = {
-        k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape
-    }
-    maps = {k for k in target if k.endswith((".key_map", ".value_map"))}
-    new.load_state_dict({k: t for k, t in copied.items() if k not in maps}, strict=False)
+    copy_common(model, new, but=(".key_map", ".value_map"))
     family = family_of(new.config)
     modules = family.attention_modules(new)
     with stage("fusing heads", len(modules), "layers") as progress:

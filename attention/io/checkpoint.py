@@ -34,7 +34,7 @@ from attention.io.sources import NOT_REACHED, CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
 from attention.io.wide_form import WideFormError, to_wide, wide_config
 from attention.modeling import model_classes
-from attention.modeling.beside import beside_original
+from attention.modeling.beside import beside_original, copy_common
 from attention.modeling.model_classes import TYPE_PREFIX, family_fields, plan_of
 from attention.plan import AttentionPlan
 
@@ -118,14 +118,8 @@ def to_plain(model: PreTrainedModel) -> PreTrainedModel:
     plain = beside_original(
         model, lambda: family.model_class._from_config(config, dtype=model.dtype)
     )
-    target = plain.state_dict()
     # In attention modules the names may differ, or the shapes: they are written below.
-    state = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if name in target and tensor.shape == target[name].shape
-    }
-    plain.load_state_dict(state, strict=False)
+    copy_common(model, plain)
     geometry = geometry_of(model.config)
     old_modules = family.attention_modules(model)
     new_modules = family.attention_modules(plain)

@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from attention.families import family_of, geometry_of
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
-from attention.modeling.beside import beside_original
+from attention.modeling.beside import beside_original, copy_common
 from attention.modeling.model_classes import (
     family_fields,
     headfold_classes,
@@ -176,13 +176,7 @@ def to_wide(model: PreTrainedModel) -> PreTrainedModel:
     wide_class = headfold_classes(family_of(config).name)[1]
     headfold = headfold_config(config, wide_plan)
     wide = beside_original(model, lambda: wide_class._from_config(headfold, dtype=model.dtype))
-    state = wide.state_dict()
-    same = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if name in state and tensor.shape == state[name].shape
-    }
-    wide.load_state_dict(same, strict=False)
+    copy_common(model, wide)
     family = family_of(model.config)
     geometry = geometry_of(model.config)
     modules = zip(family.attention_modules(model), family.attention_modules(wide), strict=True)

@@ -42,3 +42,18 @@ def beside_original(model: PreTrainedModel, make: Callable[[], PreTrainedModel])
             attach(module, layer)  # the maps again: they lay where the projections did
     nn.Module.to(new, model.device)
     return new
+
+
+def copy_common(source: nn.Module, target: nn.Module, *, but: tuple[str, ...] = ()) -> None:
+    """Copy into `target` what `source` has under the same name and in the same shape.
+
+    Args:
+        but: Endings of names that are left as they are.
+    """
+    theirs = target.state_dict()
+    common = {
+        name: tensor
+        for name, tensor in source.state_dict().items()
+        if name in theirs and tensor.shape == theirs[name].shape and not name.endswith(but)
+    }
+    target.load_state_dict(common, strict=False)

@@ -27,6 +27,7 @@ from attention.io.targets._pairs import (
     written_out,
 )
 from attention.io.targets._wide import holding_wide, lowering_wide
+from attention.modeling.beside import copy_common
 from attention.modeling.model_classes import family_fields, plan_of
 from attention.plan import AttentionPlan
 
@@ -132,11 +133,7 @@ def lower(model: PreTrainedModel) -> Lowered:
     family = family_of(model.config)
     stock_family = family_of(stock.config)
     geometry = geometry_of(model.config)
-    target = stock.state_dict()
-    same = {
-        k: t for k, t in model.state_dict().items() if k in target and t.shape == target[k].shape
-    }
-    stock.load_state_dict(same, strict=False)
+    copy_common(model, stock)
     sources = family.attention_modules(model)
     targets = stock_family.attention_modules(stock)
     for source, module, layer in zip(sources, targets, plan.layers, strict=True):
