@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from attention.cache_formats import format_advice, offered_formats
 from attention.io.replacing import check_folder
 from orchestrator import checkpoints
 from orchestrator.config.options import ConvertOptions
@@ -181,11 +182,21 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
                 file=sys.stderr,
                 flush=True,
             )
-        advise_text(self.options.calibration_data, self.options.eval_data)
+        self._advise()
         self.estimate.announce()
 
-    def rehearse(self) -> Iterable[Mapping[str, str]]:
+    def _advise(self) -> None:
+        """Say on stderr what a cache format alone does, and which text is taken if none is named."""
+        if self.budget is not None:
+            formats = offered_formats(self.request.checkpoint.plan, self.options.engine)
+            for share in self.budget.shares:
+                advice = format_advice(formats, share, str(self.options.model))
+                if advice:
+                    print(f"cache: {advice}", file=sys.stderr, flush=True)
         advise_text(self.options.calibration_data, self.options.eval_data)
+
+    def rehearse(self) -> Iterable[Mapping[str, str]]:
+        self._advise()
         self.request.texts()
         return [point.describe() for point in self.estimate.points]
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from orchestrator.conversion.request import ConversionRequest
     from orchestrator.resources.estimate import ConversionEstimate, Machine
     from orchestrator.resources.search_estimate import SearchEstimate
+    from orchestrator.tasks.convert import Convert
 
 OF_SEARCH = "a search: headfold estimate CONFIG [KEY=VALUE]..."
 OF_CONVERSION = (
@@ -94,9 +95,14 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
             setup, storage, parallel=parallel, gpu_bytes=memory * 2**30 if memory else None
         )
 
-    @cached_property
+    @property
     def request(self) -> ConversionRequest:
         """The conversions, checked once."""
+        return self.conversion.request
+
+    @cached_property
+    def conversion(self) -> Convert:
+        """The run that is estimated."""
         from orchestrator.tasks.convert import Convert
 
         given = self.options
@@ -104,7 +110,7 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         options = ConvertOptions(**{name: getattr(given, name) for name in shared})
         if self._elsewhere is not None:
             options = replace(options, device="cpu")  # whose checks pass anywhere
-        return Convert(options, config_only=True).request
+        return Convert(options, config_only=True)
 
     @cached_property
     def _elsewhere(self) -> Machine | None:
@@ -127,10 +133,10 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
             return
         from attention.cache_formats import format_advice
 
-        for point in self.points:
-            advice = format_advice(
-                self.cache_formats, point.kv_ratio_asked, str(self.options.model)
-            )
+        budget = self.conversion.budget
+        asked = [point.kv_ratio_asked for point in self.points]
+        for share in asked if budget is None else budget.shares:
+            advice = format_advice(self.cache_formats, share, str(self.options.model))
             print(advice + "\n" * bool(advice), end="")
         for number, point in enumerate(self.points):
             print("\n" * bool(number), end="")
