@@ -186,7 +186,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         self.estimate.announce()
 
     def _advise(self) -> None:
-        """Say on stderr what a cache format alone does, and which text is taken if none is named."""
+        """Say what a cache format alone does, and which text is taken if none is named."""
         if self.budget is not None:
             formats = offered_formats(self.request.checkpoint.plan, self.options.engine)
             for share in self.budget.shares:

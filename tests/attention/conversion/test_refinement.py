@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -195,6 +196,26 @@ def test_queries_and_keys_take_larger_steps_the_more_heads_share_a_key(tiny_mode
     size = {name: float(p.square().mean().sqrt() / math.sqrt(p[0].numel())) for name, p in module.named_parameters()}
     for name, share in {"q_proj.weight": 1, "k_proj.weight": 1, "v_proj.weight": 0.5, "o_proj.weight": 0.5}.items():
         assert by_two[name] == pytest.approx(1e-3 * share * size[name], rel=0.01), name
+
+
+def test_the_first_rate_of_wide_heads_follows_their_error(
+    tiny_model: Tiny, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most the root of the relative squared error; groups of the checkpoint's width take the rate as it is."""
+    original, converted = pair(tiny_model, tokens, "llama")
+    module = family_of(converted.config).attention_modules(converted)[0]
+    task = LayerTask.of(FitTexts.of(Original.of(original), tokens), 0)
+    sizes: list[float] = []
+
+    def note(module: Any, task: Any, steps: int, rates: Any, *args: Any) -> tuple[float, int]:
+        sizes.append(max(rates.values()))
+        return 0.0, steps
+
+    monkeypatch.setattr("attention.conversion.refinement.local._train", note)
+    for rate, wide in ((1e3, False), (1e3, True), (1e-3, False), (1e-3, True)):
+        before = fit_module(module, task, 1, rate, torch.Generator(), shared_by=2, wide=wide)[0]
+    assert sizes[1] / sizes[0] == pytest.approx(math.sqrt(before) / 1e3)
+    assert sizes[2] == sizes[3]
 
 
 def test_steps_that_are_too_large_are_made_smaller(tiny_model: Tiny, tokens: Tensor) -> None:
