@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from attention.base.progress import stage
 from attention.base.text import number
-from attention.base.timing import Phases
 from attention.cache_formats import (
     LLAMA_CPP,
     VLLM,
@@ -34,11 +33,12 @@ from attention.io.precision import round_weights
 from attention.ratios import percent
 from orchestrator.config.options import AUTO_FORMAT, ConvertOptions
 from orchestrator.config.parsing import ConfigError, read_cache_format
-from orchestrator.conversion.execution import convert_and_refine
+from orchestrator.conversion.execution import refine_with, steps_of_layers
 from orchestrator.conversion.memory_store import MemoryStore
 from orchestrator.conversion.record import CombinationRecord
 from orchestrator.conversion.request import requested_ratios
 from search_spaces.planning.budgets import nearest_budget
+from search_spaces.planning.context import convert_with
 from search_spaces.planning.planner import make_plan
 from search_spaces.recipes import choice
 from search_spaces.recipes.catalogue import recipe as named_recipe
@@ -46,7 +46,8 @@ from search_spaces.recipes.recipe import Recipe
 from trainers.evaluation import evaluate
 
 _SAMPLE_TOKENS = 4096
-"""Held-out tokens that combinations are compared on."""
+"""Held-out tokens that combinations are compared on, and calibration tokens that they are fitted on
+for that."""
 _SHORT_FIT = 12
 """Steps of a recipe's local fit for each that is made for a comparison."""
 _WIDE_RECIPE = "headfold_wide"
@@ -94,6 +95,8 @@ class CacheComparison:
         held_out = store.texts.held_out
         self._sample = held_out[: max(1, -(-_SAMPLE_TOKENS // held_out.shape[1]))]
         self._loss = evaluate(store.original, self._sample).loss
+        calibration = store.texts.calibration
+        self._fitted_on = calibration[: max(2, _SAMPLE_TOKENS // calibration.shape[1])]
 
     def increase(self, model: PreTrainedModel, pair: CachePair | None = None) -> float:
         """Return the loss increase of a model, with its cache in a format if one is given."""
@@ -105,7 +108,9 @@ class CacheComparison:
         request, context = self._store.request, self._store.context
         short = _short(recipe)
         plan = make_plan(short, budget, context, np.random.default_rng(request.seed))
-        converted, _ = convert_and_refine(short, plan, context, Phases())
+        converted = convert_with(short, self._store.original, plan, context.calibration, share=True)
+        steps = steps_of_layers(short, plan.num_layers, context.increases.get(plan))
+        refine_with(short, context.looked_at, converted, self._fitted_on, layer_steps=steps)
         round_weights(converted, request.written)
         return with_engine_heads(converted)
 
