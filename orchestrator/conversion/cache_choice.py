@@ -50,6 +50,8 @@ _SAMPLE_TOKENS = 4096
 for that."""
 _SHORT_FIT = 12
 """Steps of a recipe's local fit for each that is made for a comparison."""
+_FULL_FIT = 0.5
+"""What a full fit leaves of the loss that heads have after a short one (benchmarks/LOG.md)."""
 _WIDE_RECIPE = "headfold_wide"
 _FORMAT_ENGINES = {"llama.cpp": LLAMA_CPP, "vllm": VLLM}
 
@@ -142,8 +144,9 @@ def choose_cache(
 ) -> CacheChoice:
     """Compare cache formats with the heads that each leaves room for, and return the best.
 
-    Begun with the format of fewest bytes, which leaves room for most heads. Fewer heads lose more,
-    in any format: where those before them lose more than the best combination, they are left out.
+    Each by what it is expected to lose with a full fit. Begun with the format of fewest bytes,
+    which leaves room for most heads. Fewer heads lose more, in any format: where those before them
+    lose more than the best combination, they are left out.
 
     Args:
         store: The checkpoint, calibrated for all of the recipes.
@@ -177,15 +180,16 @@ def choose_cache(
                 "loss_increase": None,
                 "heads_loss_increase": None,
             }
-            if best is None or heads.get(name, 0.0) < best[0]:
+            if best is None or _FULL_FIT * heads.get(name, 0.0) < best[0]:
                 model = store.original
                 if recipe is not None:
                     model = comparison.converted(recipe, budget)
                     heads[name] = record["heads_loss_increase"] = comparison.increase(model)
                 increase = comparison.increase(model, option.pair)
                 record["loss_increase"] = increase
-                if best is None or increase < best[0]:
-                    best = increase, option, recipe
+                expected = increase - (1 - _FULL_FIT) * heads.get(name, 0.0)
+                if best is None or expected < best[0]:
+                    best = expected, option, recipe
             combinations.append(record)
             progress.step()
     if best is None:
