@@ -100,7 +100,12 @@ class CardFacts:
         if polished := note.get("polish"):
             steps, tokens = polished["steps"], polished["tokens"]
             base["trained"] = {"steps": steps, "tokens": tokens, "data": "that of the calibration"}
-        return cls(recipe=(note.get("recipe") or {}).get("name"), kv_ratio=ratio, **base)
+        return cls(
+            recipe=(note.get("recipe") or {}).get("name"),
+            kv_ratio=ratio,
+            cache_format=note.get("cache_format"),
+            **base,
+        )
 
 
 def write_card(folder: str | Path, facts: CardFacts, repository: str | None = None) -> Path:

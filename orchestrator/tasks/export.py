@@ -74,7 +74,9 @@ class Export(Task[ExportOptions, ExportRecord]):
         record: ExportRecord = {
             **export_checkpoint(replace(self.options, checkpoint=self.checkpoint))
         }
-        facts = replace(CardFacts.of(self.checkpoint.path), cache_format=self.options.cache_format)
+        facts = CardFacts.of(self.checkpoint.path)
+        if self.options.cache_format is not None:
+            facts = replace(facts, cache_format=self.options.cache_format)
         record["card"] = str(write_card(out, facts, push))
         write_digests(out)
         if push is not None:

@@ -18,6 +18,7 @@ from orchestrator.config.options import ConvertOptions
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.cache_choice import EngineBudget, choose_cache, competing_recipes
 from orchestrator.conversion.memory_store import MemoryStore
+from orchestrator.reporting.card import CardFacts
 from orchestrator.tasks.convert import Convert
 
 SMALL: dict[str, Any] = {
@@ -162,6 +163,7 @@ def test_the_result_is_measured_in_its_format_and_noted(demo_dir: Path, tmp_path
     assert held["kv_bytes_per_token"] == held["share"] * 4096
     taken = [one for one in record["combinations"] if one["cache_format"] == held["cache_format"]]
     assert taken and record["recipe"]["name"] == "headfold_wide"
+    assert CardFacts.of(out).cache_format == held["cache_format"]  # an export's card has its flags
     model = with_engine_heads(checkpoints.load_working(checkpoints.open_model(out, "model"), "float32", "cpu"))
     tokens = torch.randint(2048, (2, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), engine_cache(model, CachePair.parse(held["cache_format"])):
