@@ -28,7 +28,7 @@ def own_heads(geometry: HeadGeometry) -> int:
     return 2 * geometry.num_layers * geometry.num_kv_heads
 
 
-def ratio_of(plan: AttentionPlan, stored_heads: int) -> float:
+def ratio_of(plan: AttentionPlan, stored_heads: float) -> float:
     """Return the share that `plan` keeps of a checkpoint's `stored_heads` (see `own_heads`)."""
     return plan.kv_heads / stored_heads
 

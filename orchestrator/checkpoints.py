@@ -235,7 +235,7 @@ class CacheFacts(TypedDict):
     parameters: int
 
 
-def cache_facts(model: PreTrainedModel, original_heads: int) -> CacheFacts:
+def cache_facts(model: PreTrainedModel, original_heads: float) -> CacheFacts:
     """Return the KV cost of a model as planned, and in bytes of a cache after a prefill.
 
     Args:

@@ -236,7 +236,7 @@ def original_note(own_heads: int, head_dim: int, **names: str | None) -> dict[st
     return {ORIGINAL: {"key_and_value_heads": own_heads, "head_dim": head_dim, **called}}
 
 
-def original_heads(folder: str | Path, head_dim: int) -> int | None:
+def original_heads(folder: str | Path, head_dim: int) -> float | None:
     """Return key plus value heads of the model that a checkpoint was converted from.
 
     Args:
@@ -245,12 +245,13 @@ def original_heads(folder: str | Path, head_dim: int) -> int | None:
             of them in the same bytes.
 
     Returns:
-        The heads, rounded; None where they were not recorded.
+        The heads, a fraction where wider ones do not fill the original's bytes; None where they
+            were not recorded.
     """
     original = note_of(folder).get(ORIGINAL, {})
     heads = original.get("key_and_value_heads")
     # Notes from before there were wide heads have no head dim: it was that of the checkpoint
-    return None if heads is None else round(heads * original.get("head_dim", head_dim) / head_dim)
+    return None if heads is None else heads * original.get("head_dim", head_dim) / head_dim
 
 
 def carried(folder: str | Path) -> dict[str, Any]:

@@ -131,7 +131,9 @@ def export(
         kv_heads=tuple(map(max, support.key_heads, support.value_heads)),
         kv_bytes_per_token_before=plan.kv_bytes_per_token(cached),
         kv_bytes_per_token_after=support.bytes_per_token(cached),
-        kv_bytes_per_token_original=original and original * plan.head_dim * DTYPES[cached].itemsize,
+        kv_bytes_per_token_original=None
+        if original is None
+        else round(original * plan.head_dim * DTYPES[cached].itemsize),
         zero_query_heads=support.zero_query_heads(plan),
         extra_attention=support.extra_attention(plan),
     )

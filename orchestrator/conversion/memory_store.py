@@ -128,6 +128,8 @@ class MemoryStore(LayerStore[PreTrainedModel]):
         with self.phases("evaluate"):
             round_weights(layers, request.written)  # what is measured is what is written
             losses = self.compare(layers)
+            if self.cache_pair is not None:
+                losses = {**losses, "engine_cache": self._in_engine_cache(layers, self.cache_pair)}
             cast_weights(layers, request.written)
         measured = {
             "original_loss": self.loss,
@@ -135,9 +137,6 @@ class MemoryStore(LayerStore[PreTrainedModel]):
             "eval_tokens": self.original_evaluation.tokens,
             **checkpoints.cache_facts(layers, own_heads(request.geometry)),
         }
-        if self.cache_pair is not None:
-            with self.phases("evaluate"):
-                measured["engine_cache"] = self._in_engine_cache(layers, self.cache_pair)
         if self.context.calibration is not None:
             measured["mixed_moments"] = self.context.calibration.mixed
         return measured

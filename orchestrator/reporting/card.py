@@ -132,8 +132,9 @@ def _plans(folder: Path) -> dict[str, AttentionPlan]:
     if "plan" not in note:
         return {}
     plan = AttentionPlan.from_dict(note["plan"])
-    heads = (checkpoint.original_heads(folder, plan.head_dim) or 0) // (2 * plan.num_layers)
-    if not heads or plan.num_heads % heads:
+    each = (checkpoint.original_heads(folder, plan.head_dim) or 0) / (2 * plan.num_layers)
+    heads = int(each)
+    if not heads or heads != each or plan.num_heads % heads:
         return {"this model": plan}
     groups = tuple(head * heads // plan.num_heads for head in range(plan.num_heads))
     original = AttentionPlan((LayerPlan(groups, groups),) * plan.num_layers, plan.head_dim)

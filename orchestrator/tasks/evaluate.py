@@ -380,12 +380,12 @@ def _refuse_with_engine(options: EvaluateOptions, rehearsal: bool) -> None:
 
 def _reference_cache(
     checkpoint: Checkpoint, model: PreTrainedModel, original: PreTrainedModel | None
-) -> tuple[int, str]:
+) -> tuple[float, str]:
     """Return the KV heads that a KV ratio is a share of, and whose they are, in words."""
     dim = plan_of(model).head_dim
     if original is not None:
         cached = plan_of(original)
-        return round(cached.kv_heads * cached.head_dim / dim), "the original's cache"
+        return cached.kv_heads * cached.head_dim / dim, "the original's cache"
     if (recorded := checkpoint_files.original_heads(checkpoint.path, dim)) is not None:
         return recorded, "the cache of the model that it was converted from"
     return plan_of(

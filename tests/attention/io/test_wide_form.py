@@ -58,6 +58,13 @@ def test_stock_transformers_loads_it_to_the_same_logits(
     assert checkpoint.original_heads(tmp_path / "stock", stock.config.head_dim) is None
 
 
+def test_the_original_s_heads_are_a_fraction_where_wider_ones_do_not_fill_its_bytes(tmp_path: Path) -> None:
+    """64 key and value heads of 32 dims are 21 1/3 of 96: 8 of those are 37.5 % of the bytes."""
+    checkpoint.write_note(tmp_path, AttentionPlan.identity(1, 2, 96), checkpoint.original_note(64, 32))
+    heads = checkpoint.original_heads(tmp_path, 96)
+    assert heads is not None and 8 / heads == pytest.approx(0.375)
+
+
 def test_slices_come_pair_by_pair() -> None:
     """Two slices of six dims, four of them rotary: pairs of one frequency side by side, free dims last."""
     order = slice_order(RotaryLayout(6, 4), 2)
