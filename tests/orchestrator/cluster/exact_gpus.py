@@ -71,7 +71,9 @@ class FanOuts:
     @cached_property
     def config(self) -> SearchConfig:
         dha = {"recipe": "dha", "params": {"objective.steps": 2}}
-        return config_of(self.root, search={"recipes": [dha, "headfold_gqa"], "kv_ratios": [0.5], "seeds": [0, 1, 2]})
+        return config_of(
+            self.root, search={"recipes": [dha, "headfold_layers"], "kv_ratios": [0.5], "seeds": [0, 1, 2]}
+        )
 
     @cached_property
     def prepared(self) -> Prepared:
