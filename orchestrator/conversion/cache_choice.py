@@ -278,8 +278,9 @@ class EngineBudget:
             ]
         except CacheFormatError as error:
             raise ConfigError(f"cache_format: {error}") from None
-        for share, option in zip(shares, found, strict=False):
-            if not automatic and option.kv_ratio >= 1:
+        # A named format is one option a share
+        for share, option in () if automatic else zip(shares, found, strict=True):
+            if option.kv_ratio >= 1:
                 raise ConfigError(
                     f"kv_bytes: nothing to convert: all heads in {option.pair.name} take "
                     f"{percent(option.share)} of the bytes, and {percent(share)} was requested; "

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.cache_formats import format_advice, offered_formats
+from attention.checkpoint import Checkpoint
 from attention.io.replacing import check_folder
 from orchestrator import checkpoints
 from orchestrator.config.options import ConvertOptions
@@ -56,7 +57,6 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
 
     Attributes:
         config_only: Whether only the checkpoint's config is there, which is enough for an estimate.
-        budget: A cache size in the bytes of an engine, if one was requested.
         log: Takes the lines of a conversion layer by layer.
     """
 
@@ -69,7 +69,6 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     ) -> None:
         super().__init__(options, rehearsal=rehearsal)
         self.config_only = config_only
-        self.budget: EngineBudget | None = None
         self.log = log_line
 
     @property
@@ -85,18 +84,25 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         require(self.request)
 
     @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return checkpoints.open_model(
+            self.options.model,
+            "model",
+            dequantize=self.options.dequantize,
+            weights=not (self.rehearsal or self.config_only),
+        )
+
+    @cached_property
+    def budget(self) -> EngineBudget | None:
+        """A cache size in the bytes of an engine, if one was requested."""
+        return EngineBudget.of(self._checkpoint, self.options)
+
+    @cached_property
     def request(self) -> ConversionRequest:
         """The conversion, checked once."""
         options = self.options
-        weights = not (self.rehearsal or self.config_only)
-        checkpoint = checkpoints.open_model(
-            options.model,
-            "model",
-            dequantize=options.dequantize,
-            weights=weights,
-        )
+        checkpoint = self._checkpoint
         recipe = chosen_recipe(checkpoint, options.recipe, options.engine, options.recipe_settings)
-        self.budget = EngineBudget.of(checkpoint, options)
         if self.budget is not None:
             ratios = self.budget.kv_ratios(recipe, checkpoint.geometry)
             # Ratios are of heads from here on
