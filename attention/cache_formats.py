@@ -168,6 +168,16 @@ NEAR = 0.04
 half."""
 
 
+def engine_formats(engine: str | None = None) -> tuple[CachePair, ...]:
+    """Return 16 bits and those of `OFFERED` that an engine holds.
+
+    Args:
+        engine: `LLAMA_CPP` or `VLLM`; None for any.
+    """
+    pairs = (CachePair.parse("f16"), *OFFERED)
+    return tuple(pair for pair in pairs if engine is None or engine in pair.engines)
+
+
 @dataclass(frozen=True)
 class CacheOption:
     """A cache format, and how many of a model's KV heads a size leaves room for with it.
@@ -196,15 +206,12 @@ def cache_options(
     Raises:
         CacheFormatError: For a `pair` that the engine does not hold for such heads.
     """
-    pairs = (CachePair.parse("f16"), *OFFERED) if pair is None else (pair,)
+    if pair is not None and engine not in pair.engines:
+        raise CacheFormatError(
+            f"{engine} does not hold a cache in {pair.name}, {' and '.join(pair.engines)} does"
+        )
     options: list[CacheOption] = []
-    for each in pairs:
-        if engine not in each.engines:
-            if pair is None:
-                continue
-            raise CacheFormatError(
-                f"{engine} does not hold a cache in {each.name}, {' and '.join(each.engines)} does"
-            )
+    for each in engine_formats(engine) if pair is None else (pair,):
         try:
             format_share = format_record(each, plan)["share"]
         except CacheFormatError:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -24,6 +24,7 @@ from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.ray_internals import on_head
 from orchestrator.cluster.session import connected
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
+from orchestrator.promotion.engine_caches import measure_engine_caches
 from orchestrator.promotion.promote import promote_trials
 from orchestrator.reporting import console
 from orchestrator.reporting.comparison import compare_arms
@@ -51,6 +52,7 @@ from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.manifest import SyncSide
 from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
+from orchestrator.storage.promotion_record import PromotionRecord
 from orchestrator.storage.records import best_per_budget, waits_for
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.errors import redact
@@ -386,5 +388,8 @@ def _run(
         console.print_comparison(compare_arms(outcome.trials, original))
         if not outcome.interrupted and outcome.front and config.promotion.enabled:
             outcome.promotion = promote_trials(session)
+        if not outcome.interrupted and outcome.front:
+            promotion = cast(PromotionRecord, outcome.promotion) if outcome.promotion else None
+            outcome.caches = measure_engine_caches(session, outcome.trials, promotion)
     outcome.report = write_report(folder.root)["report"]
     return outcome

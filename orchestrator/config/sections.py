@@ -24,6 +24,7 @@ from pydantic import (
     model_serializer,
 )
 
+from attention.cache_formats import CachePair
 from attention.io.dtype_names import SHORT_DTYPES, full_name
 from trainers.settings import Seed, StrictModel
 
@@ -232,6 +233,13 @@ Arm = Annotated[ArmSection, BeforeValidator(_arm, json_schema_input_type=str | A
 Arms = Annotated[list[Arm], AfterValidator(_names)]
 
 
+def _cache_format(value: str) -> str:
+    return CachePair.parse(value).name
+
+
+CacheFormatName = Annotated[str, AfterValidator(_cache_format)]
+
+
 def _export_target(value: Any) -> Any:
     """llama.cpp's name for its format."""
     return {"llama.cpp": "gguf"}.get(value, value) if isinstance(value, str) else value
@@ -299,6 +307,13 @@ class SearchSection(Section):
     decode_context_length: PositiveInt | None = None
     """If given, the engine of `target` is timed before the trials, and its decode time a token at a
     context of so many tokens is a third objective beside loss and bytes.
+    """
+    cache_formats: Annotated[list[CacheFormatName], AfterValidator(distinct)] | None = None
+    """Formats of an engine's KV cache in which the original, the front, the baselines and the
+    promoted models are measured once the trials have ended: the front in engine bytes.
+
+    E.g. `[f16, q8_0, "q8_0,q4_0"]`, keys and values apart after a comma. none: those that the
+    engine of `target` holds, or any engine; `[]`: no such measurement.
     """
     baseline: str = Field(default="gqa", min_length=1)
     """The arm that always runs, at every KV ratio of any arm, is never stopped early, and is what a

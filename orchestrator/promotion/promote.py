@@ -25,6 +25,7 @@ from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.session import connected
 from orchestrator.config.parsing import apply_override
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
+from orchestrator.promotion.engine_caches import measure_engine_caches
 from orchestrator.promotion.state import (
     BASELINE,
     PROMOTED,
@@ -107,8 +108,10 @@ def promote_search(
             context = replace(context, pool=pool)
             session = SearchSession(config, folder, context, mlflow, parallel, control)
             promotion = promote_trials(session, chosen)
+            caches = measure_engine_caches(session, load_trials(folder.root), promotion)
         mlflow.flush()
     console.print_promotion(promotion)
+    console.print_caches(caches)
     console.print_promoted(promotion)
     return PromoteOutcome(folder.root, promotion, tuple(trial.trial_id for trial in chosen))
 

@@ -11,12 +11,15 @@ from orchestrator.reporting import comparison
 from orchestrator.reporting.comparison import ComparisonRow
 from orchestrator.reporting.promoted_models import lines_of, promoted_models
 from orchestrator.reporting.tables import (
+    CACHE_COLUMNS,
     PROMOTION_COLUMNS,
+    cache_table,
     comparison_table,
     promotion_table,
     trial_table,
 )
 from orchestrator.storage import records
+from orchestrator.storage.cache_points import CachePoint
 from orchestrator.storage.records import OriginalRecord, TrialRecord
 
 _PAGE_COLUMNS = ("seed", "KL", "last", "time", "trial", "error")
@@ -65,6 +68,18 @@ def print_promotion(promotion: Mapping[str, Any]) -> None:
         out.print(table.for_terminal([*PROMOTION_COLUMNS, "where, or why not"]))
         for note in table.notes:
             print(note)
+
+
+def print_caches(points: Sequence[CachePoint]) -> None:
+    """Print the front in engine bytes, and the original model beside it, if it was measured."""
+    if points:
+        out = console(150)
+        out.print(
+            "\nFront in engine bytes (* no other model and cache format loses less in as few "
+            "bytes):"
+        )
+        table = cache_table(points, front_only=True)
+        out.print(table.for_terminal(CACHE_COLUMNS[:-1], star=True))
 
 
 def print_promoted(promotion: Mapping[str, Any]) -> None:

@@ -16,10 +16,11 @@ from attention.ratios import percent
 from orchestrator.reporting import comparison
 from orchestrator.reporting.comparison import KV_COLUMN, NO_VALUE, ComparisonRow
 from orchestrator.storage import records
+from orchestrator.storage.cache_points import ORIGINAL_ROLE, CachePoint, engine_front
 from orchestrator.storage.records import OriginalRecord, TrialRecord, front
 
-PROSE = ("trials", "error", "where, or why not", "layers from the first", "value", "how")
-LEFT = ("", "recipe", "state", "version", "what", "holds it", "metric", *PROSE)
+PROSE = ("trials", "error", "flags", "where, or why not", "layers from the first", "value", "how")
+LEFT = ("", "recipe", "model", "cache", "state", "version", "what", "holds it", "metric", *PROSE)
 """Columns of text; others hold numbers: right-aligned, never wrapped."""
 MAX_ROWS = 500
 """Trials that the table of a page holds; of more, the best of each KV ratio."""
@@ -79,10 +80,11 @@ def facts_table(facts: Mapping[str, Any]) -> Table:
     return Table(("what", "value"), rows)
 
 
+KV_BYTES_COLUMN = "KV bytes/token"
 TRIAL_COLUMNS = (
     "recipe",
     KV_COLUMN,
-    "KV bytes/token",
+    KV_BYTES_COLUMN,
     "rate",
     "seed",
     "steps",
@@ -101,6 +103,13 @@ _DECODE_TIME = "decode ms/token"
 _TRIALS_INTRO = (
     "On the front: bold. loss: held out, of the best step that was measured, which may be before "
     "training (at step 0); last: after all steps."
+)
+
+_CACHES_INTRO = (
+    "The cache of each model in the formats that engines hold, keys and values rounded as the "
+    "engine rounds them; bytes are those of the engine, the increase is over the original model "
+    "with a cache that is not rounded. On the front (no other model and format loses less in as "
+    "few bytes): bold."
 )
 
 
@@ -194,6 +203,47 @@ def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
     intro = f"{comparison.footnote(rows)} The lowest mean at each KV ratio: bold."
     cells = [comparison.cells(row) for row in rows]
     return Table(comparison.COMPARISON_COLUMNS, cells, marked, intro)
+
+
+CACHE_COLUMNS = (
+    "model",
+    "cache",
+    KV_BYTES_COLUMN,
+    "of the original's",
+    "loss increase",
+    "standard error",
+    "flags",
+)
+
+
+def cache_table(points: Sequence[CachePoint], *, front_only: bool = False) -> Table:
+    """Return models with their caches as engines hold them, by falling bytes; the front is marked.
+
+    Args:
+        points: Of a search.
+        front_only: Whether to leave out what is neither on the front nor the original model.
+    """
+    best = engine_front(points)
+    shown = sorted(points, key=lambda point: (-point["kv_bytes_per_token"], point["loss"]))
+    if front_only:
+        shown = [point for point in shown if point in best or point["role"] == ORIGINAL_ROLE]
+    rows = [
+        [
+            point["name"],
+            point["cache_format"],
+            f"{point['kv_bytes_per_token']:,}",
+            percent(round(point["share"], 3)),
+            number(point["loss_increase"], "+.4f"),
+            number(point["loss_increase_stderr"], ".4f"),
+            "; ".join(
+                f"{engine} {flags}"
+                for engine, flags in zip(point["engines"], point["flags"], strict=True)
+            ),
+        ]
+        for point in shown
+    ]
+    marked = frozenset(index for index, point in enumerate(shown) if point in best)
+    return Table(CACHE_COLUMNS, rows, marked, _CACHES_INTRO)
 
 
 PROMOTION_COLUMNS = (

@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from orchestrator.reporting.comparison import compare_arms
-from orchestrator.reporting.console import console, print_promoted, print_promotion
+from orchestrator.reporting.console import (
+    console,
+    print_caches,
+    print_promoted,
+    print_promotion,
+)
 from orchestrator.reporting.promoted_models import promoted_models
 from orchestrator.storage import records
+from orchestrator.storage.cache_points import CachePoint, engine_front
 from orchestrator.storage.records import OriginalRecord, TrialRecord, best_per_budget, front
 
 INTERRUPTED = 130
@@ -33,6 +39,10 @@ class SearchRecord(TypedDict):
     """Arms beside each other (`orchestrator.reporting.comparison`)."""
     promotion: Mapping[str, Any]
     promoted: list[Any]
+    engine_caches: list[CachePoint]
+    """Models with their caches in the formats of engines."""
+    engine_front: list[CachePoint]
+    """Those that no other one beats in bytes of the engine and loss."""
     interrupted: bool
     report: str | None
 
@@ -48,6 +58,7 @@ class SearchOutcome:
         trials: All trials.
         baseline: The recipe of the baseline.
         promotion: The content of `promotion.json`; empty without a promotion.
+        caches: Models with their caches in the formats of engines.
         interrupted: Whether it was interrupted.
         report: The path of its page.
     """
@@ -58,6 +69,7 @@ class SearchOutcome:
     trials: list[TrialRecord]
     baseline: str
     promotion: Mapping[str, Any] = field(default_factory=dict)
+    caches: list[CachePoint] = field(default_factory=list)
     interrupted: bool = False
     report: str | None = None
 
@@ -98,6 +110,8 @@ class SearchOutcome:
             "comparison": compare_arms(self.trials, self.original) if self.original else [],
             "promotion": self.promotion,
             "promoted": promoted_models(self.promotion),
+            "engine_caches": self.caches,
+            "engine_front": engine_front(self.caches),
             "interrupted": self.interrupted,
             "report": self.report,
         }
@@ -106,6 +120,7 @@ class SearchOutcome:
 def print_outcome(outcome: SearchOutcome) -> None:
     """Print the last lines: failures, paths, and the promoted models with what serves them."""
     print_promotion(outcome.promotion)
+    print_caches(outcome.caches)
     failed = sum(t.status == records.FAILED for t in outcome.trials)
     out = console()
     out.print()

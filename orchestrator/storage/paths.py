@@ -114,6 +114,7 @@ class SearchFolder:
     Attributes:
         waiting: The nodes that it waits for, and since when.
         estimate: The estimate before it began.
+        engine_caches: What its models lose with their caches in the formats of engines.
         origin: The folder in which it was made, see `orchestrator.storage.trust`.
     """
 
@@ -135,6 +136,7 @@ class SearchFolder:
         self.train = self.root / "train"
         self.promotion = self.root / "promotion.json"
         self.promoted = self.root / "promoted"
+        self.engine_caches = self.root / "engine_caches.json"
         self.report = self.root / "report.html"
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,8 +24,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     try:
         host, port = server.get_host_and_port()
         settings = f"scheme=http&endpoint_override={host}:{port}&region=us-east-1&allow_bucket_creation=true"
-        address = f"s3://headfold-test/runs?{settings}"
-        open_address(address)[0].create_dir("headfold-test")
+        name = f"headfold-test-{uuid.uuid4().hex[:8]}"  # all of moto's servers in one process have the same buckets
+        address = f"s3://{name}/runs?{settings}"
+        open_address(address)[0].create_dir(name)
         yield address
     finally:
         server.stop()

@@ -11,9 +11,16 @@ from attention.plan import AttentionPlan
 from attention.ratios import percent
 from orchestrator.reporting.comparison import ComparisonRow, several_seeds
 from orchestrator.reporting.figures import comparison, course, measured, search
+from orchestrator.reporting.figures.caches import caches_figure
 from orchestrator.reporting.pages.page import PageSection, Picture
-from orchestrator.reporting.tables import comparison_table, promotion_table, trial_table
+from orchestrator.reporting.tables import (
+    cache_table,
+    comparison_table,
+    promotion_table,
+    trial_table,
+)
 from orchestrator.storage import records
+from orchestrator.storage.cache_points import read_cache_points
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import OriginalRecord, TrialRecord, best_per_budget
 
@@ -33,6 +40,11 @@ _TOKENS = (
     "Mean over seeds at the best learning rate, with a band or bar of one standard deviation; the "
     "tokens of a relaxation count. Dashed: a relaxation went on there, so nothing was measured in "
     "between."
+)
+_CACHES = (
+    "Keys and values rounded as each engine rounds them, in bytes of the engine. A thin line joins "
+    "the cache formats of one model, the thick one what no other model and format beats. The "
+    "original model in a format is a switch of the engine, without any conversion."
 )
 _RELAXATIONS = (
     "One line a trial. Nothing of this is part of the converted model: it is how its weights were "
@@ -79,10 +91,16 @@ def search_sections(
     promotion = []
     if entries:
         promotion.append(PageSection("Promotion", tables=[promotion_table(entries)], wide=True))
+    points = read_cache_points(folder)
+    caches = [
+        _section("Loss increase against engine bytes", caches_figure(points), _CACHES),
+        PageSection("Models and cache formats", tables=[cache_table(points)] if points else []),
+    ]
     if several_seeds(rows):  # arms are compared, single trials come last and folded away
         return [
             *_arm_sections(rows, original),
             *promotion,
+            *caches,
             *_measured_sections(candidates),
             _uneven_plans(folder, rows),
             *_course_sections(candidates),
@@ -96,6 +114,7 @@ def search_sections(
     return [
         PageSection("Trials", tables=[table], wide=True),
         *promotion,
+        *caches,
         PageSection("Loss increase over training", picture=curves),
         _kept_heads("best trial at each KV ratio", _plans(folder, best)),
         *_measured_sections(candidates),

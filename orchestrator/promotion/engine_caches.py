@@ -1,0 +1,211 @@
+"""The front of a search in engine bytes.
+
+The original, the trials of the front, the baselines and the promoted models are measured with their
+caches rounded as engines round them: a format of the cache and fewer heads save bytes of one cache,
+and only beside each other they show which of them is worth its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import cast
+
+import torch
+
+from attention.cache_formats import (
+    LLAMA_CPP,
+    VLLM,
+    CacheFormatError,
+    CachePair,
+    engine_formats,
+    format_record,
+)
+from attention.checkpoint import Checkpoint
+from attention.engine_cache import engine_cache, with_engine_heads
+from attention.modeling.model_classes import plan_of
+from orchestrator import checkpoints
+from orchestrator.cluster.placement import task_options
+from orchestrator.cluster.ray_tasks import each_on_cluster
+from orchestrator.config.sections import SearchSection
+from orchestrator.promotion.state import PROMOTED
+from orchestrator.promotion.training import best_model
+from orchestrator.search.leftovers import best_of_recipe
+from orchestrator.search.trials.context import SearchSession, TrialContext
+from orchestrator.storage.cache_points import (
+    BASELINE_ROLE,
+    ORIGINAL_ROLE,
+    PROMOTED_ROLE,
+    TRIAL_ROLE,
+    CacheMeasurement,
+    CachePoint,
+    EngineCachesRecord,
+)
+from orchestrator.storage.json_files import read_json, write_json
+from orchestrator.storage.promotion_record import PromotionRecord
+from orchestrator.storage.records import TrialRecord, front
+from trainers.evaluation import comparison, evaluate
+from trainers.text.data import read_sequences
+
+_EXACT = "not rounded"
+"""Stands for a format in the losses of the original."""
+_FORMAT_ENGINES = {"gguf": LLAMA_CPP, "vllm": VLLM}
+"""Of export targets; `transformers` rounds nothing, others are loaded by both."""
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model of a search, as in `CachePoint`."""
+
+    name: str
+    role: str
+    label: str
+    trial_id: str | None
+    kv_ratio: float
+    folder: str
+
+
+def cache_pairs(section: SearchSection) -> tuple[CachePair, ...]:
+    """Return the formats that a search measures its models in."""
+    if section.cache_formats is not None:
+        return tuple(map(CachePair.parse, section.cache_formats))
+    if section.target == "transformers":
+        return ()
+    return engine_formats(_FORMAT_ENGINES.get(section.target))
+
+
+def measure_engine_caches(
+    session: SearchSession,
+    trials: Sequence[TrialRecord],
+    promotion: PromotionRecord | None = None,
+) -> list[CachePoint]:
+    """Measure models of a search in each cache format; saved in `engine_caches.json`.
+
+    A model that was measured before is not measured again.
+
+    Args:
+        session: The search.
+        trials: All of its trials.
+        promotion: Of it, if it has had one.
+    """
+    pairs = cache_pairs(session.config.search)
+    if not pairs:
+        return []
+    config, context, file = session.config, session.context, session.folder.engine_caches
+    models = _models(session, trials, promotion)
+    measured: dict[str, CacheMeasurement] = {}
+    if file.exists():
+        measured = cast(EngineCachesRecord, read_json(file))["measurements"]
+    names = {pair.name for pair in pairs}
+    todo = []
+    for model in models:
+        known = measured.get(model.folder)
+        if known is None or names - known["caches"].keys() - known["why_not"].keys():
+            todo.append(model)
+    reasons: dict[str, str] = {}
+    options = task_options(config)
+    rows = config.train.device_batch_size
+    calls = [(model.folder, context, pairs, rows) for model in todo]
+    most = None if options["num_gpus"] else session.parallel
+    for number, result in each_on_cluster(
+        options, "caches of engines", measure_formats, calls, most
+    ):
+        measured[todo[number].folder] = result
+        for reason in result["why_not"].values():
+            reasons.setdefault(reason, todo[number].name)
+    for reason, name in reasons.items():
+        print(f"caches of engines: {name}: {reason}", flush=True)
+    exact = torch.tensor(measured[context.model]["sequence_losses"][_EXACT], dtype=torch.float64)
+    points = [point for model in models for point in _points(model, measured[model.folder], exact)]
+    session.control.check()
+    write_json(file, EngineCachesRecord(measurements=measured, points=points))
+    return points
+
+
+def _models(
+    session: SearchSession, trials: Sequence[TrialRecord], promotion: PromotionRecord | None
+) -> list[_Model]:
+    """Return the models to measure, each folder once; of two roles the later one."""
+    models = [_Model(ORIGINAL_ROLE, ORIGINAL_ROLE, ORIGINAL_ROLE, None, 1.0, session.context.model)]
+    baselines = best_of_recipe(trials, session.config.search.baseline).values()
+    roles = {trial.trial_id: (trial, TRIAL_ROLE) for trial in front(trials, timed=False)}
+    roles |= {trial.trial_id: (trial, BASELINE_ROLE) for trial in baselines}
+    for trial, role in roles.values():
+        best = best_model(trial, session.folder.trial(trial.trial_id))
+        if best is not None:
+            folder = str(best.folder)
+            models.append(
+                _Model(trial.name, role, trial.label, trial.trial_id, trial.kv_ratio, folder)
+            )
+    if promotion is not None:
+        trained = [(entry, BASELINE_ROLE) for entry in promotion["baselines"].values()]
+        candidates = promotion["candidates"].values()
+        trained += [(entry, PROMOTED_ROLE) for entry in candidates if entry["status"] == PROMOTED]
+        for entry, role in trained:
+            if folder := entry.get("folder"):
+                name = f"{entry['name']} · {'promoted' if role == PROMOTED_ROLE else 'in full'}"
+                ratio = entry["kv_ratio"]
+                models.append(_Model(name, role, entry["label"], entry["trial_id"], ratio, folder))
+    return list({model.folder: model for model in models}.values())
+
+
+def _points(model: _Model, measured: CacheMeasurement, exact: torch.Tensor) -> list[CachePoint]:
+    """Return the points of a model.
+
+    Args:
+        model: The model.
+        measured: What it takes and loses.
+        exact: Loss of each sequence by the original with a cache that is not rounded, `[N]`.
+    """
+    points: list[CachePoint] = []
+    for name, cache in measured["caches"].items():
+        losses = torch.tensor(measured["sequence_losses"][name], dtype=torch.float64)
+        loss = float(losses.mean())
+        compared = comparison(loss, float(exact.mean()), losses, exact)
+        losses_of = {
+            "loss": loss,
+            "loss_increase": compared["loss_increase"],
+            "loss_increase_stderr": compared["loss_increase_stderr"],
+        }
+        points.append(cast(CachePoint, asdict(model) | cache | losses_of))
+    return points
+
+
+def measure_formats(
+    folder: str, context: TrialContext, pairs: Sequence[CachePair], rows: int
+) -> CacheMeasurement:
+    """Measure one model on the held-out text; the original with a cache that is not rounded too.
+
+    Args:
+        folder: Of its weights.
+        context: Of the search.
+        pairs: The formats.
+        rows: Sequences at a time.
+    """
+    held_out = read_sequences(context.eval_file)[:]
+    original = Checkpoint.open(context.model).plan
+    model = checkpoints.load_working(folder, context.dtype, context.device)
+    result = CacheMeasurement(caches={}, sequence_losses={}, why_not={})
+
+    def add_losses(name: str, pair: CachePair | None) -> None:
+        with engine_cache(model, pair):
+            losses = evaluate(model, held_out, batch_size=rows).sequence_losses
+        assert losses is not None
+        result["sequence_losses"][name] = losses.tolist()
+
+    if folder == context.model:
+        add_losses(_EXACT, None)
+    try:
+        model = with_engine_heads(model)
+    except CacheFormatError as error:
+        result["why_not"] = {pair.name: str(error) for pair in pairs}
+        return result
+    for pair in pairs:
+        try:
+            cache = format_record(pair, plan_of(model), original)
+            add_losses(pair.name, pair)
+        except CacheFormatError as error:
+            result["why_not"][pair.name] = str(error)
+        else:
+            result["caches"][pair.name] = cache
+    return result
