@@ -33,7 +33,9 @@ from unittest import mock
 import torch
 import torch.utils._device
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import backend_registration
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_iter, tree_map_only
 
 NAME = "fgpu"
@@ -268,18 +270,25 @@ class _Generator(metaclass=_GeneratorType):
         return _EmulatedGenerator() if is_emulated(device) else _GENERATOR(device)
 
 
+def _device_of_context() -> torch.device | None:
+    """Return the device of the innermost `with torch.device(...)`; `torch.get_default_device` makes a tensor for it."""
+    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return modes[-1].device if modes else None
+
+
 def _made_on_cpu(real: Any) -> Any:
     """Return a function of torch that makes its tensor on the CPU and moves it to the emulated device."""
 
     @wraps(real)
     def make(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        if not is_emulated(device):
+        if not is_emulated(_device_of_context() if device is None else device):
             return real(*args, **kwargs) if device is None else real(*args, device=device, **kwargs)
+        device = torch.device(NAME, 0)
         generator = kwargs.get("generator")
         if generator is not None and not _EmulatedGenerator.includes(generator):
             raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu' ({real.__name__})")
         requires_grad = kwargs.pop("requires_grad", False)
-        return real(*args, **kwargs).to(device).requires_grad_(requires_grad)
+        return real(*args, device="cpu", **kwargs).to(device).requires_grad_(requires_grad)
 
     return make
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from emulated_device import NAME, SYNCS, EmulatedTensor, emulated_device
+from emulated_device import NAME, SYNCS, EmulatedTensor, emulated_device, is_emulated
 from torch import Tensor, nn
 
 X = torch.arange(12.0).view(3, 4)
@@ -205,3 +205,11 @@ with torch.device("meta"):
 """
     helpers = Path(__file__).parents[1] / "helpers"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(helpers)})
+
+
+def test_what_is_made_within_the_device_as_context_is_on_it(fgpu: torch.device) -> None:
+    with fgpu:
+        made = (torch.arange(0, 6, 2, dtype=torch.float), torch.eye(2), torch.zeros(2), torch.linspace(0, 1, 3))
+        beside = torch.arange(3, device="cpu")
+    assert [is_emulated(each.device) for each in made] == [True] * 4
+    assert not is_emulated(beside.device) and made[0].cpu().tolist() == [0.0, 2.0, 4.0]
