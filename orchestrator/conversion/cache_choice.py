@@ -24,7 +24,9 @@ from attention.cache_formats import (
     CacheFormatError,
     CacheOption,
     CachePair,
+    FormatRecord,
     cache_options,
+    offered_formats,
 )
 from attention.checkpoint import Checkpoint
 from attention.engine_cache import engine_cache, with_engine_heads
@@ -310,6 +312,11 @@ def _engine_of_formats(options: ConvertOptions) -> str | None:
     """Return the engine of the options if it has cache formats."""
     engine = options.engine and choice.engine_name(options.engine)
     return engine if engine in _FORMAT_ENGINES else None
+
+
+def formats_alone(checkpoint: Checkpoint, engine: str | None) -> list[FormatRecord]:
+    """Return what a checkpoint as it is takes in the cache formats of an engine, or of any."""
+    return offered_formats(checkpoint.plan, engine and choice.engine_name(engine))
 
 
 def competing_recipes(

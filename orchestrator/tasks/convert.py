@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from attention.cache_formats import format_advice, offered_formats
+from attention.cache_formats import format_advice
 from attention.checkpoint import Checkpoint
 from attention.io.replacing import check_folder
 from orchestrator import checkpoints
@@ -24,6 +24,7 @@ from orchestrator.conversion.cache_choice import (
     EngineBudget,
     choose_cache,
     competing_recipes,
+    formats_alone,
     take_choice,
 )
 from orchestrator.conversion.curve import (
@@ -194,7 +195,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     def _advise(self) -> None:
         """Say what a cache format alone does, and which text is taken if none is named."""
         if self.budget is not None:
-            formats = offered_formats(self.request.checkpoint.plan, self.options.engine)
+            formats = formats_alone(self.request.checkpoint, self.options.engine)
             for share in self.budget.shares:
                 advice = format_advice(formats, share, str(self.options.model))
                 if advice:

@@ -76,9 +76,9 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
     @cached_property
     def cache_formats(self) -> list[FormatRecord]:
         """What the checkpoint as it is takes in the cache formats of engines."""
-        from attention.cache_formats import offered_formats
+        from orchestrator.conversion.cache_choice import formats_alone
 
-        return offered_formats(self.request.checkpoint.plan, self.options.engine)
+        return formats_alone(self.request.checkpoint, self.options.engine)
 
     @cached_property
     def search_estimate(self) -> SearchEstimate:

@@ -16,7 +16,7 @@ from attention.plan import AttentionPlan
 from orchestrator import checkpoints
 from orchestrator.config.options import ConvertOptions
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.cache_choice import EngineBudget, choose_cache, competing_recipes
+from orchestrator.conversion.cache_choice import EngineBudget, choose_cache, competing_recipes, formats_alone
 from orchestrator.conversion.memory_store import MemoryStore
 from orchestrator.reporting.card import CardFacts
 from orchestrator.tasks.convert import Convert
@@ -50,6 +50,15 @@ def test_worked_example() -> None:
     assert found["q8_0,q4_0"].kv_ratio == pytest.approx(0.25 * 128 / (34 + 18))
     assert found["f16"].kv_ratio == 0.25
     assert [option.pair.name for option in cache_options(plan, VLLM, 0.25)] == ["fp8", "f16"]
+
+
+def test_formats_alone_know_every_name_of_an_engine(demo_dir: Path) -> None:
+    model = checkpoints.open_model(demo_dir, "model")
+    for_llama_cpp = [record["cache_format"] for record in formats_alone(model, "gguf")]
+    assert for_llama_cpp == ["q8_0", "q8_0,q4_0", "q4_0"]
+    assert formats_alone(model, "gguf") == formats_alone(model, "llama.cpp")
+    assert [record["cache_format"] for record in formats_alone(model, "vLLM")] == ["fp8"]
+    assert formats_alone(model, "hf") == []
 
 
 @settings(deadline=None)
