@@ -43,8 +43,8 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
         return split_overrides(words, resume)
 
     def check(self) -> None:
-        require(self.config)
         check_packages("search", *SEARCH_PACKAGES)
+        require(self.config)
         if self.rehearsal and self.options.resume:
             raise ConfigError(
                 "dry_run: a search that goes on was checked when it began; leave out --resume"

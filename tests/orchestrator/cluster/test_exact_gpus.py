@@ -3,7 +3,6 @@ has, and on more (`exact_gpus.py`). The GPUs are numbers that Ray counts."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_output import last_json
 
 SCRIPT = Path(__file__).with_name("exact_gpus.py")
 REPOSITORY = SCRIPT.parents[3]
@@ -26,7 +26,7 @@ def run(folder: Path, gpus: int, *fan_outs: str, seconds: float = 400) -> tuple[
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=seconds
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
-    return json.loads(ended.stdout.splitlines()[-1]), ended.stdout
+    return last_json(ended.stdout), ended.stdout
 
 
 @pytest.mark.extended

@@ -3,7 +3,6 @@ of the nodes are fake: numbers that Ray counts, with nothing behind them."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from json_output import last_json
 
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.cluster.placement import task_options, worker_options
@@ -84,7 +84,7 @@ def happened(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     command = [sys.executable, str(SCRIPT), str(folder / "job.json"), str(folder)]
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
     assert told.returncode == 0, told.stderr[-4000:]
-    return json.loads(told.stdout.splitlines()[-1])
+    return last_json(told.stdout)
 
 
 @pytest.mark.extended

@@ -16,6 +16,7 @@ import pytest
 import ray
 from command_line import run_here
 from gated_hub import GATED, OPEN, TOKEN, gated_hub
+from json_output import last_json
 
 from orchestrator.doctor import probes
 from orchestrator.doctor.calls import NoAnswerError, alive_nodes, call
@@ -150,7 +151,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> Any:
     command = [sys.executable, str(SCRIPT), str(folder)]
     done = subprocess.run(command, cwd=SCRIPT.parents[3], env=environment, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_json(done.stdout)
 
 
 def statuses(found: Any) -> dict[str, set[str]]:

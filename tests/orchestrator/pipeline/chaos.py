@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 import yaml
+from json_output import last_json
 from metadata_server import MetadataServer
 
 from orchestrator.cluster.session import DASHBOARD, free_port
@@ -153,7 +154,7 @@ class Nodes:
             timeout=300,
         )
         assert told.returncode == 0, told.stderr
-        return json.loads(told.stdout.splitlines()[-1])
+        return last_json(told.stdout)
 
     def close(self) -> None:
         """Idempotent."""

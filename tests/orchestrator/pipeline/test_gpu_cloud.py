@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_output import last_json
 
 SCRIPT = Path(__file__).with_name("gpu_cloud.py")
 REPOSITORY = SCRIPT.parents[3]
@@ -53,7 +54,7 @@ def test_a_search_for_gpus_runs_to_its_end_from_a_head_alone(
     command = [sys.executable, str(SCRIPT), str(tmp_path), json.dumps(losses), *LITTLE, *settings]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    told: dict[str, Any] = last_json(ended.stdout)
     assert told["code"] == 0, told["log"][-6000:]
     assert told["at_first"] == ["head"]
     assert (told["misplaced"], told["trained_on"]) == ([], ["A100"])
@@ -73,7 +74,7 @@ def test_an_autoscaler_whose_process_has_ended_is_named_as_the_cause(tmp_path: P
     command = [sys.executable, str(SCRIPT), str(tmp_path), json.dumps({"monitor": 0}), *LITTLE, *SHORT]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    told: dict[str, Any] = last_json(ended.stdout)
     assert told["code"] == 2, told["log"][-6000:]
     message = told["log"].splitlines()[-1]
     assert "headfold: the cluster's autoscaler is not running: its process on the head node" in message

@@ -5,7 +5,6 @@ The cluster is a Ray of its own whose GPUs are numbers (`train.device=cpu`): one
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from json_output import last_json
 from small_searches import small_search
 
 from orchestrator.cluster import ray_tasks
@@ -73,7 +73,7 @@ def test_no_slot_is_idle_while_a_candidate_is_planned(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    before, after = json.loads(ended.stdout.splitlines()[-1])
+    before, after = last_json(ended.stdout)
     for same in ("order", "losses"):
         assert after[same] == before[same]
     assert all("plan" in phases for phases in before["phases"])

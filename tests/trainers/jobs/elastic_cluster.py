@@ -63,7 +63,9 @@ def told(cluster: Any, job: TrainJob) -> dict[str, Any]:
     settled_at(2)
     cluster.remove_node(second, allow_graceful=False)
     settled_at(1)
-    train.join(300)
+    train.join(500)
+    if train.is_alive():
+        raise TimeoutError(f"the end; so far {seen} and step {newest(job)}")
     return {"seen": seen, "report": report}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from queue import Empty, Queue
 from typing import Any
 
 import pytest
+from json_output import last_json
 from metadata_server import MetadataServer
 
 from trainers.jobs import spot_notices
@@ -126,7 +126,7 @@ def test_a_training_saves_a_checkpoint_before_its_node_goes_and_goes_on_elsewher
     command = [sys.executable, str(SCRIPT), str(tmp_path / "job.json"), cloud]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=800)
     assert done.returncode == 0, done.stderr[-4000:]
-    happened = json.loads(done.stdout.splitlines()[-1])
+    happened = last_json(done.stdout)
     assert happened["checkpoint_before_the_end"] > 0
     assert happened["seconds_to_the_checkpoint"] < 15
     assert happened["nodes"][0] != happened["nodes"][1]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from json_output import last_json
 
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
@@ -89,4 +90,4 @@ def run_all(asked: list[tuple[str, int, int]], tiny_model: Any, folder: Path) ->
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, script, folder], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_json(done.stdout)
