@@ -4,7 +4,8 @@
     python docs/screenshots.py runs/demo
 
 Writes, from the newest search in that storage: the report (`report-wide.png`, `report-narrow.png`, `report-dark.png`:
-what is seen on top), the picture of the front (`front.png`), the page of `headfold inspect` of its model
+what is seen on top), the picture of the front (`front.png`) and that of the front in
+engine bytes (`caches.png`), the page of `headfold inspect` of its model
 (`inspect.png`; made anew unless `--inspection` names one), MLflow as it opens for somebody who has never been there
 (`mlflow-cold.png`), with the trials (`mlflow-runs.png`) and as `headfold ui` opens it (`mlflow-charts.png`), and the
 terminal as the search begins, goes on and ends (`terminal-*.svg`).
@@ -226,6 +227,7 @@ def main() -> None:
     for name, lines in terminal.items():
         draw_terminal(lines, f"headfold search, as it {name.replace('-', ' ')}", given.out / f"terminal-{name}.svg")
     draw_front(search, given.out / "front.png")
+    shutil.copy(search.root / "caches.png", given.out)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         shoot_reports(browser, search, given.out)

@@ -28,6 +28,7 @@ from orchestrator.promotion.engine_caches import measure_engine_caches
 from orchestrator.promotion.promote import promote_trials
 from orchestrator.reporting import console
 from orchestrator.reporting.comparison import compare_arms
+from orchestrator.reporting.figures.caches import caches_figure
 from orchestrator.reporting.figures.drawing import save_png
 from orchestrator.reporting.figures.search import front_figure, rungs_figure
 from orchestrator.reporting.pages.report_page import write_report
@@ -284,7 +285,7 @@ def _search_run(config: SearchConfig, folder: SearchFolder, status: str) -> Trac
             points.append(
                 best_point({ratio: trial.loss}, original["loss"], 0, trial.last["timestamp"])
             )
-    pictures = [folder.root / "front.png", folder.root / "rungs.png"]
+    pictures = [folder.root / name for name in ("front.png", "rungs.png", "caches.png")]
     files = [folder.snapshot, folder.versions, *pictures, folder.report]
     if status != records.RUNNING:
         files.append(folder.journal)
@@ -391,5 +392,7 @@ def _run(
         if not outcome.interrupted and outcome.front:
             promotion = cast(PromotionRecord, outcome.promotion) if outcome.promotion else None
             outcome.caches = measure_engine_caches(session, outcome.trials, promotion)
+            if (figure := caches_figure(outcome.caches)) is not None:
+                save_png(figure, folder.root / "caches.png")
     outcome.report = write_report(folder.root)["report"]
     return outcome

@@ -28,7 +28,15 @@ BULK_FOLDERS = (
     "tune",
 )
 """Folders of files that the records of a search name: they go first, before these records."""
-_DERIVED = ("waiting.json", "estimate.json", "report.html", "front.png", "rungs.png", "mlflow.db")
+_DERIVED = (
+    "waiting.json",
+    "estimate.json",
+    "report.html",
+    "front.png",
+    "rungs.png",
+    "caches.png",
+    "mlflow.db",
+)
 """Files that follow from the others: they decide nothing."""
 
 FileStamp = tuple[int, int]
