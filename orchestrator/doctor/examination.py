@@ -234,7 +234,7 @@ class Examination:
     def check_clocks(self) -> list[Finding]:
         """Compare the clocks of the nodes with that of this process."""
         offsets: dict[str, tuple[float, float]] = {}
-        clock: Any = ray.remote(num_cpus=0)(_Clock)
+        clock: Any = ray.remote(num_cpus=0)(probes.Clock)
         actors = [
             (node, clock.options(scheduling_strategy=node.strategy).remote()) for node in self.nodes
         ]
@@ -444,13 +444,6 @@ TOO_SLOW = {
     "training": "it hangs where the all-reduce did not: see the workers' logs; --seconds waits",
 }
 """What to do where a check does not end."""
-
-
-class _Clock:
-    """An actor that tells the time of its node."""
-
-    def now(self) -> float:
-        return probes.now()
 
 
 def _offset(actor: Any, deadline: float) -> tuple[float, float]:

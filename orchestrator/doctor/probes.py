@@ -113,9 +113,16 @@ def _disk(folder: Path) -> DiskFacts:
     return {"folder": str(folder), "free": usage.free, "total": usage.total}
 
 
-def now() -> float:
-    """Return the clock of this node, in seconds since 1970."""
-    return time.time()
+class Clock:
+    """An actor that tells the time of its node.
+
+    It is here and not beside its use: a sick node may be unable to import the libraries of other
+    modules.
+    """
+
+    def now(self) -> float:
+        """Return the clock of this node, in seconds since 1970."""
+        return time.time()
 
 
 # ---- storage -------------------------------------------------------------------------------------
