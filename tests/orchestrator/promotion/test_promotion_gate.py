@@ -11,6 +11,7 @@ import pytest
 import torch
 from promotions import HALF, checked, entry, plan, with_baseline
 
+from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
@@ -78,6 +79,23 @@ def test_a_plan_without_a_stock_form_is_kept_in_our_own(
     model = result.record.model or ""
     assert Path(model).name == "headfold", "only what stock transformers loads is called exported"
     assert checkpoint.load_config(model).model_type == "headfold_llama"
+
+
+def test_wide_heads_are_exported_as_the_stock_model_that_training_wrote(
+    config: SearchConfig, folder: SearchFolder, context: TrialContext, tmp_path: Path
+) -> None:
+    wide = plan(LayerPlan((0,) * 4, (0,) * 4, key_width=2, value_width=2))
+    base = checkpoint.load(tmp_path / "base")
+    tokens = torch.arange(48).reshape(3, 16) % 64
+    converted = convert(base, wide, fusion="least_squares", calibration=calibrate(base, tokens))
+    checkpoint.save(converted, folder.trial("wide") / "trained")
+    (folder.trial("wide") / "plan.json").write_text(wide.to_json())
+    result = checked(entry(folder, "wide"), config, context, folder)
+    assert result.reasons == [] and result.record.plain
+    model = Path(result.record.model or "")
+    assert model.name == "exported" and result.record.checks["export"] == "gqa"
+    stock = checkpoint.load_config(model)
+    assert (stock.model_type, stock.num_key_value_heads, stock.head_dim) == ("llama", 1, 16)
 
 
 @pytest.mark.parametrize(
