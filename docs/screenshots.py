@@ -34,10 +34,12 @@ from playwright.sync_api import Browser, sync_playwright
 from rich.console import Console
 from rich.text import Text
 
+from orchestrator.reporting.figures.caches import caches_figure
 from orchestrator.reporting.figures.drawing import save_png
 from orchestrator.reporting.figures.search import front_figure
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.storage import records
+from orchestrator.storage.cache_points import read_cache_points
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import read_json
 from orchestrator.storage.paths import SearchFolder
@@ -227,7 +229,8 @@ def main() -> None:
     for name, lines in terminal.items():
         draw_terminal(lines, f"headfold search, as it {name.replace('-', ' ')}", given.out / f"terminal-{name}.svg")
     draw_front(search, given.out / "front.png")
-    shutil.copy(search.root / "caches.png", given.out)
+    if (figure := caches_figure(read_cache_points(search))) is not None:
+        print(save_png(figure, given.out / "caches.png"))
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         shoot_reports(browser, search, given.out)

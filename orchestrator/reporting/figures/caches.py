@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
@@ -19,8 +20,6 @@ from orchestrator.reporting.figures.drawing import (
 from orchestrator.reporting.figures.increases import INCREASE_LABEL, IncreaseAxis
 from orchestrator.storage.cache_points import ORIGINAL_ROLE, CachePoint, engine_front
 from orchestrator.storage.records import family
-
-_MAX_TICKS = 7
 
 
 @styled
@@ -65,13 +64,17 @@ def caches_figure(points: Sequence[CachePoint]) -> Figure | None:
             point["cache_format"],
             (point["kv_bytes_per_token"], axis.at(point["loss_increase"])),
             fontsize=8,
-            xytext=(0, -13),
+            xytext=(-2, -5),
             textcoords="offset points",
-            ha="center",
+            rotation=40,  # two formats may lie close beside each other
+            rotation_mode="anchor",
+            ha="right",
+            va="top",
         )
-    shares = {point["kv_bytes_per_token"]: point["share"] for point in best}
-    ticks = sorted(shares)[:: -(-len(shares) // _MAX_TICKS)]
-    axes.set_xticks(ticks, [f"{size:,}\n{percent(round(shares[size], 3))}" for size in ticks])
+    whole = round(points[0]["kv_bytes_per_token"] / points[0]["share"])
+    halvings = math.ceil(math.log2(whole / min(point["kv_bytes_per_token"] for point in points)))
+    ticks = [whole / 2**step for step in range(halvings + 1)]
+    axes.set_xticks(ticks, [f"{size:,.0f}\n{percent(size / whole)}" for size in ticks])
     axes.set_xticks([], minor=True)
     axes.margins(x=0.1)
     axes.set_ylabel(INCREASE_LABEL)
