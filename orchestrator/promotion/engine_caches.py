@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import cast
 
 import torch
+from ray.exceptions import RayError
 
+from attention.base.messages import reason
 from attention.cache_formats import (
     LLAMA_CPP,
     VLLM,
@@ -91,7 +93,9 @@ def measure_engine_caches(
     pairs = cache_pairs(session.config.search)
     if not pairs:
         return []
-    config, context, file = session.config, session.context, session.folder.engine_caches
+    config = session.config
+    context = session.context
+    file = session.folder.engine_caches
     models = _models(session, trials, promotion)
     measured: dict[str, CacheMeasurement] = {}
     if file.exists():
@@ -102,24 +106,41 @@ def measure_engine_caches(
         known = measured.get(model.folder)
         if known is None or names - known["caches"].keys() - known["why_not"].keys():
             todo.append(model)
-    reasons: dict[str, str] = {}
     options = task_options(config)
     rows = config.train.device_batch_size
     calls = [(model.folder, context, pairs, rows) for model in todo]
     most = None if options["num_gpus"] else session.parallel
-    for number, result in each_on_cluster(
-        options, "caches of engines", measure_formats, calls, most
-    ):
-        measured[todo[number].folder] = result
-        for reason in result["why_not"].values():
-            reasons.setdefault(reason, todo[number].name)
-    for reason, name in reasons.items():
-        print(f"caches of engines: {name}: {reason}", flush=True)
+    label = "caches of engines"
+    reasons: dict[str, str] = {}
+    try:
+        for number, result in each_on_cluster(options, label, measure_formats, calls, most):
+            measured[todo[number].folder] = result
+            _write(session, measured, [])
+            for why_not in result["why_not"].values():
+                reasons.setdefault(why_not, todo[number].name)
+    except (RuntimeError, RayError) as error:  # what a search has found is worth more than this
+        reasons[f"not measured, nor what came after: {reason(error)}"] = "a model"
+    for why_not, name in reasons.items():
+        print(f"{label}: {name}: {why_not}", flush=True)
+    if context.model not in measured:
+        return []
     exact = torch.tensor(measured[context.model]["sequence_losses"][_EXACT], dtype=torch.float64)
-    points = [point for model in models for point in _points(model, measured[model.folder], exact)]
-    session.control.check()
-    write_json(file, EngineCachesRecord(measurements=measured, points=points))
+    points = [
+        point
+        for model in models
+        if model.folder in measured
+        for point in _points(model, measured[model.folder], exact)
+    ]
+    _write(session, measured, points)
     return points
+
+
+def _write(
+    session: SearchSession, measured: dict[str, CacheMeasurement], points: list[CachePoint]
+) -> None:
+    session.control.check()
+    record = EngineCachesRecord(measurements=measured, points=points)
+    write_json(session.folder.engine_caches, record)
 
 
 def _models(

@@ -70,6 +70,33 @@ def test_original_front_and_baseline_are_measured_once_in_every_format(
     assert measure_engine_caches(session, trials) == points == read_cache_points(folder)
 
 
+def test_a_model_that_cannot_be_measured_costs_no_search_its_end(
+    config: SearchConfig,
+    folder: SearchFolder,
+    context: TrialContext,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And what was measured before it is kept."""
+    trials = [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)]
+    session, real = session_of(config, folder, context), engine_caches.measure_formats
+
+    def measure(path: str, *rest: Any) -> Any:
+        if path != context.model:
+            raise RuntimeError("out of memory")
+        return real(path, *rest)
+
+    monkeypatch.setattr(engine_caches, "measure_formats", measure)
+    assert {point["role"] for point in measure_engine_caches(session, trials)} == {ORIGINAL_ROLE}
+    assert "out of memory" in capsys.readouterr().out
+    monkeypatch.setattr(engine_caches, "measure_formats", lambda path, *rest: real(path, *rest))
+    assert {point["role"] for point in measure_engine_caches(session, trials)} == {
+        ORIGINAL_ROLE,
+        TRIAL_ROLE,
+        BASELINE_ROLE,
+    }
+
+
 def test_the_page_shows_them(config: SearchConfig, folder: SearchFolder, context: TrialContext) -> None:
     trials = [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)]
     write_journal(folder.root, trials)
