@@ -103,7 +103,12 @@ def conversions(store: MemoryStore, arms: Mapping[str, Recipe], share: float) ->
 
 
 def measured(
-    model: str, shares: Sequence[float], formats: Sequence[str], steps: Sequence[str] = tuple(STEPS), **sizes: Any
+    model: str,
+    shares: Sequence[float],
+    formats: Sequence[str],
+    steps: Sequence[str] = tuple(STEPS),
+    fit_steps: int = 720,
+    **sizes: Any,
 ) -> Iterator[Result]:
     """Yield every step with and without the fit, in every format, on one model.
 
@@ -112,14 +117,16 @@ def measured(
         shares: Of its KV heads, at most.
         formats: Of the cache.
         steps: Names of `STEPS`.
+        fit_steps: Of the local fit of a layer.
         sizes: Options of `headfold convert` on texts and their sizes.
     """
     task = Convert(ConvertOptions(model=model, recipe="headfold_gqa", kv_ratio=list(shares), layerwise=False, **sizes))
     store = MemoryStore(task.request, always_calibrate=True)
     original = task.request.checkpoint.plan
     arms: dict[str, Recipe] = {}
+    fit: dict[str, Any] = {"refinement": FIT, "refinement.fit_steps": fit_steps}
     for name in steps:
-        arms |= {name: STEPS[name], f"{name}, fitted": STEPS[name].with_changes(refinement=FIT)}
+        arms |= {name: STEPS[name], f"{name}, fitted": STEPS[name].with_changes(**fit)}
     whole = Conversion("the checkpoint as it is", 1.0, store.original, 0, 0.0)
     made = itertools.chain([whole], *(conversions(store, arms, share) for share in shares))
     for conversion in made:
@@ -140,7 +147,8 @@ def combinations(scale: Scale) -> Iterator[Row]:
     path = str(shipped("examples/stdlib-llama/config.json").parent)
     sizes = {"calibration_tokens": scale.pick(1024, 8192), "eval_tokens": scale.pick(512, 8192)}
     steps = scale.pick(("+ least squares",), tuple(STEPS))
-    for each in measured(path, scale.pick([0.5], [0.5, 0.25]), ["f16"], steps, sequence_length=256, **sizes):
+    shares = scale.pick([0.5], [0.5, 0.25])
+    for each in measured(path, shares, ["f16"], steps, scale.pick(12, 720), sequence_length=256, **sizes):
         error = "" if each.error is None else f" ± {each.error:.4f}"
         note = f"{each.share:.1%} of the bytes; increase {each.increase:+.4f}{error}; {each.conversion.steps:.0f} steps"
         yield Row(each.conversion.name, max(1e-6, each.increase), None, "nats", note)

@@ -54,11 +54,11 @@ def test_trials_and_tokens_are_counted(tmp_path: Path) -> None:
 def test_halving_stops_some_and_the_baseline_never(tmp_path: Path) -> None:
     config = config_of("demo")
     found = of(config, tmp_path)
-    assert found.trials == 12
+    assert found.trials == 14
     a_step = 8 * 256
     # 2 baselines go through; of 10 others a half is left at the first rung, a quarter at the second
-    assert found.tokens == (2 * 24 + 5 * 8 + 5 * 16 // 2) * a_step + 6 * 40 * a_step
-    assert found.tokens_most == 12 * 24 * a_step + 6 * 40 * a_step
+    assert found.tokens == (2 * 24 + 6 * 8 + 6 * 16 // 2) * a_step + 6 * 40 * a_step
+    assert found.tokens_most == 14 * 24 * a_step + 6 * 40 * a_step
     assert found.trainings == 6  # the best two and the baseline of two budgets
 
 
@@ -68,7 +68,7 @@ def test_a_searcher_with_probes_trains_only_what_it_finds(tmp_path: Path) -> Non
     )
     found = of(config, tmp_path)
     assert found.probes == 40
-    assert found.trials == 10 + 40 + 2
+    assert found.trials == 12 + 40 + 2
 
 
 def test_hours_and_price_follow_the_rate(tmp_path: Path) -> None:
@@ -141,8 +141,8 @@ def test_the_verb_tells_either_way_and_refuses_half(tmp_path: Path) -> None:
     for first in ([str(CONFIGS / "demo.yaml")], ["--config", str(CONFIGS / "demo.yaml")]):
         done = CliRunner().invoke(app, ["estimate", *first, *changes, "--json", str(record)])
         assert done.exit_code == 0, done.output
-        assert "trials: 12" in done.output
-        assert json.loads(record.read_text())["trials"] == 12
+        assert "trials: 14" in done.output
+        assert json.loads(record.read_text())["trials"] == 14
     with pytest.raises(ValueError, match=OF_CONVERSION.split(":")[0]):
         CliRunner().invoke(app, ["estimate", "--model", "x"], catch_exceptions=False)
     with pytest.raises(ValueError, match="parts of both"):
