@@ -44,7 +44,7 @@ from orchestrator.storage.journal import read_events
 def found(folder, plan_ahead):
     config = small_search(
         Path("examples/stdlib-llama"), folder, name=f"ahead-{plan_ahead}",
-        search={"recipes": ["gqa", "least_squares"], "kv_ratios": [0.5, 0.25]}, rungs={"steps": [0, 2]},
+        search={"recipes": ["gqa", "least_squares"], "kv_ratios": [0.5, 0.25]}, rungs={"steps": [0, 40]},
         train={"device": "cpu", "num_workers": 1, "gpus_per_worker": 1, "cpus_per_worker": 1},
         promotion={"enabled": False},
         resources={"trial_gpus": 1, "trial_cpus": 1, "max_concurrent": 1, "plan_ahead": plan_ahead},
