@@ -15,6 +15,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -82,24 +83,34 @@ class Result:
 HEADER = "| | heads | cache | engine bytes | loss increase | steps of fits | time |\n|---|---|---|---|---|---|---|"
 
 
-def conversions(store: MemoryStore, arms: Mapping[str, Recipe], share: float) -> Iterator[Conversion]:
-    """Yield the conversions of some recipes by one calibration, each with its largest plan of at most `share`."""
+def conversion(store: MemoryStore, name: str, one: Recipe, budget: Fraction) -> Conversion:
+    """Convert the checkpoint of a store by a recipe, by the calibration that is there."""
     original = store.request.checkpoint.plan.kv_bytes_per_token("float16")
+    phases = Phases()
+    store.request = replace(store.request, recipe=one)
+    before = sum(store.phases.values())
+    plan = store.plan(budget)
+    planning = sum(store.phases.values()) - before
+    model, fits = convert_and_refine(one, plan, store.context, phases)
+    work = cost(fits, phases)
+    heads = plan.kv_bytes_per_token("float16") / original
+    return Conversion(name, heads, model, work["optimizer_steps"], planning + sum(phases.values()))
+
+
+def budget_of(store: MemoryStore, one: Recipe, share: float) -> Fraction:
+    """Return the largest budget of a recipe of at most `share`. Raises ValueError where it has none."""
+    return replace(store.request, recipe=one).budget(share)
+
+
+def conversions(store: MemoryStore, arms: Mapping[str, Recipe], share: float) -> Iterator[Conversion]:
+    """Yield the conversions of some recipes; one that has no plan of at most `share` is reported."""
     for name, one in arms.items():
-        phases = Phases()
-        store.request = replace(store.request, recipe=one)
         try:
-            budget = store.request.budget(share)
+            budget = budget_of(store, one, share)
         except ValueError as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             continue
-        before = sum(store.phases.values())
-        plan = store.plan(budget)
-        planning = sum(store.phases.values()) - before
-        model, fits = convert_and_refine(one, plan, store.context, phases)
-        work = cost(fits, phases)
-        heads = plan.kv_bytes_per_token("float16") / original
-        yield Conversion(name, heads, model, work["optimizer_steps"], planning + sum(phases.values()))
+        yield conversion(store, name, one, budget)
 
 
 def measured(
@@ -129,16 +140,16 @@ def measured(
         arms |= {name: STEPS[name], f"{name}, fitted": STEPS[name].with_changes(**fit)}
     whole = Conversion("the checkpoint as it is", 1.0, store.original, 0, 0.0)
     made = itertools.chain([whole], *(conversions(store, arms, share) for share in shares))
-    for conversion in made:
-        if conversion is whole and list(formats) == ["f16"]:
+    for each in made:
+        if each is whole and list(formats) == ["f16"]:
             continue
-        held = with_engine_heads(conversion.model)
+        held = with_engine_heads(each.model)
         for name in formats:
             pair = CachePair.parse(name)
             with engine_cache(held, None if name == "f16" else pair):
                 found = evaluate(held, store.texts.held_out).compared(store.original_evaluation)
             share = format_record(pair, plan_of(held), original)["share"]
-            yield Result(conversion, name, share, found["loss_increase"], found["loss_increase_stderr"])
+            yield Result(each, name, share, found["loss_increase"], found["loss_increase_stderr"])
 
 
 @benchmark("combinations", devices=("cpu",))
@@ -154,28 +165,35 @@ def combinations(scale: Scale) -> Iterator[Row]:
         yield Row(each.conversion.name, max(1e-6, each.increase), None, "nats", note)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def model_parser(description: str, shares: str) -> argparse.ArgumentParser:
+    """Return a parser of a model, shares of its cache, and what it is calibrated and measured on."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("model", help="folder, GGUF file or hub name")
-    parser.add_argument("--shares", default="0.5,0.25", help="of its KV heads, at most")
-    parser.add_argument("--formats", nargs="*", default=["f16"], help="of the cache")
-    parser.add_argument("--steps", nargs="*", default=list(STEPS), choices=list(STEPS))
+    parser.add_argument("--shares", default="0.5,0.25", help=shares)
     parser.add_argument("--data", help="text to calibrate and to measure on")
     parser.add_argument("--calibration-tokens", type=int)
     parser.add_argument("--eval-tokens", type=int)
     parser.add_argument("--sequence-length", type=int)
+    return parser
+
+
+def shares_of(given: argparse.Namespace) -> list[float]:
+    return [float(share) for share in given.shares.split(",")]
+
+
+def sizes_of(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `headfold convert` on texts and their sizes."""
+    names = ("calibration_tokens", "eval_tokens", "sequence_length")
+    return {"calibration_data": given.data} | {name: getattr(given, name) for name in names}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = model_parser(__doc__ or "", "of its KV heads, at most")
+    parser.add_argument("--formats", nargs="*", default=["f16"], help="of the cache")
+    parser.add_argument("--steps", nargs="*", default=list(STEPS), choices=list(STEPS))
     given = parser.parse_args(words)
     print(HEADER, flush=True)
-    for each in measured(
-        given.model,
-        [float(share) for share in given.shares.split(",")],
-        given.formats,
-        given.steps,
-        calibration_data=given.data,
-        calibration_tokens=given.calibration_tokens,
-        eval_tokens=given.eval_tokens,
-        sequence_length=given.sequence_length,
-    ):
+    for each in measured(given.model, shares_of(given), given.formats, given.steps, **sizes_of(given)):
         print(each, flush=True)
 
 

@@ -19,11 +19,10 @@ Legend: D model dim, g heads of a group, d head dim, r rank.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,9 +34,9 @@ from attention.calibration.store import Calibration
 from attention.engine_cache import engine_cache
 from attention.families import family_of, geometry_of
 from attention.heads import LayerHeads
+from benchmarks.combinations import budget_of, conversion, model_parser, shares_of, sizes_of
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator.config.options import ConvertOptions
-from orchestrator.conversion.execution import convert_and_refine
 from orchestrator.conversion.memory_store import MemoryStore
 from orchestrator.storage.shipped import shipped
 from orchestrator.tasks.convert import Convert
@@ -185,11 +184,8 @@ def measured(model: str, shares: Sequence[float], ours: Sequence[str], **sizes: 
             for label, one in ((f"{each}, no fit", fitted.with_changes(refinement="none")), (each, fitted)):
                 if label == each and fitted.refinement == "none":
                     continue
-                store.request = replace(task.request, recipe=one)
-                plan = store.plan(store.request.budget(share))
-                converted, _ = convert_and_refine(one, plan, store.context, store.phases)
-                used = plan.kv_bytes_per_token("float16") / task.request.checkpoint.plan.kv_bytes_per_token("float16")
-                yield result(label, used, converted)
+                made = conversion(store, label, one, budget_of(store, one, share))
+                yield result(label, made.heads, made.model)
 
 
 @benchmark("rivals", devices=("cpu",))
@@ -205,26 +201,11 @@ def rivals(scale: Scale) -> Iterator[Row]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="folder, GGUF file or hub name")
-    parser.add_argument("--shares", default="0.5,0.25", help="of the bytes of its cache in 16 bits")
+    parser = model_parser(__doc__ or "", "of the bytes of its cache in 16 bits")
     parser.add_argument("--recipes", nargs="*", default=list(OURS))
-    parser.add_argument("--data", help="text to calibrate and to measure on")
-    parser.add_argument("--calibration-tokens", type=int)
-    parser.add_argument("--eval-tokens", type=int)
-    parser.add_argument("--sequence-length", type=int)
     given = parser.parse_args(words)
     print("| | bytes | loss increase |\n|---|---|---|", flush=True)
-    shares = [float(share) for share in given.shares.split(",")]
-    for each in measured(
-        given.model,
-        shares,
-        given.recipes,
-        calibration_data=given.data,
-        calibration_tokens=given.calibration_tokens,
-        eval_tokens=given.eval_tokens,
-        sequence_length=given.sequence_length,
-    ):
+    for each in measured(given.model, shares_of(given), given.recipes, **sizes_of(given)):
         print(each, flush=True)
 
 

@@ -8,7 +8,6 @@ and only beside each other they show which of them is worth its loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import cast
 
 import torch
@@ -40,6 +39,7 @@ from orchestrator.storage.cache_points import (
     PROMOTED_ROLE,
     TRIAL_ROLE,
     CacheMeasurement,
+    CacheModel,
     CachePoint,
     EngineCachesRecord,
 )
@@ -53,18 +53,6 @@ _EXACT = "not rounded"
 """Stands for a format in the losses of the original."""
 _FORMAT_ENGINES = {"gguf": LLAMA_CPP, "vllm": VLLM}
 """Of export targets; `transformers` rounds nothing, others are loaded by both."""
-
-
-@dataclass(frozen=True)
-class _Model:
-    """A model of a search, as in `CachePoint`."""
-
-    name: str
-    role: str
-    label: str
-    trial_id: str | None
-    kv_ratio: float
-    folder: str
 
 
 def cache_pairs(section: SearchSection) -> tuple[CachePair, ...]:
@@ -103,21 +91,21 @@ def measure_engine_caches(
     names = {pair.name for pair in pairs}
     todo = []
     for model in models:
-        known = measured.get(model.folder)
+        known = measured.get(model["folder"])
         if known is None or names - known["caches"].keys() - known["why_not"].keys():
             todo.append(model)
     options = task_options(config)
     rows = config.train.device_batch_size
-    calls = [(model.folder, context, pairs, rows) for model in todo]
+    calls = [(model["folder"], context, pairs, rows) for model in todo]
     most = None if options["num_gpus"] else session.parallel
     label = "caches of engines"
     reasons: dict[str, str] = {}
     try:
         for number, result in each_on_cluster(options, label, measure_formats, calls, most):
-            measured[todo[number].folder] = result
+            measured[todo[number]["folder"]] = result
             _write(session, measured, [])
             for why_not in result["why_not"].values():
-                reasons.setdefault(why_not, todo[number].name)
+                reasons.setdefault(why_not, todo[number]["name"])
     except (RuntimeError, RayError) as error:  # what a search has found is worth more than this
         reasons[f"not measured, nor what came after: {reason(error)}"] = "a model"
     for why_not, name in reasons.items():
@@ -128,8 +116,8 @@ def measure_engine_caches(
     points = [
         point
         for model in models
-        if model.folder in measured
-        for point in _points(model, measured[model.folder], exact)
+        if model["folder"] in measured
+        for point in _points(model, measured[model["folder"]], exact)
     ]
     _write(session, measured, points)
     return points
@@ -145,18 +133,33 @@ def _write(
 
 def _models(
     session: SearchSession, trials: Sequence[TrialRecord], promotion: PromotionRecord | None
-) -> list[_Model]:
+) -> list[CacheModel]:
     """Return the models to measure, each folder once; of two roles the later one."""
-    models = [_Model(ORIGINAL_ROLE, ORIGINAL_ROLE, ORIGINAL_ROLE, None, 1.0, session.context.model)]
+    models: list[CacheModel] = [
+        {
+            "name": ORIGINAL_ROLE,
+            "role": ORIGINAL_ROLE,
+            "label": ORIGINAL_ROLE,
+            "trial_id": None,
+            "kv_ratio": 1.0,
+            "folder": session.context.model,
+        }
+    ]
     baselines = best_of_recipe(trials, session.config.search.baseline).values()
     roles = {trial.trial_id: (trial, TRIAL_ROLE) for trial in front(trials, timed=False)}
     roles |= {trial.trial_id: (trial, BASELINE_ROLE) for trial in baselines}
     for trial, role in roles.values():
         best = best_model(trial, session.folder.trial(trial.trial_id))
         if best is not None:
-            folder = str(best.folder)
             models.append(
-                _Model(trial.name, role, trial.label, trial.trial_id, trial.kv_ratio, folder)
+                {
+                    "name": trial.name,
+                    "role": role,
+                    "label": trial.label,
+                    "trial_id": trial.trial_id,
+                    "kv_ratio": trial.kv_ratio,
+                    "folder": str(best.folder),
+                }
             )
     if promotion is not None:
         trained = [(entry, BASELINE_ROLE) for entry in promotion["baselines"].values()]
@@ -164,13 +167,21 @@ def _models(
         trained += [(entry, PROMOTED_ROLE) for entry in candidates if entry["status"] == PROMOTED]
         for entry, role in trained:
             if folder := entry.get("folder"):
-                name = f"{entry['name']} · {'promoted' if role == PROMOTED_ROLE else 'in full'}"
-                ratio = entry["kv_ratio"]
-                models.append(_Model(name, role, entry["label"], entry["trial_id"], ratio, folder))
-    return list({model.folder: model for model in models}.values())
+                training = "promoted" if role == PROMOTED_ROLE else "full training"
+                models.append(
+                    {
+                        "name": f"{entry['name']} · {training}",
+                        "role": role,
+                        "label": entry["label"],
+                        "trial_id": entry["trial_id"],
+                        "kv_ratio": entry["kv_ratio"],
+                        "folder": folder,
+                    }
+                )
+    return list({model["folder"]: model for model in models}.values())
 
 
-def _points(model: _Model, measured: CacheMeasurement, exact: torch.Tensor) -> list[CachePoint]:
+def _points(model: CacheModel, measured: CacheMeasurement, exact: torch.Tensor) -> list[CachePoint]:
     """Return the points of a model.
 
     Args:
@@ -188,7 +199,7 @@ def _points(model: _Model, measured: CacheMeasurement, exact: torch.Tensor) -> l
             "loss_increase": compared["loss_increase"],
             "loss_increase_stderr": compared["loss_increase_stderr"],
         }
-        points.append(cast(CachePoint, asdict(model) | cache | losses_of))
+        points.append(cast(CachePoint, {**model, **cache, **losses_of}))
     return points
 
 

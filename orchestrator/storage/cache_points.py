@@ -17,12 +17,8 @@ TRIAL_ROLE = "trial"
 PROMOTED_ROLE = "promoted"
 
 
-class CachePoint(TypedDict):
-    """A model with its cache in the formats of an engine.
-
-    Losses are held out, in nats per token; the increase is over the original model with a cache
-    that is not rounded.
-    """
+class CacheModel(TypedDict):
+    """A model of a search whose cache is measured."""
 
     name: str
     """As people read it."""
@@ -35,6 +31,15 @@ class CachePoint(TypedDict):
     """As requested of the plan; 1 for the original."""
     folder: str
     """Of the weights."""
+
+
+class CachePoint(CacheModel):
+    """A model with its cache in the formats of an engine.
+
+    Losses are held out, in nats per token; the increase is over the original model with a cache
+    that is not rounded.
+    """
+
     cache_format: str
     engines: list[str]
     """Those that hold it."""
