@@ -44,9 +44,10 @@ from orchestrator.storage.journal import read_events
 def found(folder, plan_ahead):
     config = small_search(
         Path("examples/stdlib-llama"), folder, name=f"ahead-{plan_ahead}",
-        search={"recipes": ["gqa", "least_squares"], "kv_ratios": [0.5, 0.25]}, rungs={"steps": [0, 40]},
+        search={"recipes": ["gqa", "least_squares"], "kv_ratios": [0.5, 0.25]}, rungs={"steps": [0, 240]},
         train={"device": "cpu", "num_workers": 1, "gpus_per_worker": 1, "cpus_per_worker": 1},
         promotion={"enabled": False},
+        data={"max_epochs": 4},
         resources={"trial_gpus": 1, "trial_cpus": 1, "max_concurrent": 1, "plan_ahead": plan_ahead},
     )
     outcome = search(config)
@@ -69,7 +70,10 @@ print(json.dumps([found(sys.argv[1], ahead) for ahead in (0, 1)]))
 @pytest.mark.extended
 @pytest.mark.timeout(900)
 def test_no_slot_is_idle_while_a_candidate_is_planned(tmp_path: Path) -> None:
-    """And nothing else changes: which trials there are, what is decided, and what they come to."""
+    """And nothing else changes: which trials there are, what is decided, and what they come to.
+
+    A trial trains for longer than a task needs to start and to plan, some 15 s, or its successor plans for itself.
+    """
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
