@@ -35,10 +35,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import logger as deepspeed_logger
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from attention.base.messages import reason
@@ -53,6 +55,7 @@ from trainers.settings import TrainSettings
 warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
 deepspeed_logger.setLevel(logging.ERROR)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+_torch_linear = functional.linear
 
 
 def check_deepspeed(settings: TrainSettings) -> None:
@@ -91,7 +94,27 @@ def initialize(
 
     A model that is not trained has no groups of parameters; that takes ZeRO 3.
     """
-    return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]  # pyright: ignore[reportArgumentType]
+    engine = deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]  # pyright: ignore[reportArgumentType]
+    _mend_linear()
+    return engine
+
+
+def _mend_linear() -> None:
+    """Replace the linear function that ZeRO 3 has put in the place of torch's, for good [0.19]."""
+    if functional.linear is zero3_linear_wrap:
+        functional.linear = _linear
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return torch's linear function, by DeepSpeed's of little memory where the weight is split.
+
+    DeepSpeed's adds the bias in place. Selective activation checkpointing, which has kept the
+    product, would take it from there with the bias in it, and add it a second time.
+    """
+    if not hasattr(weight, "ds_id"):
+        return _torch_linear(input, weight, bias)
+    product = zero3_linear_wrap(input, weight)
+    return product if bias is None else product + bias
 
 
 def agree_on_chunks(device: torch.device) -> None:
@@ -144,6 +167,7 @@ def _fill(
             setattr(module, name, buffer.to(device))
         if next(module.parameters(recurse=False), None) is not None:
             deepspeed.zero.Init(module=module, config_dict_or_path=dict(config), dtype=model.dtype)
+    _mend_linear()
 
 
 @contextmanager

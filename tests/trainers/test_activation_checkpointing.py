@@ -76,7 +76,11 @@ def test_every_family(tiny_model: Any, ids: Tensor, family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "stage"),
-    [(f, stage) if (f, stage) == ("llama", 1) else extended(f, stage) for f in families() for stage in (1, 3)],
+    [
+        (f, stage) if (f, stage) in {("llama", 1), ("qwen2", 3)} else extended(f, stage)
+        for f in families()
+        for stage in (1, 3)
+    ],
 )
 def test_all_but_products(tiny_model: Any, ids: Tensor, family: str, stage: int) -> None:
     assert_alike(tiny_model(family), ids, "selective", zero_stage=stage)
@@ -109,6 +113,8 @@ def test_compiled_layers_train_alike(tiny_model: Any, ids: Tensor, family: str, 
     assert again == pytest.approx(losses, abs=1e-5)
     assert set(others) == set(weights)
     for name, tensor in weights.items():
+        if family == "gpt2" and name.endswith("k_proj.bias"):
+            continue  # without rotary embeddings it moves no probability: its gradient is rounding, which Adam enlarges
         torch.testing.assert_close(others[name], tensor, atol=1e-4, rtol=0)
 
 

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parameters import extended
@@ -84,8 +85,12 @@ def test_training_goes_on_with_another_number_of_workers(
         assert said == {"said": "here"}
         assert difference(losses, expected[HALF:]) < near
         assert [result[0] for result in results] == [losses] * workers
-        apart = max(abs(after[name] - weights[name]).max() for name in weights)
-        assert apart < (1e-4 if dtype == "float32" else 2e-2)
+        # In bfloat16 a gradient near 0 may have either sign, and Adam makes a whole step of it
+        apart = np.concatenate([abs(after[name] - weights[name]).ravel() for name in weights])
+        if dtype == "float32":
+            assert apart.max() < 1e-4
+        else:
+            assert (apart > 2e-2).mean() < 1e-3 and apart.max() < 0.1
     assert not list(tmp_path.glob(".checkpoint*"))
 
 
