@@ -25,7 +25,7 @@ export HF_HUB_OFFLINE ?= 1
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ui check test test-all test-fast test-kernel chaos engines docs lint bench gpu simulate clean
+.PHONY: help setup demo ui check test test-all test-fast test-kernel chaos engines docs lint bench gpu real simulate clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -131,6 +131,9 @@ bench: $(STAMP) ## measure speed against rivals (some minutes); the table goes o
 DEVICE ?= cuda
 gpu: $(STAMP) ## on one GPU: kernel, conversion, a training step, ZeRO offload, vLLM; resumable; docs/gpu.md is written from it
 	@$(BIN)/python -m benchmarks.gpu --device $(DEVICE) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RECORDS),--records $(RECORDS)) $(ARGS)
+
+real: $(STAMP) ## download SmolLM2-135M, convert it, measure, search: hours on two cores; resumable; writes docs/real.md
+	@$(BIN)/python -m benchmarks.real $(if $(TEXT),--text $(TEXT)) $(ARGS)
 
 simulate: $(STAMP) ## 2,000 trials on 64 simulated workers: what the driver takes; then early stopping compared (docs/scale.md)
 	@$(BIN)/python -m benchmarks.simulation scale

@@ -17,8 +17,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.page import PAGE, page, titles
-from benchmarks.gpu.records import MEASURED, PartRecord, Records, RecordsError
+from benchmarks.gpu.page import MEASURED, PAGE, page, titles
+from benchmarks.records import PartRecord, Records, RecordsError
 from benchmarks.report import commit
 
 ROOT = Path(__file__).resolve().parents[2]

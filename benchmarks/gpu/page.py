@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.gpu.records import PartRecord, Records
+from benchmarks.records import PartRecord, Records
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
+MEASURED = Path(__file__).resolve().parent / "records.json"
+"""Records of a CUDA device, from which the page is written."""
 TITLES = {
     "kernel": "The decode kernel against its reference",
     "decode": "Decoding in one layer",

@@ -103,7 +103,8 @@ RecipeName = Annotated[
     str | Recipe,
     Typed(str),
     typer.Option(
-        help="Named recipe, see `headfold recipes`; auto: the best one for the model and --for."
+        help="Named recipe, see `headfold recipes`; auto: the best one for the model and --for, "
+        "compared with wide heads by a short fit."
     ),
 ]
 Engine = Annotated[

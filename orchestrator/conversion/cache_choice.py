@@ -13,9 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-import numpy as np
-from transformers import PreTrainedModel
-
 from attention.base.progress import stage
 from attention.base.text import number
 from attention.cache_formats import (
@@ -23,38 +20,25 @@ from attention.cache_formats import (
     VLLM,
     CacheFormatError,
     CacheOption,
-    CachePair,
     FormatRecord,
     cache_options,
     offered_formats,
 )
 from attention.checkpoint import Checkpoint
-from attention.engine_cache import engine_cache, with_engine_heads
 from attention.geometry import HeadGeometry
-from attention.io.precision import round_weights
 from attention.ratios import percent
 from orchestrator.config.options import AUTO_FORMAT, ConvertOptions
 from orchestrator.config.parsing import ConfigError, read_cache_format
-from orchestrator.conversion.execution import refine_with, steps_of_layers
 from orchestrator.conversion.memory_store import MemoryStore
 from orchestrator.conversion.record import CombinationRecord
 from orchestrator.conversion.request import requested_ratios
+from orchestrator.conversion.short_fits import ShortFits
 from search_spaces.planning.budgets import nearest_budget
-from search_spaces.planning.context import convert_with
-from search_spaces.planning.planner import make_plan
 from search_spaces.recipes import choice
-from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
-from trainers.evaluation import evaluate
 
-_SAMPLE_TOKENS = 4096
-"""Held-out tokens that combinations are compared on, and calibration tokens that they are fitted on
-for that."""
-_SHORT_FIT = 12
-"""Steps of a recipe's local fit for each that is made for a comparison."""
 _FULL_FIT = 0.5
 """What a full fit leaves of the loss that heads have after a short one (benchmarks/LOG.md)."""
-_WIDE_RECIPE = "headfold_wide"
 _FORMAT_ENGINES = {"llama.cpp": LLAMA_CPP, "vllm": VLLM}
 
 
@@ -91,44 +75,6 @@ class CacheChoice:
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-class CacheComparison:
-    """What combinations of formats and heads lose on a sample of the held-out text."""
-
-    def __init__(self, store: MemoryStore) -> None:
-        self._store = store
-        held_out = store.texts.held_out
-        self._sample = held_out[: max(1, -(-_SAMPLE_TOKENS // held_out.shape[1]))]
-        self._loss = evaluate(store.original, self._sample).loss
-        calibration = store.texts.calibration
-        self._fitted_on = calibration[: max(2, _SAMPLE_TOKENS // calibration.shape[1])]
-
-    def increase(self, model: PreTrainedModel, pair: CachePair | None = None) -> float:
-        """Return the loss increase of a model, with its cache in a format if one is given."""
-        with engine_cache(model, pair):
-            return evaluate(model, self._sample).loss - self._loss
-
-    def converted(self, recipe: Recipe, budget: Fraction) -> PreTrainedModel:
-        """Convert with a short fit; return the model with its heads as an engine holds them."""
-        request, context = self._store.request, self._store.context
-        short = _short(recipe)
-        plan = make_plan(short, budget, context, np.random.default_rng(request.seed))
-        converted = convert_with(short, self._store.original, plan, context.calibration, share=True)
-        steps = steps_of_layers(short, plan.num_layers, context.increases.get(plan))
-        refine_with(short, context.looked_at, converted, self._fitted_on, layer_steps=steps)
-        round_weights(converted, request.written)
-        return with_engine_heads(converted)
-
-
-def _short(recipe: Recipe) -> Recipe:
-    """Return a recipe with a short local fit and no finalists, which are fitted one by one."""
-    changes: dict[str, int] = {}
-    if (steps := recipe.knobs("refinement").get("fit_steps")) is not None:
-        changes["refinement.fit_steps"] = max(1, int(steps) // _SHORT_FIT)
-    if "finalists" in recipe.knobs("allocation"):
-        changes["allocation.finalists"] = 1
-    return recipe.with_changes(**changes) if changes else recipe
-
-
 def _by_budget(
     recipe: Recipe, options: Sequence[CacheOption], geometry: HeadGeometry
 ) -> dict[Fraction, CacheOption]:
@@ -158,7 +104,7 @@ def choose_cache(
     Raises:
         ConfigError: If no combination has so few bytes.
     """
-    comparison = CacheComparison(store)
+    fits = ShortFits(store)
     combinations: list[CombinationRecord] = []
     best: tuple[float, CacheOption, Recipe | None] | None = None
     # Of the formats that hold all heads, that of most bytes
@@ -185,9 +131,9 @@ def choose_cache(
             if best is None or _FULL_FIT * heads.get(name, 0.0) < best[0]:
                 model = store.original
                 if recipe is not None:
-                    model = comparison.converted(recipe, budget)
-                    heads[name] = record["heads_loss_increase"] = comparison.increase(model)
-                increase = comparison.increase(model, option.pair)
+                    model = fits.converted(recipe, budget)
+                    heads[name] = record["heads_loss_increase"] = fits.increase(model)
+                increase = fits.increase(model, option.pair)
                 record["loss_increase"] = increase
                 expected = increase - (1 - _FULL_FIT) * heads.get(name, 0.0)
                 if best is None or expected < best[0]:
@@ -317,18 +263,3 @@ def _engine_of_formats(options: ConvertOptions) -> str | None:
 def formats_alone(checkpoint: Checkpoint, engine: str | None) -> list[FormatRecord]:
     """Return what a checkpoint as it is takes in the cache formats of an engine, or of any."""
     return offered_formats(checkpoint.plan, engine and choice.engine_name(engine))
-
-
-def competing_recipes(
-    checkpoint: Checkpoint, recipe: Recipe, options: ConvertOptions
-) -> list[Recipe]:
-    """Return the recipes that a size is spent by: the recipe, and wide heads where it is auto's."""
-    engine = _engine_of_formats(options)
-    if options.recipe != choice.AUTO_RECIPE or engine is None:
-        return [recipe]
-    forms = choice.engine_forms(checkpoint.config, checkpoint.geometry)[engine]
-    try:
-        wide = named_recipe(_WIDE_RECIPE, **options.recipe_settings)
-    except ValueError:  # a setting that wide heads do not have
-        return [recipe]
-    return [recipe] if choice.refusals(wide, forms) else [recipe, wide]

@@ -89,6 +89,8 @@ class ConversionPoint(TypedDict):
     """With its cache in the formats that were chosen for an engine, or named."""
     combinations: NotRequired[list[CombinationRecord]]
     """The cache formats with fewer heads that were compared for that."""
+    compared_recipes: NotRequired[dict[str, float]]
+    """Loss increase by a short fit of each recipe that `auto` chose from."""
     mixed_moments: NotRequired[str]
     """How the mixed moments of the statistics were kept."""
     layerwise: NotRequired[bool]

@@ -23,7 +23,6 @@ from orchestrator.config.parsing import ConfigError, read_cache_format
 from orchestrator.conversion.cache_choice import (
     EngineBudget,
     choose_cache,
-    competing_recipes,
     formats_alone,
     take_choice,
 )
@@ -42,6 +41,7 @@ from orchestrator.conversion.layer_store import LayerStore
 from orchestrator.conversion.memory_store import MemoryStore
 from orchestrator.conversion.record import CombinationRecord, ConversionRecord, CurveRecord
 from orchestrator.conversion.request import ConversionRequest, chosen_recipe, requested_ratios
+from orchestrator.conversion.short_fits import best_by_short_fit, competing_recipes, equal_budgets
 from orchestrator.reporting.evaluation_tables import print_conversion
 from orchestrator.storage.outputs import Interrupted
 from orchestrator.tasks.task import Task, advise_text, require
@@ -223,12 +223,16 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         store = self._open_store()
         records: list[ConversionRecord] = []
         ratios = list(self.request.distinct().values())
-        combinations = None
+        combinations: list[CombinationRecord] = []
+        compared_recipes: dict[str, float] = {}
         if isinstance(store, MemoryStore):
             if self.budget is not None and self.budget.automatic:
                 ratios, combinations = self._choose_cache(store, self.budget)
-            elif self.options.cache_format is not None:
-                store.cache_pair = read_cache_format(self.options.cache_format)
+            else:
+                if self.options.cache_format is not None:
+                    store.cache_pair = read_cache_format(self.options.cache_format)
+                if not self._several:
+                    compared_recipes = self._choose_recipe(store, ratios[0])
         try:
             for kv_ratio in ratios:
                 out = self.out if curve is None else ratio_folder(curve, kv_ratio)
@@ -245,8 +249,10 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             raise Interrupted(rest) from None
         if curve is not None:
             draw_curve(curve)
-        if combinations is not None:
+        if combinations:
             records[0]["combinations"] = combinations
+        if compared_recipes:
+            records[0]["compared_recipes"] = compared_recipes
         return curve_record(records) if self._several else records[0]
 
     def _choose_cache(
@@ -259,6 +265,22 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             choice = choose_cache(store, budget.options, recipes)
         choice.report(budget.shares[0])
         return [take_choice(store, choice)], choice.combinations
+
+    def _choose_recipe(self, store: MemoryStore, kv_ratio: float) -> dict[str, float]:
+        """Let a store convert by the best of the recipes that compete at a KV ratio.
+
+        Returns:
+            The loss increase of each by a short fit; nothing where only one competes.
+        """
+        request = self.request
+        recipes = competing_recipes(request.checkpoint, request.recipe, self.options)
+        recipes = equal_budgets(recipes, kv_ratio, request.checkpoint)
+        if len(recipes) == 1:
+            return {}
+        with request.phases("compare"):
+            best, increases = best_by_short_fit(store, recipes, kv_ratio)
+        store.request = replace(request, recipe=best)
+        return increases
 
     def _open_store(self) -> LayerStore[Any]:
         """Open the layers of the checkpoint, in memory or on disk.

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu.page import NOTHING, PAGE, TITLES, page
-from benchmarks.gpu.records import MEASURED, Records, RecordsError
+from benchmarks.gpu.page import MEASURED, NOTHING, PAGE, TITLES, page
+from benchmarks.records import Records, RecordsError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CARD = {"device": "NVIDIA H100 80GB HBM3", "driver": "580.1"}

@@ -16,8 +16,9 @@ from attention.plan import AttentionPlan
 from orchestrator import checkpoints
 from orchestrator.config.options import ConvertOptions
 from orchestrator.config.schema import ConfigError
-from orchestrator.conversion.cache_choice import EngineBudget, choose_cache, competing_recipes, formats_alone
+from orchestrator.conversion.cache_choice import EngineBudget, choose_cache, formats_alone
 from orchestrator.conversion.memory_store import MemoryStore
+from orchestrator.conversion.short_fits import competing_recipes
 from orchestrator.reporting.card import CardFacts
 from orchestrator.tasks.convert import Convert
 

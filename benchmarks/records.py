@@ -1,4 +1,4 @@
-"""The records of `make gpu`: a JSON file with a record for each part that has ended."""
+"""Records of measurements in parts: a JSON file with a record for each part that has ended."""
 
 from __future__ import annotations
 
@@ -6,36 +6,23 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from attention.io.files import write_whole
 
 FORMAT = 1
-HERE = Path(__file__).resolve().parent
-MEASURED = HERE / "records.json"
-"""Of a CUDA device; docs/gpu.md is written from it."""
-
 Status = Literal["done", "skipped", "failed"]
 
 
-class Measurement(TypedDict):
-    """A number."""
-
-    name: str
-    value: float
-    unit: str
-    note: str
-
-
 class PartRecord(TypedDict):
-    """A part that has ended. `reason`: why it was skipped or has failed."""
+    """A part that has ended. `reason`: why it was skipped or has failed; `rows`: of its table."""
 
     status: Status
     reason: str
     seconds: float
     date: str
     commit: str
-    rows: list[Measurement]
+    rows: list[dict[str, Any]]
 
 
 class RecordsError(ValueError):
@@ -44,7 +31,7 @@ class RecordsError(ValueError):
 
 @dataclass
 class Records:
-    """The file. `card`: what was measured (`benchmarks.gpu.devices.card`), and versions."""
+    """The file. `card`: what was measured (its `device`), and versions."""
 
     file: Path
     card: dict[str, str]
@@ -59,7 +46,7 @@ class Records:
         if records.card.get("device") != card.get("device"):
             raise RecordsError(
                 f"{file} has the records of {records.card.get('device')!r}, and this is {card.get('device')!r}; "
-                "name another file with --records (make gpu RECORDS=FILE), or remove it"
+                "name another file with --records (make gpu: RECORDS=FILE), or remove it"
             )
         records.card = dict(card)
         return records

@@ -1,0 +1,1 @@
+"""The whole pipeline on a real public model: `python -m benchmarks.real`."""

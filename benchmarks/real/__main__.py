@@ -1,0 +1,92 @@
+"""Measure Headfold on a real public model: `python -m benchmarks.real [--only PART] [--again PART] [--text FILE]`.
+
+Each part is recorded when it has ended; a rerun goes on with what is missing or has failed, and docs/real.md is written
+from the records. Within a part, commands that have ended are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+from benchmarks.real.page import PAGE, RECORDS, TITLES, page
+from benchmarks.real.workspace import Unavailable, Workspace
+from benchmarks.records import PartRecord, Records, RecordsError, Status
+from benchmarks.report import commit, versions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parse(words: list[str] | None) -> argparse.Namespace:
+    names = list(TITLES)
+    parser = argparse.ArgumentParser(
+        prog="make real", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs" / "real", help="where everything is put; some 3 GB"
+    )
+    parser.add_argument("--records", type=Path, help="the file of records (default: that of the page)")
+    parser.add_argument("--only", action="append", choices=names, help="a part to run; repeatable")
+    parser.add_argument("--again", action="append", choices=names, default=[], help="a part to run although it is done")
+    parser.add_argument("--text", help="a text to measure on too, e.g. the test file of WikiText-2")
+    parser.add_argument("--quick", action="store_true", help="little text and short fits, recorded in the folder alone")
+    parser.add_argument("--page", action="store_true", help="only write docs/real.md from the records")
+    return parser.parse_args(words)
+
+
+def measure(name: str, work: Workspace) -> PartRecord:
+    """Run a part, and return its record, also of one that fails."""
+    from benchmarks.real.parts import PARTS
+
+    rows: list[dict[str, str]] = []
+    status: Status = "done"
+    reason = ""
+    started = time.monotonic()
+    try:
+        for row in PARTS[name](work):
+            rows.append(row)
+            print(f"real: {name}: {', '.join(map(str, row.values()))}", file=sys.stderr, flush=True)
+    except Unavailable as error:
+        status, reason = "skipped", str(error)
+    except (KeyError, TypeError) as error:  # a command's JSON is not what the part reads
+        status, reason = "failed", repr(error)
+    seconds = time.monotonic() - started
+    return PartRecord(status=status, reason=reason, seconds=seconds, date=str(date.today()), commit=commit(), rows=rows)
+
+
+def main(words: list[str] | None = None) -> int:
+    given = parse(words)
+    if given.page:
+        PAGE.write_text(page(Records.read(RECORDS)), encoding="utf-8")
+        print(f"real: {PAGE.relative_to(ROOT)}")
+        return 0
+    folder = given.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = given.records or (folder / "records.json" if given.quick else RECORDS)
+    text = given.text and str(Path(given.text).absolute() if Path(given.text).exists() else given.text)
+    work = Workspace(folder, given.quick, text)
+    try:
+        records = Records.open(file.absolute(), {"device": f"{os.cpu_count()} CPU cores", "software": versions()})
+    except RecordsError as error:
+        print(f"make real: {error}", file=sys.stderr)
+        return 2
+    names = [name for name in TITLES if given.only is None or name in given.only]
+    missing = [name for name in names if name in given.again or not records.is_done(name)]
+    for number, name in enumerate(missing, 1):
+        print(f"real: {name}: {TITLES[name]} ({number} of {len(missing)})", file=sys.stderr, flush=True)
+        records.add(name, measure(name, work))
+        if records.file == RECORDS:
+            PAGE.write_text(page(records), encoding="utf-8")
+    for name in names:
+        part = records.parts[name]
+        print(f"real: {name:16} {part['status']} {part['reason']}".rstrip())
+    print(f"real: records in {records.file}")
+    return int(any(records.parts[name]["status"] == "failed" for name in names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

