@@ -9,7 +9,7 @@ has the attention weights. Only a slice of the weights of one head lives at a ti
 grows neither with the tokens nor with the heads. The statistics take
 `attention.calibration.sizes.layer_bytes` per layer: of all layers at once in `calibrate`, of one in
 `layer_by_layer`, which reads the checkpoint a layer at a time too. While the pass runs, one layer
-of one batch adds `4 B T 3 (D + 1)` bytes and three slices of `collecting.SLICE_BYTES` to it and to
+of one batch adds `4 B T 4 (D + 1)` bytes and three slices of `collecting.SLICE_BYTES` to it and to
 the model's own activations.
 """
 

@@ -43,7 +43,10 @@ _collectors: dict[nn.Module, Collector] = {}
 
 
 class Collector:
-    """Sums of one layer, on `device`. The running model calls `see_call` and `see_attention`."""
+    """Sums of one layer, on `device`.
+
+    The running model calls `see_call`, `see_attention` and `end_head`, then `end_call`.
+    """
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class Collector:
         self.query_sum = torch.zeros(geometry.num_heads, dim, dim, **double)
         self.samples: list[Tensor] = []
         self.x_BTe: Tensor | None = None
+        self.mixed_BTe: Tensor | None = None
 
     def see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the input of the attention module before it runs."""
@@ -82,6 +86,7 @@ class Collector:
         aligned = x_BTD.new_ones(*x_BTD.shape[:2], -(-wide // ALIGNED) * ALIGNED)
         aligned[..., : wide - 1] = x_BTD
         self.x_BTe = aligned[..., :wide]
+        self.mixed_BTe = torch.empty_like(aligned)[..., :wide]
         flat = self.x_BTe.flatten(0, 1)
         self.tokens += len(flat)
         self.input_sum += (flat.T @ flat).to(self.input_sum.device)
@@ -99,23 +104,31 @@ class Collector:
                 q_nHd = q_nHd + self.q_bias_Hd
             yield q_nHd if self.norm is None else self.norm(q_nHd.to(self.dtype)).float()
 
-    def see_attention(self, head: int, sequences: slice, weights_btS: Tensor) -> None:
-        """Add the moments of the mixed inputs of one head for a slice of the batch.
+    def see_attention(self, sequences: slice, tokens: slice, weights_btS: Tensor) -> None:
+        """Mix the inputs by the attention weights of one head for a slice of the batch.
 
         Args:
-            head: Number of the query head.
             sequences: Slice of the sequences of the batch.
-            weights_btS: Attention weights of some tokens of these sequences over the first S
-                tokens.
+            tokens: Slice of their tokens.
+            weights_btS: Attention weights of these tokens over the first S tokens.
         """
-        if self.x_BTe is None:
+        if self.x_BTe is None or self.mixed_BTe is None:
             raise RuntimeError(
                 "attention ran before its input was seen; this model calls its layers in a way "
                 "unknown"
             )
         # The appended constant becomes the sum of a row of the weights: 1, or less if a sink takes
         # some.
-        mixed = (weights_btS @ self.x_BTe[sequences, : weights_btS.shape[2]]).flatten(0, 1)
+        mixed = weights_btS @ self.x_BTe[sequences, : weights_btS.shape[2]]
+        self.mixed_BTe[sequences, tokens] = mixed
+
+    def end_head(self, head: int) -> None:
+        """Add the moments of the mixed inputs of a query head, whose weights were all seen.
+
+        Those of the whole batch at once: sums of few tokens would be limited by the memory.
+        """
+        assert self.mixed_BTe is not None
+        mixed = self.mixed_BTe.flatten(0, 1)
         total = self.mixed_sum[head * len(self.mixed_sum) // self.num_heads]
         for begin in range(0, len(total), BAND):  # no more than the lower triangle is kept
             end = begin + BAND
@@ -123,7 +136,7 @@ class Collector:
 
     def end_call(self) -> None:
         """Release the batch after the attention has seen all heads."""
-        self.x_BTe = None
+        self.x_BTe = self.mixed_BTe = None
 
     def finish(self) -> LayerStatistics:
         """Return the means, on the CPU."""
@@ -186,8 +199,9 @@ def calibration_attention(
             if attention_mask is not None:
                 scores += attention_mask[b, 0, t, :S]
             weights = softmax_beside(scores, None if s_aux is None else s_aux[head])
-            collector.see_attention(head, b, weights)
+            collector.see_attention(b, t, weights)
             output_BTHd[b, t, head] = weights.to(value.dtype) @ value[b, head, :S]
+        collector.end_head(head)
     collector.end_call()
     return output_BTHd, None
 

@@ -172,7 +172,7 @@ class Conversion:
         scores = 3 * min(SLICE_BYTES, FLOAT * batch * length**2)
         # x~ and its mixture, and the product of either with itself before it is added
         wide = g.hidden_size + 1
-        return self.heads() // 4 + scores + FLOAT * (3 * batch * length * wide + wide**2)
+        return self.heads() // 4 + scores + FLOAT * (4 * batch * length * wide + wide**2)
 
     def heads(self) -> int:
         """Bytes of one layer's lifted heads in float32."""
