@@ -65,7 +65,7 @@ def conversions(recipe: str) -> Callable[[Workspace], Iterator[Row]]:
                 "increase": _increase(point),
                 "KL": f"{point['kl']:.3f}",
                 "minutes, all sizes": _minutes(record),
-                "memory": f"{record['peak_memory'] / 2**30:.1f} GiB",
+                "memory": f"{point['peak_memory'] / 2**30:.1f} GiB",
             }
 
     return part
