@@ -61,7 +61,8 @@ def _with_weight(heads: LayerHeads, weight: Tensor) -> LayerHeads:
 
 
 def _features(mixed: Tensor, bias: bool) -> Tensor:
-    z = mixed.flatten(0, 1).double()
+    """Z in float32: products of a batch are, their sums over batches in float64."""
+    z = mixed.flatten(0, 1).float()
     return torch.cat([z, torch.ones_like(z[:, :1])], 1) if bias else z
 
 
@@ -86,8 +87,8 @@ class SideBySide:
             if converted.mixed is None:
                 raise ValueError("only a Headfold model can be healed; convert it first")
             self.mixed.append(converted.mixed)
-            y = original.output.double() + carry * (
-                original.stream.double() - converted.stream.double()
+            y = original.output.float() + carry * (
+                original.stream.float() - converted.stream.float()
             )
             yield _features(converted.mixed, bias), y.flatten(0, 1)
 
@@ -96,7 +97,7 @@ class SideBySide:
 
         Its attention below, of these `heads`, need not mix values again.
         """
-        weight = _weight(heads)
+        weight = _weight(heads).float()
         outputs = (
             (_features(m, heads.o_bias is not None) @ weight).to(m).view(*m.shape[:2], -1)
             for m in self.mixed
@@ -108,17 +109,19 @@ def _moments(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """`Z^T Z [F, F]` and `Z^T Y [F, D]`."""
     zz = zy = torch.zeros((), dtype=torch.float64)
     for z, y in pairs:
-        zz = zz + z.T @ z
-        zy = zy + z.T @ y
+        zz = zz + (z.T @ z).double()
+        zy = zy + (z.T @ y).double()
     return zz, zy
 
 
 def _errors(weights: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
     """`|Z W - Y|^2 / |Y|^2` of each W."""
     missed = power = torch.zeros((), dtype=torch.float64)
+    weights = [weight.float() for weight in weights]
     for z, y in pairs:  # nothing here waits for a GPU
-        power = power + y.square().sum()
-        missed = missed + torch.stack([(z @ w - y).square().sum() for w in weights])
+        power = power + y.square().sum(dtype=torch.float64)
+        wrong = [(z @ w - y).square().sum(dtype=torch.float64) for w in weights]
+        missed = missed + torch.stack(wrong)
     return (missed / power).tolist()
 
 
