@@ -49,7 +49,8 @@ with itself. No conversion on this page is trained, but those of the last part.
 Unless a table says otherwise the text is the built-in mix of prose and code: 8,192 tokens to calibrate on and as many
 held-out ones to measure on, in sequences of 512. More calibration text loses less; [calibrate on your
 own](howto/own-data.md) for numbers about your own use. *Increase* is that of the held-out loss in nats per token, with
-the standard error of the paired difference.
+the standard error of the paired difference. *Minutes* are of one command for all its sizes, beside other work on the same
+cores: an idle machine takes less.
 
 """
 HOW = """
