@@ -154,8 +154,9 @@ def test_other_families_come_out_the_same(
     model = tiny_model(family, vocab_size=2048, tie_word_embeddings=family in ("gpt2", "opt"))
     source = stored(model, tmp_path / "source", demo_tokenizer)
     memory, layerwise = both_ways(source, how["recipe"], 0.5, tmp_path, recipe_settings=how["changes"])
-    # Logits of random weights reach some tens, and Adam's first steps enlarge what rounding makes of small gradients.
-    assert_same(memory, layerwise, 2048, windows=family in ("gemma2", "gemma3_text", "gpt_oss"), close=3e-4)
+    # Logits of random weights reach some tens, and Adam's first steps enlarge what rounding makes of small gradients:
+    # by how much depends on the processor (experts on one with AVX-512: 7e-4).
+    assert_same(memory, layerwise, 2048, windows=family in ("gemma2", "gemma3_text", "gpt_oss"), close=1e-3)
     assert stored_tensors(tmp_path / "stream").keys() == stored_tensors(tmp_path / "memory").keys()
 
 
