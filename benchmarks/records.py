@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -71,3 +71,32 @@ class Records:
 
     def is_done(self, name: str) -> bool:
         return name in self.parts and self.parts[name]["status"] == "done"
+
+
+def sections(
+    records: Records, titles: Mapping[str, str], about: Mapping[str, str], body: Callable[[PartRecord], str]
+) -> str:
+    """Return the machine that was measured, and a section for each part, as Markdown.
+
+    Args:
+        records: Of the page.
+        titles: Of all parts, in their order.
+        about: What stands above the numbers of a part.
+        body: The numbers of a part that has ended.
+    """
+    facts = "; ".join(f"{name} {value}" for name, value in records.card.items() if name != "device")
+    done = sum(part["status"] == "done" for part in records.parts.values())
+    parts = [f"Measured on **{records.card['device']}** ({facts}): {done} of {len(titles)} parts.\n"]
+    for name, title in titles.items():
+        part = records.parts.get(name)
+        above = f"{about[name]}\n\n" if name in about else ""
+        parts.append(f"## {title}\n\n{above}{'Not measured yet.' if part is None else body(part)}\n")
+    return "\n".join(parts)
+
+
+def ended(part: PartRecord, when: str) -> str:
+    """Return when a part ended, and why it has no numbers if it has none."""
+    if part["status"] == "done":
+        return when
+    word = "Skipped" if part["status"] == "skipped" else "**Failed**"
+    return f"{word}: {part['reason'].replace('|', '/')} ({when})"

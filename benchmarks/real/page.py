@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.records import PartRecord, Records
+from benchmarks.records import PartRecord, Records, ended, sections
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "real.md"
 RECORDS = Path(__file__).resolve().parent / "records.json"
@@ -74,21 +74,11 @@ again.
 
 def page(records: Records) -> str:
     """Return the whole page."""
-    facts = "; ".join(f"{name} {value}" for name, value in records.card.items() if name != "device")
-    done = sum(part["status"] == "done" for part in records.parts.values())
-    parts = [f"{HEAD}Measured on **{records.card['device']}** ({facts}): {done} of {len(TITLES)} parts.\n"]
-    for name, title in TITLES.items():
-        part = records.parts.get(name)
-        about = f"{ABOUT[name]}\n\n" if name in ABOUT else ""
-        parts.append(f"## {title}\n\n{about}{'Not measured yet.' if part is None else _part(part)}\n")
-    return "\n".join(parts) + HOW
+    return HEAD + sections(records, TITLES, ABOUT, _part) + HOW
 
 
 def _part(part: PartRecord) -> str:
-    when = f"{part['date']}, commit {part['commit']}."
-    if part["status"] != "done":
-        word = "Skipped" if part["status"] == "skipped" else "**Failed**"
-        when = f"{word}: {part['reason'].replace('|', '/')} ({when})"
+    when = ended(part, f"{part['date']}, commit {part['commit']}.")
     rows = part["rows"]
     if not rows:
         return when

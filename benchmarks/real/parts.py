@@ -30,8 +30,8 @@ PROMPTS = (
 )
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 """The chat template of the model, around one question."""
-CONVERTED = {"headfold_layers": ("headfold_layers", "0.67"), "headfold_wide": ("headfold_wide", "0.67")}
-"""Conversions that later parts look at, by the name of their folder: recipe and KV ratio."""
+CHOSEN = ("headfold_layers", "headfold_wide")
+"""Recipes whose conversions later parts look at."""
 
 
 def fetch(work: Workspace) -> Iterator[Row]:
@@ -49,7 +49,6 @@ def defaults(work: Workspace) -> Iterator[Row]:
         found = work.run(out, "convert", "--model", GGUF, "--kv-ratio", ratio, *short, "--out", out, "--overwrite")
         target = ["--target", "gguf", "--check", "--out", f"{out}-gguf", "--overwrite"]
         check = work.run(f"gguf-{ratio}", "export", out, *target)["check"]
-        same = sum(result["same"] for result in check["runs"])
         yield {
             "requested": f"{float(ratio):.0%}",
             "recipe": found["recipe"]["name"],
@@ -59,10 +58,7 @@ def defaults(work: Workspace) -> Iterator[Row]:
             "KL": f"{found['kl']:.3f}",
             "minutes": _minutes(found),
             "memory": f"{found['peak_memory'] / 2**30:.1f} GiB",
-            "KV bytes per token in llama.cpp, promised and reported": (
-                f"{check['kv_bytes_per_token_promised']:,}, {check['kv_bytes_per_token']:,.0f}"
-            ),
-            "prompts with the same greedy tokens": f"{same} of {sum(result['prompts'] for result in check['runs'])}",
+            **_checked(check),
         }
 
 
@@ -73,16 +69,22 @@ def inspect(work: Workspace) -> Iterator[Row]:
     yield {"page": "inspection.html", "minutes": _minutes(found)}
 
 
+def converted(work: Workspace, recipe: str) -> dict[str, Any]:
+    """Return the record of the conversions by a recipe at all ratios, converted unless they are there."""
+    work.fetch()
+    short = work.short_fits if recipe.startswith("headfold") else []
+    options = ["--recipe", recipe, "--kv-ratio", RATIOS, *work.texts, *short]
+    return work.run(
+        f"convert-{recipe}", "convert", "--model", GGUF, *options, "--out", f"curve-{recipe}", "--overwrite"
+    )
+
+
 def conversions(recipe: str) -> Callable[[Workspace], Iterator[Row]]:
     """Return the part that converts by one recipe at all ratios."""
 
     def part(work: Workspace) -> Iterator[Row]:
-        work.fetch()
-        short = work.short_fits if recipe.startswith("headfold") else []
-        out = ["--out", f"curve-{recipe}", "--overwrite"]
-        options = ["--recipe", recipe, "--kv-ratio", RATIOS, *work.texts, *short, *out]
-        record = work.run(f"convert-{recipe}", "convert", "--model", GGUF, *options)
-        for point in record.get("points", [record]):
+        record = converted(work, recipe)
+        for point in record["points"]:
             yield {
                 "recipe": recipe,
                 "requested": f"{point['kv_ratio_asked']:.0%}",
@@ -98,14 +100,13 @@ def conversions(recipe: str) -> Callable[[Workspace], Iterator[Row]]:
 
 
 def chosen(work: Workspace) -> Mapping[str, str]:
-    """Return the folders of the conversions that later parts look at, converted unless they are there."""
-    work.fetch()
-    folders = {}
-    for name, (recipe, ratio) in CONVERTED.items():
-        options = ["--recipe", recipe, "--kv-ratio", ratio, *work.texts, *work.short_fits]
-        work.run(f"chosen-{name}", "convert", "--model", GGUF, *options, "--out", name, "--overwrite")
-        folders[name] = name
-    return folders
+    """Return the folders of the conversions that later parts look at: the largest of each recipe."""
+    return {recipe: converted(work, recipe)["points"][0]["out"] for recipe in CHOSEN}
+
+
+def beside_original(work: Workspace) -> list[str]:
+    """Return options of an evaluation beside the original that times nothing."""
+    return ["--original", GGUF, *work.texts, "--speed-tokens", "0"]
 
 
 def formats(work: Workspace) -> Iterator[Row]:
@@ -116,7 +117,7 @@ def formats(work: Workspace) -> Iterator[Row]:
             if name == "original" and cache == "f16":
                 continue
             rounded = [] if cache == "f16" else ["--cache-format", cache]
-            options = ["--original", GGUF, *work.texts, "--speed-tokens", "0", *rounded]
+            options = [*beside_original(work), *rounded]
             found = work.run(f"format-{name}-{cache.replace(',', '-')}", "evaluate", folder, *options)
             share = found["engine_cache"]["share"] if rounded else found["kv_ratio"]
             yield {
@@ -136,8 +137,6 @@ def llama_cpp(work: Workspace) -> Iterator[Row]:
             f"export-{name}", "export", folder, "--target", "gguf", "--check", "--out", out, "--overwrite"
         )
         check = export["check"]
-        same = sum(result["same"] for result in check["runs"])
-        prompts = sum(result["prompts"] for result in check["runs"])
         lengths = "256" if work.quick else "1024,4096"
         options = ["--engine", "llama.cpp", "--original", GGUF, "--context-lengths", lengths]
         speed = work.run(f"speed-{name}", "evaluate", out, *options)
@@ -145,10 +144,7 @@ def llama_cpp(work: Workspace) -> Iterator[Row]:
             ratios = at["ratios"]
             yield {
                 "model": name,
-                "KV bytes per token, promised and reported": (
-                    f"{check['kv_bytes_per_token_promised']:,}, {check['kv_bytes_per_token']:,.0f}"
-                ),
-                "prompts with the same greedy tokens": f"{same} of {prompts}",
+                **_checked(check),
                 "context": f"{at['context_length']:,}",
                 "prefill, decode against the original": ", ".join(f"{ratio:.2f} x" for ratio in _speeds(ratios)),
             }
@@ -158,7 +154,7 @@ def long_context(work: Workspace) -> Iterator[Row]:
     """Recall of a hidden line: 160 contexts of one length for each model."""
     length = "128" if work.quick else "1024"
     for name, folder in chosen(work).items():
-        options = ["--original", GGUF, *work.texts, "--speed-tokens", "0", "--context-lengths", length]
+        options = [*beside_original(work), "--context-lengths", length]
         found = work.run(f"context-{name}", "evaluate", folder, *options)
         for model, lengths in found["long_context"]["recall"].items():
             for context, depths in lengths.items():
@@ -176,7 +172,7 @@ def generations(work: Workspace) -> Iterator[Row]:
     lines = [json.dumps({"prompt": CHAT.format(question)}) for question in PROMPTS[: 2 if work.quick else None]]
     prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
     for name, folder in chosen(work).items():
-        options = ["--original", GGUF, *work.texts, "--speed-tokens", "0", "--prompts", prompts.name]
+        options = [*beside_original(work), "--prompts", prompts.name]
         found = work.run(f"generations-{name}", "evaluate", folder, *options)
         for question, each in zip(PROMPTS, found["generations"], strict=False):
             for model, text in each["texts"].items():
@@ -189,7 +185,7 @@ def other_text(work: Workspace) -> Iterator[Row]:
     if work.text is None:
         raise Unavailable("no text was named; name one with TEXT=..., e.g. the test file of WikiText-2")
     for name, folder in chosen(work).items():
-        options = ["--original", GGUF, *work.texts, "--speed-tokens", "0", "--eval-data", work.text]
+        options = [*beside_original(work), "--eval-data", work.text]
         found = work.run(f"text-{name}", "evaluate", folder, *options)
         yield {
             "model": name,
@@ -248,6 +244,17 @@ PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
     "other_text": other_text,
     "search": search,
 }
+
+
+def _checked(check: Mapping[str, Any]) -> Row:
+    """Return the cells of an export's check in llama.cpp."""
+    same, prompts = (sum(result[key] for result in check["runs"]) for key in ("same", "prompts"))
+    return {
+        "KV bytes per token in llama.cpp, promised and reported": (
+            f"{check['kv_bytes_per_token_promised']:,}, {check['kv_bytes_per_token']:,.0f}"
+        ),
+        "prompts with the same greedy tokens": f"{same} of {prompts}",
+    }
 
 
 def _minutes(record: Mapping[str, Any]) -> str:
