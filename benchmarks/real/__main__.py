@@ -14,7 +14,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.real.page import PAGE, RECORDS, TITLES, page
-from benchmarks.real.workspace import Unavailable, Workspace
+from benchmarks.real.workspace import CommandError, Unavailable, Workspace
 from benchmarks.records import PartRecord, Records, RecordsError, Status
 from benchmarks.report import commit, versions
 
@@ -52,6 +52,8 @@ def measure(name: str, work: Workspace) -> PartRecord:
             print(f"real: {name}: {', '.join(map(str, row.values()))}", file=sys.stderr, flush=True)
     except Unavailable as error:
         status, reason = "skipped", str(error)
+    except CommandError as error:
+        status, reason = "failed", str(error)
     except (KeyError, TypeError) as error:  # a command's JSON is not what the part reads
         status, reason = "failed", repr(error)
     seconds = time.monotonic() - started

@@ -106,7 +106,7 @@ def chosen(work: Workspace) -> Mapping[str, str]:
 
 def beside_original(work: Workspace) -> list[str]:
     """Return options of an evaluation beside the original that times nothing."""
-    return ["--original", GGUF, *work.texts, "--speed-tokens", "0"]
+    return ["--original", GGUF, *work.held_out, "--speed-tokens", "0"]
 
 
 def formats(work: Workspace) -> Iterator[Row]:

@@ -24,6 +24,10 @@ class Unavailable(Exception):
     """What cannot be measured here, and why."""
 
 
+class CommandError(Exception):
+    """A command that failed; it has said on stderr why."""
+
+
 @dataclass(frozen=True)
 class Workspace:
     """Where the commands run.
@@ -39,10 +43,18 @@ class Workspace:
     text: str | None = None
 
     @property
+    def _tokens(self) -> str:
+        return "2048" if self.quick else "8192"
+
+    @property
+    def held_out(self) -> list[str]:
+        """Options on the text that is measured on."""
+        return ["--sequence-length", "512", "--eval-tokens", self._tokens]
+
+    @property
     def texts(self) -> list[str]:
         """Options on the text that is calibrated and measured on."""
-        tokens = "2048" if self.quick else "8192"
-        return shlex.split(f"--sequence-length 512 --calibration-tokens {tokens} --eval-tokens {tokens}")
+        return [*self.held_out, "--calibration-tokens", self._tokens]
 
     @property
     def short_fits(self) -> list[str]:
@@ -55,7 +67,7 @@ class Workspace:
         It has the wall-clock time as `wall_seconds` in addition.
 
         Raises:
-            Unavailable: If the command fails.
+            CommandError: If the command fails.
         """
         record = self.folder / f"{name}.json"
         if not record.is_file():
@@ -66,7 +78,7 @@ class Workspace:
             done = subprocess.run([*_headfold(), *words], cwd=self.folder, check=False, stdout=sys.stderr)
             seconds = time.monotonic() - started
             if not unfinished.is_file():
-                raise Unavailable(f"`headfold {shlex.join(arguments)}` ended with exit code {done.returncode}")
+                raise CommandError(f"`headfold {shlex.join(arguments)}` ended with exit code {done.returncode}")
             result = json.loads(unfinished.read_text(encoding="utf-8")) | {"wall_seconds": seconds}
             write_whole(record, json.dumps(result, indent=1).encode())
             unfinished.unlink()

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.real import __main__ as command
 from benchmarks.real.page import PAGE, RECORDS, TITLES, page
-from benchmarks.real.workspace import Unavailable, Workspace
+from benchmarks.real.workspace import CommandError, Workspace
 from benchmarks.records import Records
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -57,11 +57,15 @@ def test_a_command_that_has_ended_is_not_run_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(workspace, "_headfold", lambda: [sys.executable, "-c", script])
     work = Workspace(tmp_path)
     first = work.run("one", "inspect", "model")
+    work.run("inspect", "inspect", "model")
     assert first["loss"] == 2 and first["wall_seconds"] > 0
     monkeypatch.setattr(workspace, "_headfold", lambda: [sys.executable, "-c", "raise SystemExit(3)"])
     assert work.run("one", "inspect", "model") == first
-    with pytest.raises(Unavailable, match=r"`headfold inspect model` ended with exit code 3"):
+    with pytest.raises(CommandError, match=r"`headfold inspect model` ended with exit code 3"):
         work.run("two", "inspect", "model")
+    (tmp_path / workspace.GGUF).touch()
+    assert command.measure("inspect", work)["status"] == "done", "it has ended before"
+    assert command.measure("gqa", work)["status"] == "failed"
 
 
 @pytest.mark.extended
