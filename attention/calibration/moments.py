@@ -64,12 +64,19 @@ def unpacked(triangle: Tensor) -> Tensor:
 def _unpack(triangle: Tensor, rows: Tensor, begin: int) -> None:
     """Write the rows of a packed triangle from row `begin` on into `rows` `[n, e]`.
 
-    What lies above the diagonal stays. Row by row: several times as fast as by a mask.
+    They are 0 above the diagonal, before and after. On the CPU row by row: several times as fast
+    as by a mask; on an accelerator by index, since each row would be a launch of its own.
     """
-    start = begin * (begin + 1) // 2
-    for index, row in enumerate(rows, begin + 1):
-        row[:index] = triangle[start : start + index]
-        start += index
+    if rows.is_cpu:
+        start = begin * (begin + 1) // 2
+        for index, row in enumerate(rows, begin + 1):
+            row[:index] = triangle[start : start + index]
+            start += index
+        return
+    row = torch.arange(begin, begin + len(rows), device=rows.device)[:, None]
+    column = torch.arange(rows.shape[1], device=rows.device)
+    place = (row * (row + 1) // 2 + column).clamp_(max=len(triangle) - 1)
+    rows.copy_(triangle.take(place).masked_fill_(column > row, 0))
 
 
 def gram_under(rows: Tensor, triangle: Tensor) -> Tensor:

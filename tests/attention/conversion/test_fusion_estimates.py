@@ -31,6 +31,15 @@ def test_a_gram_under_a_packed_moment_is_the_plain_product(rows: int, width: int
     torch.testing.assert_close(triangle, packed(moment[None])[0])  # the caller's is left as it was
 
 
+@pytest.mark.parametrize("width", [7, 33, 700])
+def test_a_moment_on_an_accelerator_is_unpacked_the_same(width: int, fgpu: torch.device) -> None:
+    moment = torch.randn(width, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
+    moment, matrix = moment + moment.T, torch.eye(width, dtype=torch.float64)
+    triangle = packed(moment[None])[0].to(fgpu)
+    torch.testing.assert_close(unpacked(triangle).cpu(), moment)
+    torch.testing.assert_close(gram_under(matrix.to(fgpu), triangle).cpu(), moment)
+
+
 @pytest.mark.parametrize("layer", [0, 3])
 def test_pooled_estimates_lie_between_the_eigenvalues_and_the_energy(
     layer: int, demo_model: PreTrainedModel, demo_calibration: Calibration
