@@ -114,13 +114,14 @@ def engine_speed(
             f"speed_tokens: the speed in an engine wants at least 2 tokens to decode, got {tokens}"
         )
     sources = {"checkpoint": path} | ({} if original is None else {"original": original})
-    for key, name in sources.items():  # both, before the first is exported
+    paths = {key: _resolved(name, key) for key, name in sources.items()}
+    for key, name in paths.items():  # both, before the first is exported
         if not (Path(name) / REPORT_FILE).is_file():
             context_lengths(lengths, checkpoints.open_checkpoint(name, key).geometry.max_positions)
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
         models = {
             key: exported(key, name, chosen, Path(folder) / key, dtype, trust_remote_code)
-            for key, name in sources.items()
+            for key, name in paths.items()
         }
         at = context_lengths(lengths, min(model.positions for model in models.values()))
         if at[0] <= tokens:
@@ -140,6 +141,12 @@ def engine_speed(
         models={key: _facts(models[key], answers[key][0]) for key in models},
         context_lengths=[_at(length, index, tokens, answers) for index, length in enumerate(at)],
     )
+
+
+def _resolved(name: str | Path, key: str) -> str | Path:
+    """Return the path of an export as it is, and of another model that of its plain copy."""
+    is_export = (Path(name) / REPORT_FILE).is_file()
+    return name if is_export else checkpoints.resolve_model(name, key=key)
 
 
 def exported(

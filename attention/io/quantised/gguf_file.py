@@ -171,6 +171,7 @@ class GGUFFile:
                 "made from"
             ) from None
         put_tokenizer(tokenizer, folder)
+        _drop_tokens_from(folder / "tokenizer.json", len(self.field("tokenizer.ggml.tokens", ())))
         ids = {
             key: self.field(f"tokenizer.ggml.{name}_token_id")
             for key, name in SPECIAL_TOKENS.items()
@@ -360,3 +361,17 @@ def _llama3_factors(rope: dict[str, Any], turns: Tensor) -> Tensor:
     factor = rope["factor"]
     smooth = ((turns * rope["original_max_position_embeddings"] - low) / (high - low)).clamp(0, 1)
     return 1 / ((1 - smooth) / factor + smooth)
+
+
+def _drop_tokens_from(file: Path, count: int) -> None:
+    """Drop added tokens from id `count` on, which transformers' reader makes up for some files.
+
+    A model that embeds no token with such an id could not be exported with it.
+    """
+    if not file.is_file():
+        return
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    stored = [token for token in tokenizer["added_tokens"] if token["id"] < count]
+    if len(stored) < len(tokenizer["added_tokens"]):
+        content = json.dumps(tokenizer | {"added_tokens": stored}, ensure_ascii=False, indent=2)
+        file.write_text(content, encoding="utf-8")

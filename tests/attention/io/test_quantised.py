@@ -76,6 +76,7 @@ def test_the_tokenizer_comes_along(written: Callable[..., tuple[Path, Path]], tm
     text = "def f(x):\n    return x + 1\n"
     copy = opened(file, tmp_path, weights=False)
     assert read_tokenizer(copy)(text)["input_ids"] == read_tokenizer(DEMO)(text)["input_ids"]
+    assert len(read_tokenizer(copy)) == len(read_tokenizer(DEMO))  # a model embeds no more
     assert not any(copy.glob("*.safetensors"))
 
 

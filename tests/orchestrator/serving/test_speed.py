@@ -76,6 +76,17 @@ def test_transformers_is_timed(
     }
 
 
+def test_a_gguf_file_is_timed_from_its_plain_copy(
+    converted: Path, demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "ROUNDS", 1)
+    assert run_here("export", demo_dir, "--target", "gguf", "--out", tmp_path / "gguf") == 0
+    (file,) = (tmp_path / "gguf").glob("*.gguf")
+    record = _measured(converted / "gguf", file, tmp_path, "--engine", "llama.cpp", "--cache-memory", "2")
+    assert record["original"] == str(file)
+    assert record["models"]["original"]["kv_bytes_per_token"] > record["models"]["checkpoint"]["kv_bytes_per_token"]
+
+
 def test_models_take_turns_with_the_same_prompts_and_medians_are_kept(
     converted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
