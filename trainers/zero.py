@@ -10,7 +10,6 @@ a lock behind.
 from __future__ import annotations
 
 import argparse
-import gc
 import io
 import logging
 import os
@@ -43,6 +42,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from attention.base.memory import release_memory
 from attention.base.messages import reason
 from attention.io import checkpoint, piecewise
 from attention.io.layers.windows import LazyWeights
@@ -257,7 +257,7 @@ def close(engine: Any) -> None:
     """
     _forget(engine.module)
     engine.destroy()
-    gc.collect()
+    release_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -18,6 +18,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from attention.base.memory import release_memory
 from attention.base.progress import stage
 from attention.calibration.store import Calibration
 from attention.checkpoint import Checkpoint
@@ -147,6 +148,7 @@ def measure_original(
         add_calibration(record, calibration)
     if scored.notes:
         record["notes"] = list(scored.notes)
+    release_memory()  # the driver may have done this in its own process
     record["seconds"] = time.perf_counter() - started
     return record
 
