@@ -225,7 +225,7 @@ def pages() -> dict[str, str]:
         "reference/config.md": config_page(),
         "reference/commands.md": commands_page(),
         "python.ipynb": notebook(),
-        **{name: with_table((DOCS / name).read_text(encoding="utf-8")) for name in ("families.md", "../README.md")},
+        "families.md": with_table((DOCS / "families.md").read_text(encoding="utf-8")),
     }
 
 
