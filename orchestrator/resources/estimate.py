@@ -207,7 +207,7 @@ class ConversionEstimate:
         layerwise = f"{self.layerwise / giga:.1f} GiB of {memory}, most of it {_STAGES[largest]}"
         on_gpu = "; how long on the GPU is not known here" if self.elsewhere else ""
         return {
-            "cache": f"{percent(self.kv_ratio)} of the checkpoint's{unmet(vars(self))}: {kv_bytes}",
+            "cache": f"{percent(self.kv_ratio)} of the original{unmet(vars(self))}: {kv_bytes}",
             "in memory": f"{self.resident / giga:.1f} GiB of {memory}",
             "layer by layer": layerwise if self.layerwise_possible else self.why_not,
             "of each GPU" if self.elsewhere else "available now": (

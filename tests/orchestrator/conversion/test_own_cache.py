@@ -112,7 +112,7 @@ def test_an_estimate_of_several_ratios_rounds_down_as_the_conversion_does(groupe
     found = estimate_conversion(grouped, "gqa", 0.7, **SMALL)
     assert (found.kv_ratio_asked, found.kv_ratio) == (0.7, 0.5)
     assert found.kv_bytes_per_token * 2 == found.kv_bytes_per_token_original
-    said = "50% of the checkpoint's (requested 70%, using 50%: 4 of 8 KV heads): 256 of 512 KV bytes"
+    said = "50% of the original (requested 70%, using 50%: 4 of 8 KV heads): 256 of 512 KV bytes"
     assert said in found.describe()["cache"]
 
 
