@@ -373,6 +373,13 @@ class EstimateOptions(PolishOptions, BudgetOptions, RecipeOptions, SizeOptions, 
     gpu_memory: Annotated[
         int | None, typer.Option(min=1, help="GiB of memory of each of them.")
     ] = None
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Type of these GPUs, e.g. H100, L40S or A100-80G: their memory, and the time on "
+            "one of them."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

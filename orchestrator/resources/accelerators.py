@@ -1,8 +1,10 @@
-"""How much memory accelerators have, by the names that Ray gives their types."""
+"""Memory and speed of accelerators, by the names that Ray gives their types."""
 
 from __future__ import annotations
 
 import re
+
+from trainers.jobs.utilization import peak_flops
 
 GIGA = 10**9
 # Gigabytes of the smallest card of a type, from NVIDIA's data sheets. Ray reads a type off the
@@ -31,6 +33,15 @@ LARGER = {"V100": "V100-32G", "A100": "A100-80G", "GH200": "GH200-144G"}
 """Types of two sizes, and a name for the larger, which nodes can be given as a resource
 `accelerator_type:NAME`.
 """
+CONVERSION_RATE = 12e12
+"""Operations per second of a conversion on an H200, as `orchestrator.resources.time` counts them.
+
+A layer of Llama-3-8B's width came to 17e12 and one of gpt-oss-20b's to 7e12 (docs/gpu.md). Launches
+of small products limit it, so that a card with a higher peak is estimated to be no faster.
+"""
+TRAINING_UTILIZATION = 0.29
+"""Share of the peak of bfloat16 products that a whole training step reached there."""
+_MEASURED_ON = "H200"
 _OWN = re.compile(r"-(\d+)GB?$")
 
 
@@ -66,3 +77,25 @@ def memory_in_words(accelerator_type: str) -> str:
         "name that type here)"
     )
     return f"{accelerator_type} has {memory // GIGA} GB{rest if larger else ''}"
+
+
+def conversion_rate(accelerator_type: str) -> float | None:
+    """Return the estimated operations per second of a conversion on one accelerator.
+
+    None where its peak is not known.
+    """
+    peak = peak_flops(accelerator_type)
+    if peak is None:
+        return None
+    fastest = peak_flops(_MEASURED_ON)
+    assert fastest is not None
+    return CONVERSION_RATE * min(1.0, peak / fastest)
+
+
+def training_operations(accelerator_type: str) -> float | None:
+    """Return the estimated operations per second of a training step on one accelerator.
+
+    None where its peak is not known.
+    """
+    peak = peak_flops(accelerator_type)
+    return None if peak is None else TRAINING_UTILIZATION * peak

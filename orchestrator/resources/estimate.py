@@ -12,6 +12,7 @@ from attention.base.memory import memory_now
 from attention.base.text import gib
 from attention.base.timing import duration
 from attention.ratios import own_heads, percent
+from orchestrator.resources.accelerators import conversion_rate, memory_of
 from orchestrator.resources.memory import available_bytes, layerwise_stages, resident_peak
 from orchestrator.resources.size import READ, READING, SPARE, Conversion, Size
 from orchestrator.resources.time import START_SECONDS, matmul_rate, operations
@@ -56,28 +57,40 @@ class Machine:
             known.
         on_gpu: Whether the memory is that of a GPU.
         elsewhere: Whether this is another machine than the one of this process.
+        gpu: The name of that GPU; empty on a CPU, and where it is not known.
     """
 
     memory: int
     on_gpu: bool = False
     elsewhere: bool = False
+    gpu: str = ""
 
     @classmethod
     def here(cls, device: torch.device) -> Machine:
-        return cls(available_bytes(device), on_gpu=device.type == "cuda")
+        on_gpu = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if on_gpu else ""
+        return cls(available_bytes(device), on_gpu=on_gpu, gpu=name)
 
     @classmethod
-    def named(cls, device: str, gpus: int | None, gpu_memory: int | None) -> Machine | None:
-        """Return the machine of `--device`, `--gpus` and `--gpu-memory` (GiB).
+    def named(
+        cls, device: str, gpus: int | None, gpu_memory: int | None, gpu: str | None = None
+    ) -> Machine | None:
+        """Return the machine of `--device`, `--gpus`, `--gpu-memory` (GiB) and `--gpu`.
 
         None stands for this machine.
         """
         if device == "cpu" or gpus == 0:
             return None
         no_gpu_here = device.startswith("cuda") and not torch.cuda.is_available()
-        if gpus is None and gpu_memory is None and not no_gpu_here:
+        if gpus is None and gpu_memory is None and gpu is None and not no_gpu_here:
             return None
-        return cls((gpu_memory or 0) * 2**30, on_gpu=True, elsewhere=True)
+        memory = gpu_memory * 2**30 if gpu_memory else memory_of(gpu or "") or 0
+        return cls(memory, on_gpu=True, elsewhere=True, gpu=gpu or "")
+
+    @property
+    def rate(self) -> float | None:
+        """Operations per second of a conversion on that GPU; None where they are not known."""
+        return conversion_rate(self.gpu) if self.gpu else None
 
 
 @dataclass(frozen=True)
@@ -96,11 +109,12 @@ class ConversionEstimate:
         disk: Bytes of the result.
         scratch: Bytes on disk beside it until the end.
         flops: Operations of the way layer by layer.
-        rate: Operations per second of a matrix product here.
+        rate: Operations per second: of the GPU `gpu`, or else of a matrix product here.
         seconds: Of the way layer by layer, at that rate.
         ceiling: What is used in place of a ratio that cannot be met, in words.
         on_gpu: Whether `available` is the memory of a GPU.
         elsewhere: Whether it is that of another machine.
+        gpu: The GPU that `rate` is of; empty if it is that of this machine's CPUs.
     """
 
     kv_ratio: float
@@ -122,6 +136,7 @@ class ConversionEstimate:
     ceiling: str = ""
     on_gpu: bool = False
     elsewhere: bool = False
+    gpu: str = ""
 
     @classmethod
     def of(
@@ -155,7 +170,7 @@ class ConversionEstimate:
         }
         stages["texts"] = base + READING
         flops = operations(conversion, size, tokens)
-        rate = matmul_rate(conversion.working)
+        rate = machine.rate or matmul_rate(conversion.working)
         projections = own_heads(g) * g.head_dim * g.hidden_size
         parameters_left = size.total - projections + round(projections * conversion.kv_ratio)
         parameters_left += g.num_layers * conversion.added
@@ -180,6 +195,7 @@ class ConversionEstimate:
             ceiling=ceiling,
             on_gpu=machine.on_gpu,
             elsewhere=machine.elsewhere,
+            gpu=machine.gpu if machine.rate else "",
         )
 
     @property
@@ -205,7 +221,13 @@ class ConversionEstimate:
             "token"
         )
         layerwise = f"{self.layerwise / giga:.1f} GiB of {memory}, most of it {_STAGES[largest]}"
-        on_gpu = "; how long on the GPU is not known here" if self.elsewhere else ""
+        about = f"about {duration(self.seconds)}"
+        if self.gpu:
+            time = f"{about} on one {self.gpu}, by what was measured on an H200 (docs/gpu.md)"
+        else:
+            time = f"{about} on this machine's {os.cpu_count()} CPUs"
+            if self.on_gpu:
+                time += "; for the time on a GPU name its type with --gpu, e.g. --gpu H100"
         return {
             "cache": f"{percent(self.kv_ratio)} of the original{unmet(vars(self))}: {kv_bytes}",
             "in memory": f"{self.resident / giga:.1f} GiB of {memory}",
@@ -217,10 +239,7 @@ class ConversionEstimate:
                 f"{self.disk / giga:.2f} GiB, and {self.scratch / giga:.2f} GiB on the way (layer "
                 "by layer)"
             ),
-            "work": (
-                f"{self.flops:.2g} operations; about {duration(self.seconds)} on this machine's "
-                f"{os.cpu_count()} CPUs{on_gpu}"
-            ),
+            "work": f"{self.flops:.2g} operations; {time}",
         }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from attention.base.text import compact, gib
 from attention.base.timing import duration
 from orchestrator.config.schema import ConfigError, SearchConfig
+from orchestrator.resources.accelerators import conversion_rate
 from orchestrator.resources.disk import Storage
 from orchestrator.resources.memory import available_bytes
 from orchestrator.resources.processes import Need, Needs
@@ -71,13 +72,20 @@ class SearchTime:
 
     @classmethod
     def of_work(
-        cls, inputs: SearchInputs, needs: Needs, work: SearchWork, parallel: int
+        cls,
+        inputs: SearchInputs,
+        needs: Needs,
+        work: SearchWork,
+        parallel: int,
+        gpu: str | None = None,
     ) -> SearchTime:
+        """Estimate the time of the work, on GPUs of a named type or those here."""
         config = inputs.config
+        gpu = gpu or config.resources.accelerator_type
         train = inputs.config.train
         resources = inputs.config.resources
         length, configured = config.data.sequence_length, resources.tokens_per_second
-        rate, source = training_rate(inputs.model, train, length, inputs.size, configured)
+        rate, source = training_rate(inputs.model, train, length, inputs.size, configured, gpu)
         if rate is None:
             return cls(
                 rate=None, rate_from=source, cpu_hours=None, gpu_hours=None, hours=None, price=None
@@ -89,17 +97,24 @@ class SearchTime:
             1 / 2 if any(each.distillation != "none" for each in inputs.trainings(train)) else 1 / 3
         )
         training = (work.tokens + work.tokens_measured * share) / rate / 3600
-        driving = planning_seconds(needs.conversions, inputs.size, config.search.num_samples) / 3600
-        cpu = training * train.cpus_per_worker + driving * max(1.0, resources.trial_cpus)
-        gpu = training * train.gpus_per_worker + driving * resources.trial_gpus
+        planning_rate = conversion_rate(gpu) if gpu and resources.trial_gpus else None
+        driving = (
+            planning_seconds(
+                needs.conversions, inputs.size, config.search.num_samples, planning_rate
+            )
+            / 3600
+        )
+        cpu_hours = training * train.cpus_per_worker + driving * max(1.0, resources.trial_cpus)
+        gpu_hours = training * train.gpus_per_worker + driving * resources.trial_gpus
+        paid_hours = gpu_hours if train.gpus_per_worker else cpu_hours
         price = resources.price_per_hour
         return cls(
             rate=rate,
             rate_from=source,
-            cpu_hours=cpu,
-            gpu_hours=gpu,
+            cpu_hours=cpu_hours,
+            gpu_hours=gpu_hours,
             hours=(training / train.num_workers + driving) / parallel,
-            price=None if price is None else price * (gpu if train.gpus_per_worker else cpu),
+            price=None if price is None else price * paid_hours,
         )
 
 
@@ -145,6 +160,7 @@ class SearchEstimate(SearchTime, SearchWork):
         parallel: int,
         alone: bool,
         gpu_bytes: int | None = None,
+        gpu: str | None = None,
         warnings: Sequence[str] = (),
     ) -> SearchEstimate:
         """Estimate a search.
@@ -156,6 +172,7 @@ class SearchEstimate(SearchTime, SearchWork):
             parallel: Trials at a time.
             alone: Whether this machine is the only one, against whose memory the search is checked.
             gpu_bytes: Memory of each GPU, against which processes with a GPU are checked.
+            gpu: Type of the GPUs; by default the one that the configuration names.
             warnings: Further warnings.
         """
         train = inputs.config.train
@@ -186,7 +203,7 @@ class SearchEstimate(SearchTime, SearchWork):
         disk = stored.disk(parallel)
         return cls(
             **asdict(work),
-            **asdict(SearchTime.of_work(inputs, needs, work, parallel)),
+            **asdict(SearchTime.of_work(inputs, needs, work, parallel, gpu)),
             parallel=parallel,
             worker_bytes=worker,
             driver_bytes=driver,

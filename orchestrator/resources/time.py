@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
 
 from attention.calibration.collecting import BLOCK
 from attention.conversion.fusion.estimates import LEADING
@@ -27,11 +28,13 @@ from attention.conversion.refinement.local import (
 )
 from attention.conversion.refinement.windows import windows
 from attention.io.precision import DTYPES
+from orchestrator.resources.accelerators import training_operations
 from orchestrator.resources.size import Conversion, Size
 from search_spaces.allocation.knapsack import considered
 from search_spaces.grouping.merge_anneal import PRICES
 from search_spaces.grouping.subsets import EXACT_HEADS
 from search_spaces.planning.budgets import problem_of
+from trainers.jobs.utilization import TokenWork
 from trainers.losses import objective
 from trainers.recomputation import recompute
 from trainers.settings import TrainSettings
@@ -216,11 +219,15 @@ def matmul_rate(dtype: torch.dtype, size: int = 1024) -> float:
     return 2.0 * size**3 / max(min(seconds), 1e-9)
 
 
-def planning_seconds(conversions: Sequence[Conversion], size: Size, drawn: int) -> float:
-    """Return the seconds of planning and converting the candidates, and `drawn` more like them."""
-    each = sum(operations(conversion, size, 0) for conversion in conversions) / matmul_rate(
-        conversions[0].working
-    )
+def planning_seconds(
+    conversions: Sequence[Conversion], size: Size, drawn: int, rate: float | None = None
+) -> float:
+    """Return the seconds of planning and converting the candidates, and `drawn` more like them.
+
+    At `rate` operations per second; by default those of a matrix product here.
+    """
+    rate = rate or matmul_rate(conversions[0].working)
+    each = sum(operations(conversion, size, 0) for conversion in conversions) / rate
     return each * (1 + drawn / len(conversions))
 
 
@@ -230,15 +237,28 @@ def training_rate(
     length: int,
     size: Size,
     configured: float | None = None,
+    gpu: str | None = None,
 ) -> tuple[float | None, str]:
-    """Return the tokens per second of one worker, in sequences of `length`, and their source."""
+    """Return the tokens per second of one worker, in sequences of `length`, and their source.
+
+    Args:
+        configured: What the configuration says.
+        gpu: Type of the workers' GPU, where it is not the one here.
+    """
     if configured is not None:
         return configured, "configured"
     wants_gpu = train.shape.device == "cuda"
-    if wants_gpu and not torch.cuda.is_available():
+    gpu_here = torch.cuda.is_available()
+    if wants_gpu and gpu is None and gpu_here and size.total > MEASURABLE:
+        gpu = torch.cuda.get_device_name()
+    if wants_gpu and gpu and (speed := training_operations(gpu)):
+        source = f"estimated for {gpu} by the utilization of an H200 (docs/gpu.md)"
+        return speed / token_operations(model_config, train, length), source
+    if wants_gpu and not gpu_here:
         return (
             None,
-            "unknown: workers have GPUs and this machine has none; set resources.tokens_per_second",
+            "unknown: workers have GPUs and this machine has none; name their type "
+            "(resources.accelerator_type), or set resources.tokens_per_second",
         )
     if size.total > MEASURABLE:
         return (
@@ -246,6 +266,19 @@ def training_rate(
             "unknown: too large a model to be measured in passing; set resources.tokens_per_second",
         )
     return measured_rate(model_config, train, length), "measured here"
+
+
+def token_operations(model_config: PretrainedConfig, train: TrainSettings, length: int) -> float:
+    """Return the operations of training on one token, with its teacher and what is recomputed."""
+    from transformers import AutoModelForCausalLM
+
+    classes: Any = AutoModelForCausalLM
+    with torch.device("meta"), no_init_weights():
+        model: Any = classes.from_config(model_config)
+    model.requires_grad_(train.tuning == "full")
+    teacher = None if train.distillation == "none" else model
+    recomputed = bool(train.activation_checkpointing)
+    return TokenWork.of(model, length, recomputed=recomputed, teacher=teacher).hardware
 
 
 def measured_rate(model_config: PretrainedConfig, train: TrainSettings, length: int) -> float:

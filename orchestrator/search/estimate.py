@@ -27,6 +27,7 @@ def estimate_search(
     parallel: int = 1,
     alone: bool = True,
     gpu_bytes: int | None = None,
+    gpu: str | None = None,
 ) -> SearchEstimate:
     """Estimate a search. No text and no weights are read, nothing is written.
 
@@ -37,6 +38,7 @@ def estimate_search(
         alone: Whether this machine is the only one that it runs on.
         gpu_bytes: Memory of each GPU of the machines that it will run on, where they are not
             this one.
+        gpu: Their type, likewise.
 
     Raises:
         ConfigError: For what `SearchSetup.problem` refuses.
@@ -49,6 +51,7 @@ def estimate_search(
         parallel=parallel,
         alone=alone,
         gpu_bytes=gpu_bytes,
+        gpu=gpu,
         warnings=unfinished_relaxations(recipes, setup.config.rungs.steps),
     )
 

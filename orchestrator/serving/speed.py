@@ -64,7 +64,7 @@ class SpeedRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Exported:
-    """A folder that the engine loads.
+    """A folder that the engine loads, by its absolute path.
 
     Attributes:
         target: As it was exported, in `dtype`.
@@ -192,7 +192,7 @@ def exported(
     pairs = 2 * sum(record["kv_heads"]) * BYTES[record["cache_dtype"]]
     held = EngineSupport.of(record["kv_heads"], record["kv_bytes_per_token_after"] // pairs)
     return Exported(
-        folder, record["target"], record["dtype"], held, vocabulary, positions, own_code
+        folder.absolute(), record["target"], record["dtype"], held, vocabulary, positions, own_code
     )
 
 

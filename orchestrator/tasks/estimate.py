@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attention.base.messages import one_of
 from orchestrator.config.options import ConvertOptions, EstimateOptions
 from orchestrator.config.parsing import BY_COMMA, NUMBERS
 from orchestrator.config.schema import ConfigError, SearchConfig, read_search_config
@@ -36,6 +37,8 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
 
     def check(self) -> None:
         options = self.options
+        if options.gpu is not None:
+            _check_gpu(options.gpu, options)
         if self.search_config is None and (
             options.model is None or not (options.kv_ratio or options.kv_heads or options.kv_bytes)
         ):
@@ -88,12 +91,11 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         from orchestrator.storage.paths import storage_path
 
         assert self.search_config is not None
-        config, memory = open_models(self.search_config, weights=False), self.options.gpu_memory
+        config, gpu = open_models(self.search_config, weights=False), self.options.gpu
         storage, parallel = storage_path(config.storage), local_parallel(config)
         setup = SearchSetup.open(config, weights=False, sequence_length=config.data.sequence_length)
-        return estimate_search(
-            setup, storage, parallel=parallel, gpu_bytes=memory * 2**30 if memory else None
-        )
+        memory = None if self._elsewhere is None else self._elsewhere.memory
+        return estimate_search(setup, storage, parallel=parallel, gpu_bytes=memory or None, gpu=gpu)
 
     @property
     def request(self) -> ConversionRequest:
@@ -117,7 +119,7 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         from orchestrator.resources.estimate import Machine
 
         given = self.options
-        return Machine.named(given.device, given.gpus, given.gpu_memory)
+        return Machine.named(given.device, given.gpus, given.gpu_memory, given.gpu)
 
     @cached_property
     def points(self) -> list[ConversionEstimate]:
@@ -151,3 +153,15 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         if self.search_config is not None:
             self.search_estimate.check()
         return 0
+
+
+def _check_gpu(name: str, options: EstimateOptions) -> None:
+    """Raise ConfigError for a type of GPU that is not known, and for one without a GPU."""
+    from orchestrator.resources.accelerators import GIGABYTES, conversion_rate, memory_of
+
+    if options.device == "cpu" or options.gpus == 0:
+        raise ConfigError(
+            f"gpu: {name} was named for a machine without a GPU; leave one of them out"
+        )
+    if conversion_rate(name) is None or memory_of(name) is None:
+        raise ConfigError(one_of("gpu", GIGABYTES, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -124,12 +125,25 @@ def test_an_estimate_for_another_machine_needs_no_gpu_here(place: Path) -> None:
         ran = run_in(place, [*asked, *more])
         assert ran.code == 0, ran.err
         assert " GiB of GPU memory, most of it while " in ran.out
-        assert re.search(
-            r"about \d+ (s|min) on this machine's \d+ CPUs; how long on the GPU is not known here", ran.out
-        )
+        assert re.search(r"about \d+ (s|min) on this machine's \d+ CPUs; for the time on a GPU name its type", ran.out)
         assert f"of each GPU: {'80.0 GiB' if '80' in more else 'unknown'}" in ran.out
     here = run_in(place, [*asked, "--device", "cpu"])
     assert " GiB of memory of the machine" in here.out and "GPU" not in here.out
+
+
+def test_an_estimate_for_a_named_gpu_has_its_memory_and_its_speed(place: Path) -> None:
+    command = ["estimate", "--model", "model", "--recipe", "gqa", "--kv-ratio", "0.5", *SMALL[:4]]
+    estimates: dict[str, Any] = {}
+    for gpu in ("T4", "H100", "A100-80G"):
+        ran = run_in(place, [*command, "--gpu", gpu, "--json", f"{gpu}.json"])
+        assert ran.code == 0, ran.err
+        assert f"on one {gpu}, by what was measured on an H200" in ran.out
+        estimates[gpu] = json.loads((place / f"{gpu}.json").read_text())
+    assert estimates["T4"]["available"] == 16 * 10**9 and estimates["A100-80G"]["available"] == 80 * 10**9
+    assert estimates["T4"]["rate"] < estimates["A100-80G"]["rate"] < estimates["H100"]["rate"]
+    for more, message in ((["--gpu", "H900"], "did you mean H200?"), (["--gpu", "T4", "--gpus", "0"], "without a GPU")):
+        ran = run_in(place, [*command, *more])
+        assert ran.code == 2 and message in ran.err
 
 
 @pytest.mark.parametrize(

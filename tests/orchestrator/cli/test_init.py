@@ -180,5 +180,18 @@ def test_a_large_model_on_one_gpu_takes_disk_that_there_is_or_says_so(
     assert taken[100] < 200 and taken[2000] < 600
 
 
+def test_hours_on_a_named_gpu_are_estimated_for_a_search_of_a_large_model(place: Path) -> None:
+    (place / "qwen3-8b").mkdir()
+    (place / "qwen3-8b" / "config.json").write_text(json.dumps(QWEN3_8B))
+    assert run_here("init", "qwen3-8b", "--gpus", 1, "--gpu-memory", 80, "--out", place / "big.yaml") == 0
+    hours = {}
+    for gpu in ("H100", "L40S", None):
+        named = [] if gpu is None else ["--gpu", gpu]
+        run_here("estimate", place / "big.yaml", *named, "--json", place / "estimate.json")
+        hours[gpu] = json.loads((place / "estimate.json").read_text())["gpu_hours"]
+    assert hours[None] is None  # there is no GPU here, and none was named
+    assert 0 < hours["H100"] < hours["L40S"]
+
+
 def stored(config: SearchConfig) -> Storage:
     return storage_of(SearchSetup.open(config, weights=False))
