@@ -151,7 +151,7 @@ def own_cache(geometry: HeadGeometry, dtype: Any = None) -> str:
     heads = geometry.num_kv_heads
     shared = "" if heads == geometry.num_heads else f" for {geometry.num_heads} query heads"
     words = (
-        f"the checkpoint has {heads} KV head{'s' * (heads > 1)} a layer{shared}, "
+        f"the checkpoint has {heads} KV head{'s' * (heads > 1)} per layer{shared}, "
         f"{geometry.num_layers} layers"
     )
     name = str(dtype).removeprefix("torch.")

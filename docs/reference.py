@@ -227,7 +227,7 @@ def pages() -> dict[str, str]:
         "reference/commands.md": commands_page(),
         "python.ipynb": notebook(),
         **model_configs(),
-        **{name: with_table((DOCS / name).read_text(encoding="utf-8")) for name in ("families.md", "../README.md")},
+        "families.md": with_table((DOCS / "families.md").read_text(encoding="utf-8")),
     }
 
 

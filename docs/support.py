@@ -1,5 +1,4 @@
-"""The table of supported families in README and docs/families.md, from what the code answers; `python
-docs/reference.py` writes it."""
+"""The table of supported families in docs/families.md, from what the code answers: `python docs/reference.py`."""
 
 from __future__ import annotations
 

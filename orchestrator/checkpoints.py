@@ -273,7 +273,7 @@ def check_several_heads(checkpoint: Checkpoint) -> None:
     """Raise ConfigError for a checkpoint with one KV head a layer."""
     if checkpoint.geometry.num_kv_heads == 1:
         raise ConfigError(
-            f"model: {checkpoint.path!r} has 1 KV head a layer (multi-query attention), so there "
+            f"model: {checkpoint.path!r} has 1 KV head per layer (multi-query attention), so there "
             "is nothing to share within a layer; recipes directshare and postshare share heads "
             "between layers, or choose a model with 2 or more"
         )

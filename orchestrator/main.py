@@ -39,11 +39,11 @@ app = typer.Typer(
 )
 
 GOES_ON = {
-    "search": "a search that had begun goes on with the same command and --resume",
-    "train": "the same command goes on where it was stopped",
-    "finetune": "the same command goes on where it was stopped",
-    "promote": "the same command goes on where it was stopped",
-    "demo": "the same command with --resume goes on with it",
+    "search": "the same command with --resume continues a search that had begun",
+    "train": "the same command continues where it was stopped",
+    "finetune": "the same command continues where it was stopped",
+    "promote": "the same command continues where it was stopped",
+    "demo": "the same command with --resume continues it",
 }
 
 

@@ -162,7 +162,7 @@ def _search_to_resume(
     check_format(folder.journal)
     if others := [f.root.name for f in SearchFolder.unended(storage, config.name) if f != folder]:
         print(
-            f"note: goes on with {folder.root.name}; not ended either: {', '.join(others)} "
+            f"note: continues {folder.root.name}; not ended either: {', '.join(others)} "
             "(--resume NAME)",
             flush=True,
         )
@@ -183,13 +183,13 @@ def _unended_search(config: SearchConfig, storage: Path) -> SearchFolder | None:
         SearchLock(newest.lock).acquire(f"search {newest.root.name!r}").release()
         if in_ray_job() and newest.readable and not _changed_sections(newest, config):
             print(
-                f"goes on with the search of this name that has not ended: {newest.root}",
+                f"continues the search of this name that has not ended: {newest.root}",
                 flush=True,
             )
             warn_of_pickles(newest)
             return newest
     for folder in unended:
-        how = f"the same command with --resume {folder.root.name} goes on with it"
+        how = f"the same command with --resume {folder.root.name} continues it"
         print(f"note: {folder.root} has not ended; {how}", flush=True)
     return None
 

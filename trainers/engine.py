@@ -131,7 +131,7 @@ class TrainEngine:
         workers = dist.get_world_size()
         if len(batch) not in (rows // workers, -(-rows // workers)):
             raise ValueError(
-                f"a worker takes {rows} / {workers} sequences a step, got {len(batch)}"
+                f"a worker takes {rows} / {workers} sequences per step, got {len(batch)}"
             )
         mean = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, piece in enumerate(batch.to(self.device).tensor_split(passes)):

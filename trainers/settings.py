@@ -123,7 +123,7 @@ class TrainSettings(StrictModel):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the learning rate that is left in the end."""
     batch_size: Annotated[int, Field(ge=1)] = 8
-    """Sequences a step over all workers; a multiple of num_workers x micro_batch_size."""
+    """Sequences per step over all workers; a multiple of num_workers x micro_batch_size."""
     micro_batch_size: Annotated[int | None, Field(ge=1)] = None
     """Sequences that one worker holds in memory at once; none: all of its share."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0

@@ -30,7 +30,7 @@ def check_fits(plan: AttentionPlan, geometry: HeadGeometry) -> None:
     """Raise PlanError unless the plan has the geometry's layers, query heads and head dim."""
     for name, got, expected in (
         ("layers", plan.num_layers, geometry.num_layers),
-        ("query heads a layer", plan.num_heads, geometry.num_heads),
+        ("query heads per layer", plan.num_heads, geometry.num_heads),
         ("head_dim", plan.head_dim, geometry.head_dim),
     ):
         if got != expected:

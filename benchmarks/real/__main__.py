@@ -1,7 +1,7 @@
 """Measure Headfold on a real public model: `python -m benchmarks.real [--only PART] [--again PART] [--text FILE]`.
 
-Each part is recorded when it has ended; a rerun goes on with what is missing or has failed, and docs/real.md is written
-from the records. Within a part, commands that have ended are not run again.
+Each part is recorded when it has ended; a rerun goes on with what is missing or has failed, and docs/real.md and
+docs/images/real.png are written from the records. Within a part, commands that have ended are not run again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from datetime import date
 from pathlib import Path
 
+from benchmarks.real import figure
 from benchmarks.real.page import PAGE, RECORDS, TITLES, page
 from benchmarks.real.workspace import CommandError, Unavailable, Workspace
 from benchmarks.records import PartRecord, Records, RecordsError, Status
@@ -34,7 +35,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--again", action="append", choices=names, default=[], help="a part to run although it is done")
     parser.add_argument("--text", help="a text to measure on too, e.g. the test file of WikiText-2")
     parser.add_argument("--quick", action="store_true", help="little text and short fits, recorded in the folder alone")
-    parser.add_argument("--page", action="store_true", help="only write docs/real.md from the records")
+    parser.add_argument("--page", action="store_true", help="only write docs/real.md and its picture from the records")
     return parser.parse_args(words)
 
 
@@ -60,11 +61,17 @@ def measure(name: str, work: Workspace) -> PartRecord:
     return PartRecord(status=status, reason=reason, seconds=seconds, date=str(date.today()), commit=commit(), rows=rows)
 
 
+def write_page(records: Records) -> tuple[Path, Path]:
+    """Write docs/real.md and its picture, and return their files."""
+    PAGE.write_text(page(records), encoding="utf-8")
+    return PAGE, figure.write(records)
+
+
 def main(words: list[str] | None = None) -> int:
     given = parse(words)
     if given.page:
-        PAGE.write_text(page(Records.read(RECORDS)), encoding="utf-8")
-        print(f"real: {PAGE.relative_to(ROOT)}")
+        for file in write_page(Records.read(RECORDS)):
+            print(f"real: {file.relative_to(ROOT)}")
         return 0
     folder = given.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +89,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"real: {name}: {TITLES[name]} ({number} of {len(missing)})", file=sys.stderr, flush=True)
         records.add(name, measure(name, work))
         if records.file == RECORDS:
-            PAGE.write_text(page(records), encoding="utf-8")
+            write_page(records)
     for name in names:
         part = records.parts[name]
         print(f"real: {name:16} {part['status']} {part['reason']}".rstrip())

@@ -112,7 +112,7 @@ search:
 
 rungs:
   steps: {lasts}    # 0: the converted model before any training
-  reduction_factor: 2    # about a half goes on at each
+  reduction_factor: 2    # about a half continues at each
 
 train:
   batch_size: {self.batch}
@@ -222,7 +222,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         count = self.geometry.num_kv_heads
         if count == 1:
             raise ConfigError(
-                f"model: {self.model!r} has 1 KV head a layer already, so no heads are left to "
+                f"model: {self.model!r} has 1 KV head per layer already, so no heads are left to "
                 "group; choose a checkpoint with 2 or more"
             )
         shares = [share for share in (2, 4) if count >= share]
@@ -232,14 +232,14 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         most = "" if all(count % share == 0 for share in shares) else "at most "
         return (
             f"kv_ratios: {[1 / share for share in shares]}    # {most}{heads} of its {count} KV "
-            "heads a layer"
+            "heads per layer"
         )
 
     @property
     def about_source(self) -> str:
         if self.source in COMES_ALONG:
             return (
-                "comes along, to try things out; put your own here: files, a folder, or a dataset "
+                "bundled, to try things out; put your own here: files, a folder, or a dataset "
                 "on the hub"
             )
         return "files, a folder, or a dataset on the hub"

@@ -72,14 +72,16 @@ KVRatios = Annotated[
 KVHeads = Annotated[
     str | int | Sequence[int] | None,
     Typed(str | None),
-    typer.Option(help="In its place: at most how many KV heads per layer, on average; e.g. 4,2."),
+    typer.Option(
+        help="Alternative to --kv-ratio: at most how many KV heads per layer, on average; e.g. 4,2."
+    ),
 ]
 KVBytes = Annotated[
     str | float | Sequence[float] | None,
     Typed(str | None),
     typer.Option(
-        help="In its place: at most how many KV bytes per token, e.g. 24KiB or 24576; or a share, "
-        "e.g. 0.5."
+        help="Alternative to --kv-ratio: at most how many KV bytes per token, e.g. 24KiB or 24576; "
+        "or a share, e.g. 0.5."
     ),
 ]
 Strict = Annotated[
@@ -327,7 +329,7 @@ class ConvertOptions(PolishOptions, ConversionOptions):
     layerwise: Annotated[
         bool | None,
         typer.Option(
-            help="Hold one decoder layer at a time, from disk to disk, and go on where it was "
+            help="Hold one decoder layer at a time, from disk to disk, and continue where it was "
             "stopped (by default "
             "where the model would not fit in memory: see the verb estimate)."
         ),
@@ -455,7 +457,7 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
         str | Sequence[str] | None,
         Typed(str | None),
         typer.Option(
-            help="Tasks of lm-evaluation-harness: demo (comes along), folders of task files, or "
+            help="Tasks of lm-evaluation-harness: demo (bundled), folders of task files, or "
             "its own names; "
             "with commas between them."
         ),
@@ -527,7 +529,7 @@ SearchPath = Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/
 SyncFrom = Annotated[
     Literal["address", "folder"] | None,
     typer.Option(
-        help="address or folder: which to go on with where the storage is an address, and it and "
+        help="address or folder: which to continue from if the storage is an address, and it and "
         "its working folder have both changed since they last agreed."
     ),
 ]
@@ -652,7 +654,7 @@ class UIOptions:
 class DemoOptions:
     """Search, promote and export on a small checkpoint.
 
-    It comes along; the export is loaded in transformers and llama.cpp.
+    The checkpoint is bundled; the export is loaded in transformers and llama.cpp.
     """
 
     overrides: ConfigOverrides = None
@@ -785,7 +787,10 @@ class ExportOptions:
         typer.Option(help="Of --check: the Python of the environment that has the engine."),
     ] = None
     check_memory: Annotated[
-        int, typer.Option(min=1, help="Of --check: GiB of cache whose capacity in tokens is told.")
+        int,
+        typer.Option(
+            min=1, help="For --check: report how many tokens fit in so many GiB of cache."
+        ),
     ] = 1
     push: Annotated[
         str | None,
@@ -863,7 +868,7 @@ class TrainingOptions(EvalTextOptions):
 class TrainOptions(TrainingOptions):
     """Train a model from random weights.
 
-    With Ray Train and DeepSpeed; run again, it goes on where it was stopped.
+    With Ray Train and DeepSpeed; run again, it continues where it was stopped.
     """
 
     architecture: Annotated[
@@ -892,7 +897,7 @@ class TrainOptions(TrainingOptions):
 class FinetuneOptions(TrainingOptions, DeviceOptions):
     """Continue training a checkpoint on your text.
 
-    With Ray Train and DeepSpeed; run again, it goes on.
+    With Ray Train and DeepSpeed; run again, it continues.
     """
 
     model: Annotated[

@@ -54,7 +54,7 @@ class PlaceSection(Section):
 
 
 class PromotionSection(Section):
-    """Which trials go on to the full training, how they are trained, and what they must pass.
+    """Which trials get the full training, how they are trained, and what they must pass.
 
     The learning rate has a schedule of its own, which warms up again. Of all that was measured of a
     trial, the untrained conversion included, the step of lowest held-out loss is shipped. The gate
@@ -185,7 +185,7 @@ class ResourcesSection(Section):
     """
     checkpoint_minutes: PositiveFloat = CHECKPOINT_MINUTES
     """Minutes after which a training, that of a trial too, has a checkpoint at the latest, from
-    which it goes on when it has lost a machine.
+    which it continues when it has lost a machine.
     """
     idle_seconds: PositiveFloat = 300.0
     """Reused workers end after so many seconds without a training."""

@@ -165,7 +165,7 @@ class DataSection(Section):
     a folder or glob of them, or a dataset name on the hub (`name:split` for a split of its own).
     """
     sequence_length: int = Field(default=256, ge=2)
-    """Tokens a sequence, of all texts; at most the positions of the model."""
+    """Tokens per sequence, of all texts; at most the positions of the model."""
     train: TextSection = TextSection(tokens=524_288)
     """The text that trials and promotions are trained on."""
     eval: TextSection = TextSection(tokens=16_384)
@@ -335,11 +335,11 @@ class RungsSection(Section):
     training.
     """
     reduction_factor: float = Field(default=2.0, gt=1)
-    """At each rung about one in so many trials goes on."""
+    """At each rung about one in so many trials continues."""
     stop: bool = True
-    """With false every trial goes on to the end, as a comparison of recipes wants it."""
+    """With false every trial continues to the end, as a comparison of recipes needs."""
     scheduler: str = "asha"
-    """Which trials go on. asha: the best of each KV ratio so far, the others are stopped for good.
+    """Which trials continue. asha: the best of each KV ratio so far, others are stopped for good.
     """
     params: dict[str, Any] = {}
     """Parameters of the scheduler."""

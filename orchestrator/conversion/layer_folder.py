@@ -107,7 +107,7 @@ class LayerFolder:
             if opened.reached and not overwrite:
                 raise OutputError(
                     f"out: {folder} holds {opened.reached} finished layers of another conversion; "
-                    "its command goes on with them; to give them up add --overwrite (in Python: "
+                    "its command continues with them; to give them up add --overwrite (in Python: "
                     "overwrite=True), or give another folder"
                 )
             if opened.reached:
@@ -190,15 +190,13 @@ class LayerFolder:
         state = check_layer_folder(self.folder)
         layers = len(state["layers"]) if state else 0
         if not layers and self.is_planning:
-            return (
-                f"what the plan rests on is kept in {self.folder}; the same command goes on with it"
-            )
+            return f"what the plan rests on is kept in {self.folder}; the same command continues it"
         if not layers:
             shutil.rmtree(self.folder, ignore_errors=True)
             return "nothing was written"
         return (
-            f"{layers} finished layer(s) are kept in {self.folder}; the same command goes on after "
-            "them"
+            f"{layers} finished layer(s) are kept in {self.folder}; the same command continues "
+            "after them"
         )
 
     def _write(self) -> None:

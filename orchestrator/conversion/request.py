@@ -128,7 +128,7 @@ def requested_ratios(
             return [ratio for ratio in default if ratio * stored >= 1] or list(default)
         example = "a share like 0.5 or 50%, or a list like 0.5,0.25"
         return parse_list(texts["kv_ratio"], parse_share, "kv_ratio", example)
-    example = "a whole number of KV heads a layer or a list like 4,2"
+    example = "a whole number of KV heads per layer or a list like 4,2"
     counts = parse_list(texts["kv_heads"], int, "kv_heads", example)
     geometry = checkpoints.open_checkpoint(model, key, weights=False).geometry
     try:

@@ -49,7 +49,7 @@ class HarnessTasks:
                 if isinstance(spec, str) and default is not None and spec not in default.all_tasks:
                     raise ConfigError(
                         f"tasks: {spec!r} is no folder here and no name that the harness knows; "
-                        "`demo` comes along, `lm-eval ls tasks` lists its own"
+                        "`demo` is bundled, `lm-eval ls tasks` lists its own"
                     )
                 manager = default if isinstance(spec, str) else TaskManager(include_defaults=False)
                 self._tasks += _load(manager, spec)

@@ -205,7 +205,7 @@ class PromotionSteps:
     def _tags(self, entry: PromotionEntry) -> dict[str, Any]:
         note = (
             f"Full training of trial `{entry.trial_id}` as {entry.role} of a promotion: "
-            f"{entry.name} of the checkpoint's KV."
+            f"{entry.name} of the KV cache."
         )
         tags: dict[str, Any] = {
             "headfold.kind": f"promotion {entry.role}",

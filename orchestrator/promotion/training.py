@@ -177,7 +177,7 @@ def run_all(
             running[task.remote(training.run, session.context.pool)] = training
             name = training.trial.name
             print(
-                f"promotion: {name} goes on from step {training.start} to {training.total}",
+                f"promotion: {name} continues from step {training.start} to {training.total}",
                 flush=True,
             )
         finished, _ = ray.wait(list(running), num_returns=1, timeout=_POLL_SECONDS)

@@ -229,7 +229,7 @@ class ConversionEstimate:
             if self.on_gpu:
                 time += "; for the time on a GPU name its type with --gpu, e.g. --gpu H100"
         return {
-            "cache": f"{percent(self.kv_ratio)} of the checkpoint's{unmet(vars(self))}: {kv_bytes}",
+            "cache": f"{percent(self.kv_ratio)} of the original{unmet(vars(self))}: {kv_bytes}",
             "in memory": f"{self.resident / giga:.1f} GiB of {memory}",
             "layer by layer": layerwise if self.layerwise_possible else self.why_not,
             "of each GPU" if self.elsewhere else "available now": (

@@ -185,7 +185,7 @@ def decode_times(
             for heads, seconds in zip(times.heads, times.seconds, strict=True)
         )
         print(
-            f"decode time of {times.engine} at a context of {length}: {by_heads} KV heads a layer",
+            f"decode time of {times.engine} at context {length}: {by_heads} KV heads per layer",
             flush=True,
         )
     record = read_json(folder.decode_times)

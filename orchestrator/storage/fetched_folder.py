@@ -294,7 +294,7 @@ class FetchedFolder(AddressFolder):
         if writer := self._open()["writer"]:
             lines.append(f"  the address was last written by {writer}")
         lines.append(
-            "go on with one of the two: --sync-from address (what the folder has instead is moved "
+            "continue from one of them: --sync-from address (what the folder has instead is moved "
             f"to {self._aside}), or --sync-from folder (the address keeps its records in "
             f"{STATE_FOLDER}/replaced there)"
         )

@@ -270,7 +270,9 @@ class Journal:
 
 def unwritable(reason: str) -> str:
     """Return why a file cannot be written, and the remedy."""
-    return f"cannot be written ({reason}); mend that and go on with the same command and --resume"
+    return (
+        f"cannot be written ({reason}); mend that and continue with the same command and --resume"
+    )
 
 
 def _plain(value: Any) -> Any:

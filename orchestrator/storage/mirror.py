@@ -373,7 +373,7 @@ def _fill(mirror: Mirror, side: SyncSide | None) -> None:
             f"storage  {count} file(s) fetched from {mirror.address} to {mirror.local}", flush=True
         )
         print(
-            "         training checkpoints there are pickles: go on only if you trust who writes "
-            "to that address",
+            "         training checkpoints there are pickles: continue only if you trust those who "
+            "write to that address",
             flush=True,
         )

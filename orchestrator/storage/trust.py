@@ -46,7 +46,7 @@ def warn_of_pickles(folder: SearchFolder) -> bool:
     if reasons:
         print(
             f"warning: {folder.root}: {'; '.join(reasons)}. Its training checkpoints are pickles, "
-            "which can run any program when they are read: go on only if you trust whoever made "
+            "which can run any program when they are read: continue only if you trust whoever made "
             "them",
             file=sys.stderr,
             flush=True,

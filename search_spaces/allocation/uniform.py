@@ -32,9 +32,8 @@ def uniform(
     if abs(exact - count) > 1e-6 or count not in admissible:
         ratios = ", ".join(f"{units_kept / stored:.8g}" for units_kept in sorted(admissible))
         raise ValueError(
-            f"kv_ratio {float(kv_ratio):.4g} of {stored} heads is {exact:.4g} heads a layer, which "
-            f"this grouping "
-            f"cannot make; the admissible ratios are {ratios}"
+            f"kv_ratio {float(kv_ratio):.4g} of {stored} heads is {exact:.4g} heads per layer, "
+            f"which this grouping cannot make; the admissible ratios are {ratios}"
         )
     return ((count, count),) * num_layers
 

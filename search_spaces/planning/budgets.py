@@ -234,8 +234,7 @@ class BelowLeast(ValueError):
     ) -> None:
         self.least = least
         super().__init__(
-            f"recipe {recipe.name} keeps at least {percent(float(least))} of the checkpoint's KV "
-            f"cache, got "
+            f"recipe {recipe.name} keeps at least {percent(float(least))} of the KV cache, got "
             f"{percent(float(kv_ratio))}; {own_cache(geometry)}"
         )
 

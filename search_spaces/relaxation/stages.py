@@ -39,7 +39,7 @@ STAGED = (
     Knob(
         "batch_size",
         "int",
-        "sequences a step while fusing; 0: as in training (DHA: 64, then 256)",
+        "sequences per step while fusing; 0: as in training (DHA: 64, then 256)",
         0,
     ),
     Knob(

@@ -39,7 +39,12 @@ def activation_similarity(activations_HTd: Tensor) -> Tensor:
     "activation",
     source="Chen 2024 (AsymGQA), sec. 2.2, Eq. 1",
     knobs=(
-        Knob("tokens", "int", "tokens a head is compared on; cost grows with their square", low=1),
+        Knob(
+            "tokens",
+            "int",
+            "number of tokens that heads are compared on; cost grows with their square",
+            low=1,
+        ),
     ),
     needs=("statistics", "inputs"),
 )

@@ -147,7 +147,7 @@ def test_mistake_is_found(mistake: str) -> None:
     assert problems(config)
 
 
-VARIANTS = re.findall(r"```yml\n(.*?)```", (REPOSITORY / "docs" / "cluster.md").read_text(), re.DOTALL)
+VARIANTS = re.findall(r"```yml\n(.*?)```", (REPOSITORY / "docs" / "clusters" / "aws.md").read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=range(len(VARIANTS)))

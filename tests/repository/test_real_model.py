@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.real import __main__ as command
+from benchmarks.real import figure
 from benchmarks.real.page import PAGE, RECORDS, TITLES, page
 from benchmarks.real.workspace import CommandError, Workspace
 from benchmarks.records import Records
@@ -66,6 +67,36 @@ def test_a_command_that_has_ended_is_not_run_again(tmp_path: Path, monkeypatch: 
     (tmp_path / workspace.GGUF).touch()
     assert command.measure("inspect", work)["status"] == "done", "it has ended before"
     assert command.measure("gqa", work)["status"] == "failed"
+
+
+def test_the_picture_has_each_model_and_format_once(tmp_path: Path) -> None:
+    row = {"recipe": "headfold_wide", "KV cache": "66.7%", "increase": "+0.082 ± 0.010"}
+    formats = [
+        {"model": "original", "cache": "q8_0", "engine bytes": "53.1%", "increase": "+0.000 ± 0.001"},
+        {"model": "headfold_wide", "cache": "f16", "engine bytes": "66.7%", "increase": "+0.082 ± 0.010"},
+        {"model": "headfold_wide", "cache": "q4_0", "engine bytes": "18.8%", "increase": "+0.169 ± 0.010"},
+    ]
+    found = records(
+        tmp_path,
+        gqa={"status": "done", "rows": [row | {"recipe": "gqa", "increase": "+3.395 ± 0.102"}]},
+        headfold_wide={"status": "done", "rows": [row]},
+        generations={"status": "done", "rows": [{"question": "?", "model": "original", "answer": "!"}]},
+    )
+    before = figure.points(found)
+    assert [(p.series, p.share, p.increase) for p in before] == [
+        (figure.PUBLISHED, 0.667, 3.395),
+        (figure.FEWER_HEADS, 0.667, 0.082),
+    ]
+    found.add("formats", found.parts["gqa"] | {"rows": formats})
+    after = figure.points(found)
+    assert after[:2] == before
+    assert [(p.series, p.share, p.increase) for p in after[2:]] == [
+        (figure.ORIGINAL, 0.531, 0.0),
+        (figure.BOTH, 0.188, 0.169),
+    ]
+    axes = figure.draw(after).axes[0]
+    drawn = sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines)
+    assert drawn == [(0.188, 0.169), (0.531, figure.LEAST), (0.667, 0.082), (0.667, 3.395)]
 
 
 @pytest.mark.extended

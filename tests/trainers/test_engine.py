@@ -246,7 +246,7 @@ def test_divergence_is_an_error_and_leaves_the_weights(engine: Any, ids: Tensor)
 def test_a_wrong_world_or_batch_is_refused(engine: Any, ids: Tensor) -> None:
     with pytest.raises(ValueError, match="num_workers 2, the group has 1"):
         engine(num_workers=2)
-    with pytest.raises(ValueError, match="a worker takes 8 / 1 sequences a step, got 4"):
+    with pytest.raises(ValueError, match="a worker takes 8 / 1 sequences per step, got 4"):
         engine(micro_batch_size=4).step(ids[:4], objective())
 
 

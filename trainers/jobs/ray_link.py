@@ -24,7 +24,7 @@ POINTER = "checkpoint.json"  # in what Ray Train knows as a checkpoint
 WORKER_GAUGES = {
     "tokens_per_second": (
         "headfold_tokens_per_second",
-        "Tokens a second of a training, all workers together",
+        "Tokens per second of a training, all workers together",
     ),
     "mfu": (
         "headfold_mfu",

@@ -37,7 +37,7 @@ FIT_RATE = 0.5
 STEP_TOKENS = 256
 FIT_TOKENS = 32_768
 FIT_KNOBS = (
-    Knob("fit_steps", "int", "Adam steps a layer", 1, 100_000),
+    Knob("fit_steps", "int", "Adam steps per layer", 1, 100_000),
     Knob(
         "fit_rate",
         "log_float",
@@ -48,7 +48,7 @@ FIT_KNOBS = (
     Knob(
         "step_tokens",
         "int",
-        "tokens a step: whole sequences, or some positions of a longer one",
+        "tokens per step: whole sequences, or some positions of a longer one",
         1,
         2**20,
     ),

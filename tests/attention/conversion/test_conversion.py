@@ -83,7 +83,7 @@ def test_the_given_model_is_untouched(tiny_model) -> None:
     ("plan", "message"),
     [
         (AttentionPlan.identity(3, 4, 8), "3 layers, the checkpoint .* has 2"),
-        (AttentionPlan.identity(2, 8, 8), "8 query heads a layer, .* has 4"),
+        (AttentionPlan.identity(2, 8, 8), "8 query heads per layer, .* has 4"),
         (AttentionPlan.identity(2, 4, 16), "16 head_dim, .* has 8"),
     ],
 )

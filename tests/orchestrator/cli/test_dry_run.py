@@ -47,8 +47,8 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
         (["search", "mine.yaml", "name=fresh"], r"^folder: \S+/fresh$"),
         (["search", "mine.yaml", "promotion.steps=3"], r"^trials: 2; 2 full training"),
         # 2 layers x 2 of 4 heads x (8 + 8) x 4 bytes
-        ([*CONVERT, "--kv-ratio", "0.5"], r"^cache: 50% of the checkpoint's: 256 of 512 KV bytes per token$"),
-        ([*CONVERT, "--kv-ratio", "0.5,0.25"], r"^cache: 25% of the checkpoint's: 128 of 512 KV bytes per token$"),
+        ([*CONVERT, "--kv-ratio", "0.5"], r"^cache: 50% of the original: 256 of 512 KV bytes per token$"),
+        ([*CONVERT, "--kv-ratio", "0.5,0.25"], r"^cache: 25% of the original: 128 of 512 KV bytes per token$"),
         ([*CONVERT, "--kv-ratio", "0.5", "--layerwise"], r"^layer by layer: "),
         (["evaluate", "model", "--original", "model", *SMALL], r"^measures: held-out loss of 2 model\(s\) on 64 tok"),
         (TRAIN, r"^training: transformer, 3 steps, 768 tokens \(1 epochs of the text\)$"),

@@ -238,7 +238,7 @@ def test_layer_by_layer_only_finished_layers_are_left(
     broken = 1
     assert converting("0.5", *options) == code
     told = capfd.readouterr().err
-    assert "1 finished layer(s) are kept in" in told and "the same command goes on" in told
+    assert "1 finished layer(s) are kept in" in told and "the same command continues" in told
     left = snapshot(place)
     broken = 2
     assert converting("0.25", *options) == 2

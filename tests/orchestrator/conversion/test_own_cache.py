@@ -112,7 +112,7 @@ def test_an_estimate_of_several_ratios_rounds_down_as_the_conversion_does(groupe
     found = estimate_conversion(grouped, "gqa", 0.7, **SMALL)
     assert (found.kv_ratio_asked, found.kv_ratio) == (0.7, 0.5)
     assert found.kv_bytes_per_token * 2 == found.kv_bytes_per_token_original
-    said = "50% of the checkpoint's (requested 70%, using 50%: 4 of 8 KV heads): 256 of 512 KV bytes"
+    said = "50% of the original (requested 70%, using 50%: 4 of 8 KV heads): 256 of 512 KV bytes"
     assert said in found.describe()["cache"]
 
 
@@ -151,7 +151,7 @@ def test_every_verb_takes_lists_of_ratios_and_of_heads(
     ("words", "said"),
     [
         (["--kv-ratio", "0.5", "--kv-heads", "2"], ["expected one of the three", "both"]),
-        (["--kv-heads", "4"], ["kv_heads: got 4", "4 KV heads a layer for 8 query heads", "1 to 3"]),
+        (["--kv-heads", "4"], ["kv_heads: got 4", "4 KV heads per layer for 8 query heads", "1 to 3"]),
         (["--kv-heads", "0"], ["kv_heads: got 0", "1 to 3"]),
         (["--kv-heads", "2.5"], ["kv_heads", "whole number", "2.5"]),
         (["--kv-ratio", "0.2"], ["kv_ratio: recipe gqa keeps at least 25% on this checkpoint, got 20%"]),
@@ -171,7 +171,7 @@ def test_every_verb_takes_lists_of_ratios_and_of_heads(
         (["--kv-ratio", "1.5"], ["1.5", "(0, 1)"]),
         (
             ["--kv-ratio", "0.3", "--strict"],
-            ["0.3", "4 KV heads a layer", "512 KV bytes per token", "0.25 or 0.5"],
+            ["0.3", "4 KV heads per layer", "512 KV bytes per token", "0.25 or 0.5"],
         ),
     ],
 )

@@ -143,4 +143,4 @@ def test_what_cannot_be_read_is_refused_in_every_verb(model: Path, capsys: pytes
 def test_one_kv_head_cannot_be_shared(place: Path, tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model("llama", num_key_value_heads=1).save_pretrained(place / "mqa")
     assert run_here("estimate", "--model", place / "mqa", "--recipe", "gqa", "--kv-ratio", 0.5, *FEW) == 2
-    assert "has 1 KV head a layer (multi-query attention)" in capsys.readouterr().err
+    assert "has 1 KV head per layer (multi-query attention)" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_a_search_for_llama_cpp_has_three_objectives_and_ends_in_it(tmp_path: Pa
     process = start_search(tmp_path, [*LITTLE, *asked], "--json", str(tmp_path / "outcome.json"))
     output, _ = process.communicate(timeout=580)
     assert process.returncode == 0, output
-    assert "decode time of llama.cpp at a context of 128" in output and "decode ms/token" in output
+    assert "decode time of llama.cpp at context 128" in output and "decode ms/token" in output
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     times = read_json(Path(outcome["folder"]) / "decode_times.json")
     lowest, highest = min(times["seconds"]), max(times["seconds"])

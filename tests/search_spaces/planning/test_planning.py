@@ -119,7 +119,7 @@ def test_unequal_groups_where_allowed(make_context) -> None:
 def test_a_budget_that_heads_cannot_divide_is_refused(name: str, demo_context) -> None:
     with pytest.raises(ValueError) as error:
         planned(name, 0.4, demo_context)
-    for word in ("0.4", "8 KV heads a layer", "can meet is 0.375"):
+    for word in ("0.4", "8 KV heads per layer", "can meet is 0.375"):
         assert word in str(error.value)
 
 
@@ -194,7 +194,7 @@ def test_a_gqa_checkpoint_keeps_its_shared_heads_together(make_context) -> None:
 def test_a_refusal_tells_what_the_checkpoint_has_and_the_nearest(make_context) -> None:
     context = make_context("llama", num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
     for ratio, nearest in ((0.375, "0.25 or 0.5"), (0.9, "0.75"), (0.1, "0.25")):
-        with pytest.raises(ValueError, match=f"4 KV heads a layer for 8 query heads.*can meet is {nearest}$"):
+        with pytest.raises(ValueError, match=f"4 KV heads per layer for 8 query heads.*can meet is {nearest}$"):
             planned("gqa", ratio, context)
     with pytest.raises(ValueError, match="the least is 0.25"):
         planned("asymgqa", 0.125, context)
