@@ -1,5 +1,5 @@
 """Write what docs/ holds of the code itself: the reference of the configuration, that of the commands, the JSON schema
-for editors, and the table of supported families.
+for editors, the table of supported families, and the configurations of public models.
 
     python docs/reference.py
 
@@ -22,6 +22,7 @@ import yaml
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 
+from model_configs import model_configs  # noqa: E402
 from support import with_table  # noqa: E402
 from typer.main import get_command  # noqa: E402
 
@@ -225,6 +226,7 @@ def pages() -> dict[str, str]:
         "reference/config.md": config_page(),
         "reference/commands.md": commands_page(),
         "python.ipynb": notebook(),
+        **model_configs(),
         "families.md": with_table((DOCS / "families.md").read_text(encoding="utf-8")),
     }
 
@@ -232,6 +234,6 @@ def pages() -> dict[str, str]:
 if __name__ == "__main__":
     os.environ.setdefault("COLUMNS", "200")
     for name, content in pages().items():
-        (DOCS / name).parent.mkdir(exist_ok=True)
+        (DOCS / name).parent.mkdir(parents=True, exist_ok=True)
         (DOCS / name).write_text(content, encoding="utf-8")
         print(f"wrote docs/{name}")

@@ -204,7 +204,9 @@ def search(work: Workspace) -> Iterator[Row]:
     small += ["data.calibration.tokens=2048", "search.recipes=[gqa,least_squares]"]
     config = str(shipped("configs/smollm2.yaml"))
     words = [config, f"model.path={work.folder / GGUF}", f"storage={work.folder / 'search'}"]
-    found = work.run("search", "search", *words, *(small if work.quick else []))
+    begun = (work.folder / "search" / "smollm2" / "search.yaml").is_file()
+    resume = ["--resume"] if begun else []
+    found = work.run("search", "search", *words, *(small if work.quick else []), *resume)
     for trial in found["trials"]:
         first, last = trial["rungs"][0], trial["rungs"][-1]
         yield {

@@ -81,7 +81,8 @@ class FirstConfig:
             ConfigError: For a checkpoint that has nothing to convert.
         """
         g = self.geometry
-        size = f"{self.parameters / 1e6:.3g}M"
+        count = self.parameters
+        size = f"{count / 1e9:.3g}B" if count >= BILLION else f"{count / 1e6:.3g}M"
         length = self.length
         lasts, promoted = self.steps
         tokens = (lasts[-1] + promoted) * self.batch * length

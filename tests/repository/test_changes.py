@@ -13,7 +13,18 @@ import pytest
 from parameters import extended
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-COPIED = ("headfold", "attention", "search_spaces", "trainers", "orchestrator", "docs", "configs", "tests", "examples")
+COPIED = (
+    "headfold",
+    "attention",
+    "search_spaces",
+    "trainers",
+    "orchestrator",
+    "docs",
+    "configs",
+    "tests",
+    "examples",
+    "benchmarks",
+)
 TABLE = "## Which files a change touches"
 
 SHOWN = {

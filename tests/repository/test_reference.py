@@ -49,7 +49,7 @@ def test_every_key_and_option_has_a_meaning() -> None:
             assert f"`{option}" in WRITTEN["reference/commands.md"]
 
 
-@pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").rglob("*.yaml")), ids=lambda file: file.name)
 def test_the_schema_accepts_our_configurations(file: Path) -> None:
     jsonschema.validate(yaml.safe_load(file.read_text()), SCHEMA)
 
