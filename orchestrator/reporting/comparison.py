@@ -375,7 +375,7 @@ def footnote(rows: Sequence[ComparisonRow]) -> str:
     """Return what the reader of the table must know."""
     seeds = max((row["seeds_asked"] for row in rows), default=0)
     note = (
-        "Each arm at its best learning rate of the same grid; mean ± sample standard deviation "
+        "Each arm at the best of its learning rates; mean ± sample standard deviation "
         f"over {seeds} seeds (none where the seed changes nothing); "
         "a rate with a failed, diverged or early stopped seed is left out of the choice; "
         "fit steps: Adam steps on single layers before training; "
