@@ -471,9 +471,9 @@ def test_static_composition_is_expanded_projections(family: str, place: str, tin
     """Xiao 2024, Theorems 2.1 and 2.2, in whole models, rotary embedding included.
 
     Composed scores: head i has the query concat_j C_ij W_j^Q and all heads one key, concat_j W_j^K (Eq. 1). Composed
-    weights: all heads one value, concat_j W_j^V, and head i has the output concat_j C_ij W_j^O, which is Eq. 2 with C on
-    the side where each head has a projection anyhow. So a static composition of H heads is one wide head of H slices,
-    whose cache holds what the H heads hold.
+    weights: all heads one value, concat_j W_j^V, and head i has the output concat_j C_ij W_j^O, which is Eq. 2 with C
+    in the output projection, of which each head has a part. So a static composition of H heads is one wide head of H
+    slices, whose cache takes the bytes of the H heads.
     """
     scores = place == "scores"
     model = tiny_model(family, dtype=torch.float64, **({"num_key_value_heads": 4} if family == "llama" else {}))
@@ -509,7 +509,7 @@ MISSING = {"scores": "after_softmax", "weights": "before_softmax"}
 
 @torch.no_grad()
 def test_dynamic_composition_has_no_expanded_projections() -> None:
-    """Xiao 2024, end of section 2: a map for each pair of tokens. One of H² numbers cannot give those of two queries."""
+    """Xiao 2024, end of section 2: a map for each pair of tokens, and no one map gives them all."""
     compose = stir(Compose(H, D, Composition()).double())
     x = torch.randn(1, T, D, generator=seeded(), dtype=torch.float64)
     units = torch.eye(H, dtype=torch.float64)[:, :, None, None].expand(H, H, T, T)  # one head's score at a time
