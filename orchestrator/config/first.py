@@ -87,10 +87,11 @@ class FirstConfig:
         lasts, promoted = self.steps
         tokens = (lasts[-1] + promoted) * self.batch * length
         measured = 4 * length if self.smoke else max(16_384, 8 * length)
-        what = "A smoke test, minutes long, of a search" if self.smoke else "A first search"
+        what = f"A smoke test, minutes long, of {self.about}" if self.smoke else self.about
+        what = f"{what[0].upper()}{what[1:]} for {self.model}"
         return f"""\
 # yaml-language-server: $schema={self.schema}
-# {what} for {self.model}: {g.family}, {size} parameters in {self.dtype}, {g.num_layers} layers,
+# {what}: {g.family}, {size} parameters in {self.dtype}, {g.num_layers} layers,
 # {g.num_heads} query heads and {g.num_kv_heads} KV heads of {g.head_dim} in each.
 #   headfold search FILE --dry-run    checks everything, and says what it will take
 # Every key is explained in docs/reference/config.md. Where a key is left out its default holds.
@@ -108,21 +109,25 @@ data:
 
 search:
 {self.candidates()}
-  baseline: gqa    # never stopped early; what a promotion must beat
+  baseline: gqa    # {self.about_baseline}
 
 rungs:
   steps: {lasts}    # 0: the converted model before any training
-  reduction_factor: 2    # about a half continues at each
+  {self.stopping}
 
 train:
   batch_size: {self.batch}
 {self.training()}
 promotion:
-  steps: {promoted}    # after the last rung; the baseline is trained for as many
-{self.saved_weights()}  registered_name: {self.name}
-
+{self.promotion()}
 storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every node sees, or s3://bucket/path
 {self.resources()}"""
+
+    about = "a first search"
+    """What the file is, in its first line."""
+    stopping = "reduction_factor: 2    # about a half continues at each"
+    """How trials are stopped early."""
+    about_baseline = "never stopped early; what a promotion must beat"
 
     @property
     def dequantization(self) -> str:
@@ -135,10 +140,14 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
     @property
     def name(self) -> str:
         """The last part of the model's name, as a name of a search."""
-        ending = "-smoke" if self.smoke else ""
         last = Path(self.model).name.lower().removesuffix(".gguf")
-        name = re.sub(r"[^a-z0-9._-]+", "-", last).strip("._-")[: 64 - len(ending)]
-        return (name or "search") + ending
+        name = re.sub(r"[^a-z0-9._-]+", "-", last).strip("._-")[: 64 - len(self.ending)]
+        return (name or "search") + self.ending
+
+    @property
+    def ending(self) -> str:
+        """What the name of the search ends with."""
+        return "-smoke" if self.smoke else ""
 
     def candidates(self) -> str:
         """Return the section `search` but for its baseline."""
@@ -176,6 +185,13 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
                 "params: {grouping.equal_sizes: true}",
             ]
         return "\n".join(f"  {line}" for line in lines)
+
+    def promotion(self) -> str:
+        """Return the section `promotion`."""
+        steps = (
+            f"steps: {self.steps[1]}    # after the last rung; the baseline is trained for as many"
+        )
+        return f"  {steps}\n{self.saved_weights()}  registered_name: {self.name}\n"
 
     def saved_weights(self) -> str:
         """Return the keys of the section `promotion` that say whose weights are saved."""

@@ -693,6 +693,13 @@ class InitOptions:
             help="Text to train and measure on: files, a folder, a hub name, stdlib or builtin."
         ),
     ] = "builtin"
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            help="Recipes to compare with gqa, e.g. asymgqa,dha,align, each also with the local "
+            "fit: a grid with seeds, rates of each arm's own and no early stop."
+        ),
+    ] = None
     gpus: Annotated[
         int | None,
         typer.Option(

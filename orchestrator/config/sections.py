@@ -213,6 +213,8 @@ class ArmSection(Section):
     """Other parts on the axes of the recipe, e.g. `{alignment: procrustes}`."""
     params: dict[str, Any] = {}
     """Values of the parameters of its parts, e.g. `{relaxation.rate: 0.1}`."""
+    learning_rates: Annotated[list[PositiveFloat], AfterValidator(distinct)] = []
+    """Its own learning rates; none: those of the search."""
 
     @property
     def name(self) -> str:
@@ -288,7 +290,9 @@ class SearchSection(Section):
     strict: bool = False
     """Whether a ratio that a recipe cannot meet exactly is refused."""
     learning_rates: Annotated[list[PositiveFloat], AfterValidator(distinct)] = []
-    """Every recipe runs with each, and is judged at its best; none: `train.learning_rate`."""
+    """Every arm without rates of its own runs with each, and is judged at its best; none:
+    `train.learning_rate`.
+    """
     distillations: Annotated[list[Literal["none", "kl", "kl_bild"]], AfterValidator(distinct)] = []
     """Objectives of training, as in `train.distillation`: every recipe that sets none of its own
     runs with each, and is judged at its best; none: `train.distillation`."""

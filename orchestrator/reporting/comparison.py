@@ -110,6 +110,8 @@ class ComparisonRow(TypedDict):
     """Of a trial with the same model."""
     relaxation_unfinished: int
     """Heads were fused before their relaxation had come to its end."""
+    loss_unfinished: bool
+    """Whether this is so of a trial that `loss` is the mean of."""
     unfinished: int
 
 
@@ -235,6 +237,7 @@ def _row(
         "stopped": sum(t.status == records.STOPPED for t in arm),
         "copied": sum(t.status == records.COPY for t in arm),
         "relaxation_unfinished": sum(t.relaxation_unfinished for t in arm),
+        "loss_unfinished": any(t.relaxation_unfinished for t in chosen),
         "unfinished": sum(t.status not in ended for t in arm),
     }
     if several:
@@ -331,7 +334,7 @@ def cells(row: ComparisonRow) -> tuple[str, ...]:
     return (
         row["label"],
         percent(row["kv_ratio"]),
-        _mean_and_sd_text(row["loss"]),
+        _mean_and_sd_text(row["loss"]) + (records.UNFINISHED_SIGN * row["loss_unfinished"]),
         number(row["loss_increase"], "+.3f"),
         _mean_and_sd_text(row["untrained"]) + (" pooled" if row["pooled"] else ""),
         " ".join(
@@ -375,7 +378,7 @@ def footnote(rows: Sequence[ComparisonRow]) -> str:
     """Return what the reader of the table must know."""
     seeds = max((row["seeds_asked"] for row in rows), default=0)
     note = (
-        "Each arm at its best learning rate of the same grid; mean ± sample standard deviation "
+        "Each arm at the best of its learning rates; mean ± sample standard deviation "
         f"over {seeds} seeds (none where the seed changes nothing); "
         "a rate with a failed, diverged or early stopped seed is left out of the choice; "
         "fit steps: Adam steps on single layers before training; "
@@ -386,7 +389,10 @@ def footnote(rows: Sequence[ComparisonRow]) -> str:
     if any(row["pooled"] for row in rows):
         note += f"; {records.POOLED_NOTE}"
     if any(row["relaxation_unfinished"] for row in rows):
-        note += "; relaxation unfinished: heads were fused before it had brought them together"
+        note += (
+            f"; {records.UNFINISHED_SIGN} {records.UNFINISHED_MARK}: heads were fused before it "
+            "had brought them together"
+        )
     if any(row["remaining_distance"]["n"] for row in rows):
         note += (
             "; left: of the squared distance of the pairs when they were made to share, 1 at the "

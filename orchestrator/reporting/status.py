@@ -273,7 +273,7 @@ def status_view(status: SearchStatus) -> Group:
                 percent(point["kv_ratio"]),
                 str(point["kv_bytes_per_token"]),
                 str(point["step"]),
-                number(point["loss"]),
+                number(point["loss"]) + records.UNFINISHED_SIGN * point["relaxation_unfinished"],
                 number(point["loss_increase"], "+.3f"),
             )
             for point in status.front[:_POINTS]

@@ -268,20 +268,23 @@ def promotion_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
         [_promotion_row(candidate) for candidate in candidates],
         frozenset(i for i, c in enumerate(candidates) if c.get("status") == "promoted"),
         "Held-out loss: of the untrained conversion, of the best measured step (which is shipped), "
-        "after the last step, of the baseline at its own best step, and of the original model.",
+        "after the last step, of the baseline at its own best step, and of the original model. "
+        f"{records.UNFINISHED_SIGN} {records.UNFINISHED_MARK}: heads were fused before it had "
+        "brought them together.",
         [_shipped(c) for c in candidates if c.get("model_uri") and c.get("shipped")],
     )
 
 
 def _promotion_row(candidate: Mapping[str, Any]) -> tuple[str, ...]:
     best_step = candidate.get("best_step")
+    unfinished = records.relaxation_left(candidate.get("relaxation_remaining"))
     reasons = "; ".join(candidate.get("reasons", ()))
     return (
         candidate.get("label") or candidate["recipe"],
         percent(candidate["kv_ratio"]),
         str(candidate.get("steps", NO_VALUE)),
         number(candidate.get("untrained_loss")),
-        number(candidate.get("loss")),
+        number(candidate.get("loss")) + records.UNFINISHED_SIGN * unfinished,
         NO_VALUE if best_step is None else str(best_step),
         number(candidate.get("last_loss")),
         number(candidate.get("baseline_loss")),

@@ -127,7 +127,8 @@ class PlanAhead(Callback):
                 self._begun[trial] = conversion_key(Candidate.from_config(candidate), context)
         begun = set(self._begun.values())
         found: dict[str, Candidate] = {}
-        alike = len(config.learning_rates) * len(config.seeds)
+        rates = max(len(arm.learning_rates or config.learning_rates) for arm in config.arms)
+        alike = rates * len(config.seeds)
         alike *= max(1, len(config.search.distillations))
         for candidate in self._searcher.upcoming((self.limit + 1) * alike):
             key = conversion_key(candidate, context)

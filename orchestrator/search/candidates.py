@@ -213,7 +213,7 @@ def _allows(domain: Domain, value: Any) -> bool:
 def named_candidates(
     config: SearchConfig, geometry: HeadGeometry, engine: EngineForm | None = None
 ) -> tuple[Candidate, ...]:
-    """Return every arm at its KV ratios with every learning rate and seed.
+    """Return every arm at its KV ratios with each of its learning rates and every seed.
 
     The baseline comes first, and at every ratio.
 
@@ -225,14 +225,21 @@ def named_candidates(
             checkpoint, or with `search.strict` one that it cannot meet exactly.
     """
     of_search = ratios_of(config.search, geometry)
-    arms = [(_recipe(config, arm), ratios_of(arm, geometry) or of_search) for arm in config.arms]
-    for recipe, _ in arms:
+    arms = [
+        (
+            _recipe(config, arm),
+            ratios_of(arm, geometry) or of_search,
+            arm.learning_rates or config.learning_rates,
+        )
+        for arm in config.arms
+    ]
+    for recipe, _, _ in arms:
         _check_engine(recipe, engine)
     arms.sort(key=lambda arm: arm[0].name != config.search.baseline)
     limited = geometry if engine is None else engine.limited(geometry)
-    every = list(dict.fromkeys([*of_search, *(ratio for _, ratios in arms for ratio in ratios)]))
+    every = list(dict.fromkeys([*of_search, *(ratio for _, ratios, _ in arms for ratio in ratios)]))
     pairs = []
-    for recipe, ratios in arms:
+    for recipe, ratios, rates in arms:
         baseline = recipe.name == config.search.baseline
         strict, dtype = config.search.strict, config.model.dtype
         cannot = partial(
@@ -249,13 +256,13 @@ def named_candidates(
                     f"this checkpoint ({reason}); it can meet {', '.join(possible) or 'none'} of "
                     "the checkpoint's own KV cache"
                 )
-            pairs.append((recipe, ratio, used_ratio(recipe, ratio, limited)))
+            pairs.append((recipe, ratio, used_ratio(recipe, ratio, limited), rates))
     objectives = config.search.distillations
     weight = config.train.distillation_weight
     return tuple(
         Candidate(trained, ratio, rate, seed, used=used)
-        for recipe, ratio, used in pairs
-        for rate in config.learning_rates
+        for recipe, ratio, used, rates in pairs
+        for rate in rates
         for trained in with_objectives(recipe, objectives, weight)
         for seed in config.seeds
     )

@@ -275,8 +275,7 @@ class TrialRecord:
     @property
     def relaxation_unfinished(self) -> bool:
         """Whether heads were fused before the relaxation had brought them together."""
-        left = self.relaxation_remaining
-        return left is not None and left > UNFINISHED
+        return relaxation_left(self.relaxation_remaining)
 
     @property
     def step(self) -> int:
@@ -376,7 +375,14 @@ POOLED_NOTE = (
     "trial starts from unfused heads and not from it"
 )
 UNFINISHED_MARK = "relaxation unfinished"
+UNFINISHED_SIGN = "†"
+"""Behind a loss of trials with that mark, where a table has no column for it."""
 _MOST_NAMED = 6
+
+
+def relaxation_left(remaining: float | None) -> bool:
+    """Return whether so much was left of a relaxation, if there was one, that it was unfinished."""
+    return remaining is not None and remaining > UNFINISHED
 
 
 def unfinished_note(trials: Iterable[TrialRecord]) -> str:
@@ -389,8 +395,9 @@ def unfinished_note(trials: Iterable[TrialRecord]) -> str:
     if not names:
         return ""
     more = ", ..." if len(names) > _MOST_NAMED else ""
+    trials_text = ", ".join(names[:_MOST_NAMED])
     return (
-        f"{UNFINISHED_MARK.capitalize()}: {', '.join(names[:_MOST_NAMED])}{more}. "
+        f"{UNFINISHED_SIGN} {UNFINISHED_MARK.capitalize()}: {trials_text}{more}. "
         "Its heads were fused before it had brought them together, so the method is not shown at "
         "its best: give it more steps (rungs.steps) or a higher relaxation.rate."
     )

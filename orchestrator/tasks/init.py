@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from attention.checkpoint import Checkpoint
 from orchestrator import checkpoints
+from orchestrator.config.compared import ComparisonConfig, compared_recipes
 from orchestrator.config.first import FirstConfig, Hardware
 from orchestrator.config.options import InitOptions
 from orchestrator.config.parsing import ConfigError, read_yaml
@@ -60,7 +62,10 @@ def _first_config(options: InitOptions) -> tuple[FirstConfig, str | None]:
     )
     checkpoints.check_own_cache(opened, "model")
     gpus, memory = _gpus_here()
-    first = FirstConfig(
+    kind = FirstConfig
+    if options.compare is not None:
+        kind = partial(ComparisonConfig, recipes=compared_recipes(options.compare))
+    first = kind(
         model=options.model,
         geometry=opened.geometry,
         dtype=checkpoints.written_dtype(opened),
@@ -85,7 +90,8 @@ def _shortage(first: FirstConfig, opened: Checkpoint) -> str | None:
     """Return what a search of one trial at a time lacks in its storage; None if it fits."""
     config = parse_config(read_yaml(first.text()), where="the new configuration")
     model = config.model.with_folders(path=opened.path)
-    return storage_of(SearchSetup(config.model_copy(update={"model": model}), opened)).shortage(1)
+    setup = SearchSetup(config.model_copy(update={"model": model}), opened)
+    return storage_of(setup).shortage(1)
 
 
 def _gpus_here() -> tuple[int, int]:

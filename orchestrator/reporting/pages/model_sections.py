@@ -9,7 +9,6 @@ from typing import Any
 
 from attention.base.text import number
 from attention.checkpoint import Checkpoint
-from attention.conversion.relaxation_knobs import UNFINISHED
 from attention.plan import BYTES
 from attention.ratios import percent
 from orchestrator.reporting.card import EXPORT, engine_checks
@@ -18,7 +17,7 @@ from orchestrator.reporting.pages.page import PagePart, PageSection, Stat
 from orchestrator.reporting.promoted_models import PromotedModel
 from orchestrator.reporting.tables import Table, with_intro
 from orchestrator.storage.json_files import read_json
-from orchestrator.storage.records import OriginalRecord
+from orchestrator.storage.records import OriginalRecord, relaxation_left
 
 _GPU_MEMORY = 80 * 2**30
 """Bytes of memory of the GPU that the page counts sequences for."""
@@ -95,7 +94,8 @@ def _quality(
         steps = candidate.get("steps")
         remark = f"the best of {steps}" if step else f"{steps} more made it no better"
         stats.append(Stat("training steps", f"{step}", remark))
-    if (left := candidate.get("relaxation_remaining")) is not None and left > UNFINISHED:
+    left = candidate.get("relaxation_remaining")
+    if left is not None and relaxation_left(left):
         remark = f"{left:.0%} of its way was left when heads were fused"
         stats.append(Stat("relaxation", "unfinished", remark))
     return stats

@@ -11,7 +11,7 @@ from sizes import extra_parameters
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from attention.conversion.convert import build, convert
+from attention.conversion.convert import assemble, build, convert, read_layers
 from attention.families import families
 from attention.io import checkpoint
 from attention.modeling.composition import compositions, reset
@@ -457,3 +457,62 @@ def test_reset_is_reproducible(tiny_model) -> None:
     first = [p.clone() for p in compositions(model)[0].parameters()]
     reset(model, identity=False, generator=seeded(4))
     assert all(torch.equal(a, b) for a, b in zip(first, compositions(model)[0].parameters(), strict=True))
+
+
+# ---- static composition is wide heads ------------------------------------------------------------------------------
+
+STATIC = Composition(query_side=False, key_side=False, static_base=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("place", ["scores", "weights"])
+@torch.no_grad()
+def test_static_composition_is_expanded_projections(family: str, place: str, tiny_model, tiny_tokens) -> None:
+    """Xiao 2024, Theorems 2.1 and 2.2, in whole models, rotary embedding included.
+
+    Composed scores: head i has the query concat_j C_ij W_j^Q and all heads one key, concat_j W_j^K (Eq. 1). Composed
+    weights: all heads one value, concat_j W_j^V, and head i has the output concat_j C_ij W_j^O, which is Eq. 2 with C
+    in the output projection, of which each head has a part. So a static composition of H heads is one wide head of H
+    slices, whose cache takes the bytes of the H heads.
+    """
+    scores = place == "scores"
+    model = tiny_model(family, dtype=torch.float64, **({"num_key_value_heads": 4} if family == "llama" else {}))
+    plan = AttentionPlan.identity(2, 4, 8)
+    composed = stir(convert(model, replace(plan, composition=replace(STATIC, **{MISSING[place]: False}))))
+    expanded = []
+    for heads, module in zip(read_layers(model), compositions(composed), strict=True):
+        (compose,) = [m for m in module.modules() if isinstance(m, Compose)]
+        base = compose.base[0].double()  # [j, i]: what head i takes of head j
+        assert float((base - torch.eye(4)).abs().max()) > 0.1
+        if scores:
+            q = math.sqrt(4) * torch.einsum("ji,jdm->ijdm", base, heads.q.double()).flatten(1, 2)
+            bias = heads.q_bias
+            if bias is not None:
+                bias = math.sqrt(4) * torch.einsum("ji,jd->ijd", base, bias.double()).flatten(1, 2)
+            k_bias = None if heads.k_bias is None else heads.k_bias.flatten()[None]
+            expanded.append(replace(heads, q=q, q_bias=bias, k=heads.k.flatten(0, 1)[None], k_bias=k_bias))
+        else:
+            o = torch.einsum("ij,jmd->imjd", base, heads.o.double()).flatten(2, 3)
+            v_bias = None if heads.v_bias is None else heads.v_bias.flatten()[None]
+            expanded.append(replace(heads, v=heads.v.flatten(0, 1)[None], v_bias=v_bias, o=o))
+    own, one = tuple(range(4)), (0,) * 4
+    wide = LayerPlan(one, own, 4, 1) if scores else LayerPlan(own, one, 1, 4)
+    found = assemble(model, replace(plan, layers=(wide, wide)), expanded)
+    expected = composed(tiny_tokens).logits
+    torch.testing.assert_close(found(tiny_tokens).logits, expected, rtol=0, atol=1e-6)  # softmax in float32
+    assert float((model(tiny_tokens).logits - expected).abs().max()) > 1e-2, "composition changes the model"
+    assert found.plan.kv_bytes_per_token(torch.float32) == plan.kv_bytes_per_token(torch.float32)
+
+
+MISSING = {"scores": "after_softmax", "weights": "before_softmax"}
+
+
+@torch.no_grad()
+def test_dynamic_composition_has_no_expanded_projections() -> None:
+    """Xiao 2024, end of section 2: a map for each pair of tokens, and no one map gives them all."""
+    compose = stir(Compose(H, D, Composition()).double())
+    x = torch.randn(1, T, D, generator=seeded(), dtype=torch.float64)
+    units = torch.eye(H, dtype=torch.float64)[:, :, None, None].expand(H, H, T, T)  # one head's score at a time
+    maps = torch.cat([compose(units[i : i + 1], x, compose.key_weights(x)) for i in range(H)])
+    assert float((maps[..., 0, 0] - maps[..., 1, 0]).abs().max()) > 1e-2
+    assert float((maps[..., 1, 0] - maps[..., 1, 1]).abs().max()) > 1e-2

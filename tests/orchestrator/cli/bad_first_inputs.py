@@ -24,5 +24,8 @@ FIRST_CONFIGS = (
     Bad("a model that has nothing left to group", "init model", ("1 KV head",), config(num_key_value_heads=1)),
     Bad("a configuration in the place of another file", "init model --out mine.yaml", ("mine.yaml", "exists")),
     Bad("a configuration in no folder", "init model --out no/first.yaml", ("no/first.yaml", "cannot write")),
+    Bad("a comparison with a recipe misspelt", "init model --compare asymgqa,dah", ("--compare", "did you mean dha?")),
+    Bad("a comparison of the baseline alone", "init model --compare gqa", ("--compare", "gqa is the baseline")),
+    Bad("a comparison of a recipe with itself", "init model --compare dha,dha", ("--compare", "dha is named twice")),
     Bad("fewer GPUs than none", "init model --gpus -1", ("--gpus", "got '-1'")),
 )

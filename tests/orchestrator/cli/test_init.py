@@ -14,10 +14,12 @@ from command_line import run_here
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
+from orchestrator.config.compared import ComparisonConfig
 from orchestrator.config.first import FirstConfig, Hardware
 from orchestrator.config.parsing import ConfigError, read_yaml
-from orchestrator.config.schema import SearchConfig, parse_config
+from orchestrator.config.schema import SearchConfig, parse_config, read_search_config
 from orchestrator.resources.disk import Storage
+from orchestrator.search.candidates import named_candidates
 from orchestrator.search.estimate import storage_of
 from orchestrator.search.setup import SearchSetup
 
@@ -69,6 +71,60 @@ def test_the_result_passes_a_dry_run(
     assert sorted(path.name for path in place.iterdir()) == [model.name, brief.name, file.name]
     assert run_here("init", model.name) == 2
     assert "exists; name another file with --out" in capsys.readouterr().err
+
+
+@pytest.mark.heavy
+def test_a_comparison_passes_a_dry_run_with_every_arm_at_its_best(
+    place: Path, tiny_model: Any, demo_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_model("llama", vocab_size=2048, num_key_value_heads=4).save_pretrained(place / "model")
+    demo_tokenizer.save_pretrained(place / "model")
+    assert run_here("init", "model", "--compare", "asymgqa,dha,align,headfold_gqa") == 0
+    file = place / "model-compared.yaml"
+    for brief in (file, place / "model-compared-smoke.yaml"):
+        assert run_here("search", brief, "--dry-run") == 0
+        assert "relaxation" not in capsys.readouterr().err, "the steps let relaxations come to their end"
+    config = read_search_config(file, [])
+    assert arms(config) == [
+        *("gqa", "asymgqa", "dha", "align", "headfold_gqa"),
+        *("gqa_refined", "asymgqa_refined", "dha_refined", "align_refined"),
+    ]
+    assert (config.search.searcher, config.rungs.stop, config.promotion.enabled) == ("grid", False, False)
+    assert config.seeds == [0, 1, 2]
+    geometry = geometry_of(checkpoint.load_config(place / "model"))
+    candidates = named_candidates(config, geometry)
+    rates = {name: sorted({c.learning_rate for c in candidates if c.recipe.name == name}) for name in arms(config)}
+    # What begins near the original's loss has lower rates, and none is judged at one alone
+    for name, found_rates in rates.items():
+        fitted = name.endswith("_refined") or name == "headfold_gqa"
+        assert found_rates == ([1e-4, 3e-4] if fitted else [3e-4, 1e-3])
+    assert len(candidates) == 9 * 2 * 2 * 3
+    # All but align learn from the same: a fit does not take over what a relaxation needs
+    trained = {c.recipe.name for c in candidates if c.recipe.apply("recovery")}
+    assert trained == {"align"}
+
+
+def test_rates_of_a_comparison_fall_with_size_and_relaxations_need_room(demo_geometry: HeadGeometry) -> None:
+    def compared(parameters: float, hardware: Hardware, *recipes: str) -> SearchConfig:
+        made = ComparisonConfig("m", demo_geometry, "float32", int(parameters), "texts", hardware, "s", recipes=recipes)
+        return parse_config(yaml.safe_load(made.text()))
+
+    highest = [max(compared(size, NODE, "asymgqa").learning_rates) for size in (4e6, 1e8, 7e9)]
+    assert highest == sorted(highest, reverse=True) and len(set(highest)) == 3
+    assert arms(compared(7e9, NODE, "dha")) == ["gqa", "dha", "gqa_refined", "dha_refined"]
+    assert arms(compared(7e9, ONE_GPU, "asymgqa")) == ["gqa", "asymgqa", "gqa_refined", "asymgqa_refined"]
+    with pytest.raises(ConfigError, match="--compare: dha: a relaxation trains all weights.*do not fit 24 GiB"):
+        compared(7e9, ONE_GPU, "asymgqa", "dha")
+
+
+def test_what_shares_weights_is_compared_at_the_whole_cache_and_is_not_refined(demo_geometry: HeadGeometry) -> None:
+    names = ("postshare", "directshare")
+    made = ComparisonConfig("m", demo_geometry, "float32", 4_000_000, "texts", LAPTOP, "s", recipes=names)
+    config = parse_config(yaml.safe_load(made.text()))
+    assert arms(config) == ["gqa", *names, "gqa_refined"]
+    assert [(arm.name, arm.kv_ratios) for arm in config.search.recipes if arm.kv_ratios] == [
+        (name, [1.0]) for name in names
+    ]
 
 
 def test_the_first_line_names_a_schema_that_is_there(place: Path, demo_dir: Path, capfd: Any) -> None:

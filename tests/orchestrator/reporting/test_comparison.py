@@ -12,7 +12,7 @@ from rich.console import Console
 
 from orchestrator.reporting import comparison
 from orchestrator.reporting.comparison import compare_arms, footnote, mean_and_sd, several_seeds
-from orchestrator.reporting.tables import comparison_table
+from orchestrator.reporting.tables import comparison_table, promotion_table
 from orchestrator.storage import records
 from orchestrator.storage.records import TrialRecord
 
@@ -64,6 +64,26 @@ def test_an_arm_is_judged_at_its_best_objective_too() -> None:
         (3e-3, "none", 1),
     ]
     assert "1.0e-03 kl" in comparison.cells(row)
+
+
+def test_a_loss_of_an_unfinished_relaxation_is_marked_and_that_of_a_finished_one_is_not() -> None:
+    """The mark is of the trials that the row shows, the count of all."""
+    trials = [*two_rates(), *(trial("align", seed, [5.0, 4.0, 3.4]) for seed in (0, 1, 2))]
+    trials[0].rungs[-1]["relaxation_remaining"] = 0.4  # at 1e-3: dha is shown at 3e-3
+    trials[-1].rungs[-1]["relaxation_remaining"] = 0.06
+    trials[-2].rungs[-1]["relaxation_remaining"] = 0.04
+    table = comparison_table(compare_arms(trials, BASE))
+    losses = {row[0]: row[table.columns.index("loss")] for row in table.rows}
+    counts = {row[0]: row[table.columns.index("trials")] for row in table.rows}
+    assert losses["dha"] == "3.000 ± 0.265" and losses["align"].endswith("†")
+    assert counts == {"dha": "6 (1 relaxation unfinished)", "align": "3 (1 relaxation unfinished)"}
+    assert "† relaxation unfinished: heads were fused before" in table.intro
+
+
+def test_a_promoted_loss_is_marked_alike() -> None:
+    finished = {"recipe": "dha", "kv_ratio": 0.25, "loss": 2.5, "trial_id": "t0", "relaxation_remaining": 0.01}
+    table = promotion_table([finished, {**finished, "relaxation_remaining": 0.3}])
+    assert [row[table.columns.index("best")] for row in table.rows] == ["2.500", "2.500†"]
 
 
 def test_each_rung_has_its_own_best_rate_and_the_curve_keeps_one() -> None:

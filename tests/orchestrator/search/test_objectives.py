@@ -62,6 +62,18 @@ def test_every_arm_runs_with_each_objective_but_those_that_have_one(geometry: He
     assert trials[1].name == "gqa · 25% · lr 0.0001 · distillation kl" and len({t.name for t in trials}) == 6
 
 
+def test_an_arm_runs_with_rates_of_its_own(geometry: HeadGeometry) -> None:
+    arm = {"recipe": "gqa", "label": "gqa_lora", "changes": {"recovery": "lora"}, "learning_rates": [1e-3, 3e-3]}
+    settings = config("gqa", arm, learning_rates=[1e-4, 1e-3], seeds=[0, 1])
+    runs = [(c.recipe.name, c.learning_rate, c.seed) for c in named_candidates(settings, geometry)]
+    assert runs == [
+        *(("gqa", rate, seed) for rate in (1e-4, 1e-3) for seed in (0, 1)),
+        *(("gqa_lora", rate, seed) for rate in (1e-3, 3e-3) for seed in (0, 1)),
+    ]
+    with pytest.raises(ConfigError, match=r"search.recipes.0.*learning_rates.*got -1.0"):
+        config({"recipe": "gqa", "learning_rates": [-1.0]})
+
+
 def test_a_searcher_draws_an_objective_where_there_are_several(geometry: HeadGeometry) -> None:
     several = candidate_space(config(distillations=["none", "kl"]), geometry)
     points = [several.sample(np.random.default_rng(seed)) for seed in range(20)]

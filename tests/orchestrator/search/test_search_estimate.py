@@ -40,14 +40,14 @@ def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_trials_and_tokens_are_counted(tmp_path: Path) -> None:
-    """papers.yaml, counted by hand: 24 pairs of arm and budget, the baseline at four, x 2 rates x 2 seeds, and x 2
+    """papers.yaml, counted by hand: 39 pairs of arm and budget and the baseline at 100 %, x 2 rates x 2 seeds, and x 2
     objectives but for the three of align, which has its own."""
     config = config_of("papers")
     found = of(config, tmp_path)
-    trials = (21 * 2 + 3) * 2 * 2
+    trials = (37 * 2 + 3) * 2 * 2
     assert found.trials == trials
     assert found.tokens == found.tokens_most == trials * 36 * 8 * 128
-    assert of(config_of("papers", "search.distillations=[none]"), tmp_path).trials == 96
+    assert of(config_of("papers", "search.distillations=[none]"), tmp_path).trials == 40 * 2 * 2
     assert found.trainings == 0
 
 

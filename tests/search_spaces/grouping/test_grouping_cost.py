@@ -208,6 +208,70 @@ def test_default_annealing_is_the_papers_110_moves(monkeypatch) -> None:
     assert temperatures[0] == 100 and temperatures[1] == pytest.approx(90) and temperatures[-1] > 0.001
 
 
+class Recorded:
+    """A group cost and a schedule that keep what each swap costs and at which temperature it is tried."""
+
+    def __init__(self, cost, temperatures) -> None:
+        self.cost, self.inner = cost, temperatures
+        self.tried: list[tuple[float, float]] = []
+
+    def temperatures(self):
+        for temperature in self.inner:
+            self.temperature = temperature
+            yield temperature
+
+    def swap_change(self, *swap) -> float:
+        increase = self.cost.swap_change(*swap)
+        self.tried.append((increase, self.temperature))
+        return increase
+
+    def __getattr__(self, name: str):
+        return getattr(self.cost, name)
+
+
+def accepted_uphill(tried: list[tuple[float, float]]) -> float:
+    """Return the expected share of accepted swaps among those that raise the cost."""
+    return float(np.mean([np.exp(-increase / t) for increase, t in tried if increase > 0]))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_uphill_swaps_of_the_paper_s_schedule_are_nearly_all_accepted_and_of_a_scaled_one_few(
+    scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DHA, Alg. 4, on distances as DHA's are, at most 2 / H = 0.25. Early: the moves above T = 1, 44 of 110."""
+    from search_spaces.grouping import anneal as annealing
+
+    runs: list[Recorded] = []
+    inner = annealing.swap_search
+
+    def spy(cost, start, temperatures, generator):
+        runs.append(Recorded(cost, temperatures))
+        return inner(runs[-1], start, runs[-1].temperatures(), generator)
+
+    monkeypatch.setattr(annealing, "swap_search", spy)
+    rng = np.random.default_rng(3)
+    distances = rng.uniform(0, 0.25, (8, 8))
+    distances = (distances + distances.T) / 2
+    anneal(distances, 8, 2, generator=rng, scaled=scaled, restarts=50)
+    tried = [swap for run in runs for swap in run.tried]
+    highest = max(temperature for _, temperature in tried)
+    early = accepted_uphill([swap for swap in tried if swap[1] > highest / 100])
+    every = accepted_uphill(tried)
+    print(f"scaled={scaled}: {early:.2f} of uphill swaps accepted early, {every:.2f} in all")
+    if scaled:
+        assert 0.02 < early < 0.3 and every < 0.15
+    else:
+        assert early > 0.95 and every > 0.35
+
+
+def test_scaled_annealing_depends_on_no_unit_of_the_cost() -> None:
+    cost = np.random.default_rng(0).uniform(0, 1, (8, 8))
+    cost = cost + cost.T
+    found = [anneal(c * cost, 8, 2, generator=np.random.default_rng(1), scaled=True).partition for c in (1e-4, 1, 1e4)]
+    assert found[0] == found[1] == found[2]
+    assert anneal(np.zeros((8, 8)), 8, 2, generator=np.random.default_rng(1), scaled=True).score == 0
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_gap_to_exact_at_twelve_heads(seed: int) -> None:
     """On a clustered pair cost: restarts reach the optimum, merging stays within 5 %, and nothing beats exact."""

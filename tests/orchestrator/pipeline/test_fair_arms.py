@@ -1,0 +1,75 @@
+"""`configs/papers.yaml`: what each arm has that another lacks, so that none is judged below its worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from attention.families import geometry_of
+from orchestrator.config.schema import read_search_config
+from orchestrator.search.candidates import Candidate, named_candidates
+from orchestrator.search.trials.context import unfinished_relaxations
+from search_spaces.recipes.catalogue import RECIPES
+
+ROOT = Path(__file__).parents[3]
+CONFIGURATIONS = ("papers", "papers_200")
+
+
+def arms(name: str) -> dict[str, list[Candidate]]:
+    config = read_search_config(ROOT / "configs" / f"{name}.yaml", [])
+    geometry = geometry_of(AutoConfig.from_pretrained(ROOT / "examples" / "stdlib-llama"))
+    found: dict[str, list[Candidate]] = {}
+    for candidate in named_candidates(config, geometry):
+        found.setdefault(candidate.recipe.name, []).append(candidate)
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_conversion_of_the_papers_also_runs_with_the_local_fit(name: str) -> None:
+    found = arms(name)
+    refined = {arm.removesuffix("_refined") for arm in found if arm.endswith("_refined")}
+    assert refined == ({"gqa", "asymgqa", "dha", "align"} if name == "papers" else {"gqa", "align"})
+    for arm in refined:
+        plain, fitted = RECIPES[arm], found[f"{arm}_refined"][0].recipe
+        same = plain.with_changes(relaxation="none", refinement="fit_heal", settings=dict(fitted.settings))
+        assert same.digest == fitted.digest, "nothing but fit, relaxation and settings differs"
+        assert fitted.knobs("refinement") == RECIPES["headfold_gqa"].knobs("refinement"), "as ours is fitted"
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_arm_learns_from_the_text_and_from_the_original_s_predictions(name: str) -> None:
+    """At two rates each; align has the objective of its paper."""
+    for arm, candidates in arms(name).items():
+        objectives = {c.recipe.knobs("recovery")["distillation"] for c in candidates}
+        assert objectives == ({"kl_bild"} if arm == "align" else {"none", "kl"}), arm
+        assert len({c.learning_rate for c in candidates}) == 2, arm
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_relaxations_have_the_rate_that_their_steps_need(name: str) -> None:
+    config = read_search_config(ROOT / "configs" / f"{name}.yaml", [])
+    recipes = [candidates[0].recipe for candidates in arms(name).values()]
+    relaxing = [recipe for recipe in recipes if recipe.relaxation != "none"]
+    assert {recipe.name for recipe in relaxing} >= {"dha", "dha_aligned", "align"}
+    assert all(recipe.knobs("relaxation")["rate"] == "auto" for recipe in relaxing)
+    assert unfinished_relaxations(recipes, config.rungs.steps) == []
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_adapters_and_masks_each_have_their_counterpart(name: str) -> None:
+    found = {arm: candidates[0].recipe for arm, candidates in arms(name).items()}
+    for arm in ("gqa", "asymgqa"):
+        assert found[f"{arm}_lora"].conversion_choices == RECIPES[arm].conversion_choices
+        assert found[f"{arm}_lora"].recovery == "lora"
+    plain = found["align_plain"]
+    assert plain.conversion_choices == found["align"].conversion_choices
+    assert plain.relaxation == "none" and "min_lr_ratio" not in plain.apply("recovery")
+
+
+def test_asymgqa_runs_with_the_paper_s_own_score_too() -> None:
+    found = arms("papers")
+    model, layer = found["asymgqa_model"][0].recipe, found["asymgqa"][0].recipe
+    assert (model.objective, layer.objective) == ("model", "layer")
+    assert model.with_changes(objective="layer").digest == layer.digest
