@@ -183,6 +183,15 @@ DryRun = Annotated[
 ]
 
 
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="GPUs that the engine divides the heads among: report KV bytes per token on each of "
+        "them, and refuse KV heads that cannot be divided.",
+    ),
+]
+
 AUTO_FORMAT = "auto"
 """The cache format that loses least together with the heads that it leaves room for."""
 
@@ -371,6 +380,7 @@ class EstimateOptions(PolishOptions, BudgetOptions, RecipeOptions, SizeOptions, 
     gpu_memory: Annotated[
         int | None, typer.Option(min=1, help="GiB of memory of each of them.")
     ] = None
+    tensor_parallel: TensorParallel = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -760,6 +770,7 @@ class ExportOptions:
             "(llama.cpp), fp8 (vLLM): bytes and commands to serve it are those of this format."
         ),
     ] = None
+    tensor_parallel: TensorParallel = None
     check: Annotated[
         bool,
         typer.Option(

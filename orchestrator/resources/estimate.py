@@ -12,6 +12,7 @@ from attention.base.memory import memory_now
 from attention.base.text import gib
 from attention.base.timing import duration
 from attention.ratios import own_heads, percent
+from attention.tensor_parallel import RankCache
 from orchestrator.resources.memory import available_bytes, layerwise_stages, resident_peak
 from orchestrator.resources.size import READ, READING, SPARE, Conversion, Size
 from orchestrator.resources.time import START_SECONDS, matmul_rate, operations
@@ -101,6 +102,7 @@ class ConversionEstimate:
         ceiling: What is used in place of a ratio that cannot be met, in words.
         on_gpu: Whether `available` is the memory of a GPU.
         elsewhere: Whether it is that of another machine.
+        tensor_parallel: What each GPU of a tensor-parallel engine will hold, where requested.
     """
 
     kv_ratio: float
@@ -122,6 +124,7 @@ class ConversionEstimate:
     ceiling: str = ""
     on_gpu: bool = False
     elsewhere: bool = False
+    tensor_parallel: RankCache | None = None
 
     @classmethod
     def of(
@@ -206,8 +209,10 @@ class ConversionEstimate:
         )
         layerwise = f"{self.layerwise / giga:.1f} GiB of {memory}, most of it {_STAGES[largest]}"
         on_gpu = "; how long on the GPU is not known here" if self.elsewhere else ""
+        ranks = self.tensor_parallel
         return {
             "cache": f"{percent(self.kv_ratio)} of the checkpoint's{unmet(vars(self))}: {kv_bytes}",
+            **({"tensor parallelism": ranks.note} if ranks else {}),
             "in memory": f"{self.resident / giga:.1f} GiB of {memory}",
             "layer by layer": layerwise if self.layerwise_possible else self.why_not,
             "of each GPU" if self.elsewhere else "available now": (
