@@ -458,8 +458,8 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
         str | Sequence[str] | None,
         Typed(str | None),
         typer.Option(
-            help="Tasks of lm-evaluation-harness: demo (comes along), folders of task files, or "
-            "its own names; "
+            help="Tasks of lm-evaluation-harness: demo (comes along), folders of task files, "
+            "ruler_vt and other long-context tasks (at --context-lengths), or its own names; "
             "with commas between them."
         ),
     ] = None
