@@ -154,7 +154,7 @@ def test_nodes_that_do_not_come_end_the_search_with_what_was_requested(capacity:
     assert watching.reason() is None
     capacity.clock = 3600.0
     assert watching.reason() == (
-        "no node has had room for 1 h 0 min for 2 x 1 GPU and 8 CPU; the cluster's nodes: 1 of 8 CPU; autoscaler: no "
+        "no node has had room for 1 h for 2 x 1 GPU and 8 CPU; the cluster's nodes: 1 of 8 CPU; autoscaler: no "
         "node on its way; add nodes, request less, or set resources.max_wait_hours to more (0: no limit)"
     )
 
