@@ -265,7 +265,7 @@ def _without(
 def _refusal(nodes: Sequence[Nodes], demand: Demand) -> str:
     """Return why not even one trial fits."""
     shape = demand.shape
-    available = _available(nodes)
+    available = describe_nodes(nodes)
     for key, accelerator in (
         ("accelerator_type", shape.accelerator_type),
         ("trial_accelerator_type", demand.task_type),
@@ -314,7 +314,7 @@ def _of_type(nodes: Sequence[Nodes], accelerator_type: str | None) -> list[Nodes
     return [some for some in nodes if not accelerator_type or kind in some.resources]
 
 
-def _available(nodes: Sequence[Nodes]) -> str:
+def describe_nodes(nodes: Sequence[Nodes]) -> str:
     """Return the nodes in words."""
     parts = []
     for some in nodes:

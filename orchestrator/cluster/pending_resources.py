@@ -1,6 +1,6 @@
 """What a search waits for while nodes are slow to come.
 
-Waiting is no failure: nothing of it runs into a time limit.
+Waiting is no failure until it exceeds the limit of the configuration.
 """
 
 from __future__ import annotations
@@ -10,13 +10,20 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import ray
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.exceptions import RayError
 
-from orchestrator.cluster.capacity import AUTOSCALER_ENDED, live_nodes, slots
+from attention.base.timing import duration
+from orchestrator.cluster.capacity import (
+    AUTOSCALER_ENDED,
+    describe_nodes,
+    group_slots,
+    live_nodes,
+    slots,
+)
 from orchestrator.cluster.placement import Demand, ProcessResources
 from orchestrator.cluster.ray_internals import (
     autoscaling_config,
@@ -85,33 +92,85 @@ def _autoscaler(status: ClusterStatus) -> str:
     return f"autoscaler: {', '.join(parts) or 'no node on its way'}"
 
 
+class CapacityWatch:
+    """Whether nodes have been missing for too long.
+
+    Waiting for what is in use does not count, nor do processes of other jobs.
+
+    Args:
+        demands: Of the search: of its trials and its promotion.
+        seconds: How long nodes may be missing.
+    """
+
+    def __init__(self, demands: Sequence[Demand], seconds: float) -> None:
+        self._demands = demands
+        self._seconds = seconds
+        self._since: float | None = None
+
+    def reason(self) -> str | None:
+        """Return what was requested and what the cluster has, after the limit; else None."""
+        status = cluster_status()
+        missing = self._missing(status)
+        now = time.monotonic()
+        if not missing:
+            self._since = None
+            return None
+        if self._since is None:
+            self._since = now
+        if now - self._since < self._seconds:
+            return None
+        return (
+            f"no node has had room for {duration(now - self._since)} for {', '.join(missing)}; "
+            f"{describe_nodes(live_nodes())}; {_autoscaler(status)}; add nodes, request less, or "
+            "set resources.max_wait_hours to more (0: no limit)"
+        )
+
+    def _missing(self, status: ClusterStatus) -> list[str]:
+        """Return what waits and does not fit the nodes that are there, even if these were free."""
+        pending = {_bundle_key(resources) for _, resources in pending_bundles(status)}
+        nodes = live_nodes()
+        missing: dict[str, None] = {}
+        for demand in self._demands:
+            for resources in (demand.worker, demand.task, ProcessResources(demand.process_cpus)):
+                room = slots(nodes, resources.bundle)
+                if resources == demand.worker:
+                    room = group_slots(nodes, demand.shape)
+                if _bundle_key(resources.bundle) in pending and not room:
+                    count = demand.shape.workers if resources == demand.worker else 1
+                    missing[f"{count} x {resources}"] = None
+        return list(missing)
+
+
 @contextlib.contextmanager
 def watch_pending(
-    demand: Demand, on_change: Callable[[str | None], None], stall: StallWatch | None = None
+    demand: Demand,
+    on_change: Callable[[str | None], None],
+    *limits: StallWatch | CapacityWatch | None,
 ) -> Iterator[None]:
     """While the body runs, report what a demand waits for.
 
     Args:
         on_change: Called in a thread of its own with `describe_pending`, once something has waited
             for GRACE_SECONDS and when that changes, and with None when nothing waits any more.
-        stall: Ends the body where nothing can go on, as Ctrl-C would.
+        limits: End the body where nothing can go on or nodes do not come, as Ctrl-C would.
 
     Raises:
-        StalledError: If `stall` has ended the body.
+        StalledError: If one of `limits` has ended the body.
     """
     ended = threading.Event()
     reasons: list[str] = []
 
-    def watch() -> None:
+    def look() -> None:
         reported: str | None = None
         since: float | None = None
         while not ended.wait(STATUS_SECONDS):
             pending = reported
             with contextlib.suppress(RayError):  # the head is busy or away
                 pending = describe_pending(demand)
-                if stall is not None and not reasons and (reason := stall.reason()) is not None:
-                    reasons.append(reason)
-                    signal.pthread_kill(caller, signal.SIGINT)
+                for watch in watches:
+                    if not reasons and (reason := watch.reason()) is not None:
+                        reasons.append(reason)
+                        signal.pthread_kill(caller, signal.SIGINT)
             if pending is None:
                 since = None
             else:
@@ -125,9 +184,10 @@ def watch_pending(
             on_change(None)
 
     caller = threading.get_ident()
-    if threading.current_thread() is not threading.main_thread():
-        stall = None  # a signal interrupts the main thread alone
-    thread = threading.Thread(target=watch, name="pending-resources", daemon=True)
+    # A signal interrupts the main thread alone
+    in_main = threading.current_thread() is threading.main_thread()
+    watches = [limit for limit in limits if limit is not None and in_main]
+    thread = threading.Thread(target=look, name="pending-resources", daemon=True)
     thread.start()
     try:
         yield

@@ -185,6 +185,15 @@ DryRun = Annotated[
 ]
 
 
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="GPUs that the engine divides the heads among: report KV bytes per token on each of "
+        "them, and refuse KV heads that cannot be divided.",
+    ),
+]
+
 AUTO_FORMAT = "auto"
 """The cache format that loses least together with the heads that it leaves room for."""
 
@@ -380,6 +389,7 @@ class EstimateOptions(PolishOptions, BudgetOptions, RecipeOptions, SizeOptions, 
             "one of them."
         ),
     ] = None
+    tensor_parallel: TensorParallel = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,7 +468,7 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
         Typed(str | None),
         typer.Option(
             help="Tasks of lm-evaluation-harness: demo (bundled), folders of task files, or "
-            "its own names; "
+            "ruler_vt and other long-context tasks (at --context-lengths), or its own names; "
             "with commas between them."
         ),
     ] = None
@@ -776,6 +786,7 @@ class ExportOptions:
             "(llama.cpp), fp8 (vLLM): bytes and commands to serve it are those of this format."
         ),
     ] = None
+    tensor_parallel: TensorParallel = None
     check: Annotated[
         bool,
         typer.Option(

@@ -193,6 +193,10 @@ class ResourcesSection(Section):
     """A search fails, and says what waits for what, after so many minutes in which nothing has
     moved while its own processes wait for each other and no node can be added; none: it waits on.
     """
+    max_wait_hours: float = Field(default=4.0, ge=0)
+    """A search fails, and says what was requested and what the cluster has, when no node has had
+    room for something of it for so many hours; 0: it waits without limit.
+    """
     tokens_per_second: PositiveFloat | None = None
     """What one worker trains on, for estimates; none: measured where it can be."""
     price_per_hour: PositiveFloat | None = None

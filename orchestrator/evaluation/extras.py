@@ -98,7 +98,7 @@ class Extras:
             encoded=encoded,
             longest=texts[lengths[-1]] if lengths else None,
             needles={length: Needles.hide(texts[length], tokenizer, seed) for length in texts},
-            tasks=HarnessTasks(self.tasks) if self.tasks else None,
+            tasks=HarnessTasks(self.tasks, tokenizer, lengths, seed) if self.tasks else None,
         )
 
 

@@ -17,7 +17,9 @@ import yaml
 from orchestrator.config.schema import ConfigError
 
 SHIPPED = {"demo": Path(__file__).parent / "demo_tasks"}
-ACCURACIES = ("acc", "exact_match")
+STRING_MATCH = "string_match"
+"""Metric of the long-context tasks: the share of the expected strings that an answer has."""
+ACCURACIES = ("acc", "exact_match", STRING_MATCH)
 _FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")  # data sets that are files
 
 TaskConfig = dict[str, Any]

@@ -13,6 +13,7 @@ from typing import Any
 
 from attention.base.messages import reason
 from orchestrator.config.schema import ConfigError
+from orchestrator.evaluation.ruler import PREFIX, ruler_configs
 from orchestrator.evaluation.task_files import TaskConfig, check_installed, task_specs
 
 Scores = dict[str, dict[str, float]]
@@ -27,7 +28,10 @@ class HarnessTasks:
     """Tasks with their data, loaded before any model is.
 
     Args:
-        names: As `task_specs` takes them.
+        names: As `task_specs` takes them, or `orchestrator.evaluation.ruler.RULER_TASKS`.
+        tokenizer: Of the models; needed by the latter alone.
+        lengths: Context lengths that these are generated at.
+        seed: Of these.
 
     Attributes:
         metrics: Names of the metrics of each task.
@@ -37,9 +41,18 @@ class HarnessTasks:
             be loaded, as from a hub that is not reached.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        tokenizer: Any = None,
+        lengths: Sequence[int] = (),
+        seed: int = 0,
+    ) -> None:
         specs = task_specs(names)
         check_installed()
+        generated = [name for name in specs if isinstance(name, str) and name.startswith(PREFIX)]
+        specs = [spec for spec in specs if spec not in generated]
+        specs += ruler_configs(generated, tokenizer, lengths, seed)
         with _quiet():
             from lm_eval.tasks import TaskManager
 

@@ -67,6 +67,8 @@ class CardFacts:
         trained: Steps and tokens behind the weights, and what text they are of.
         datasets: That text, if it is on the hub.
         cache_format: What the commands to serve it choose for the KV cache.
+        tensor_parallel: What each GPU holds, a record of `attention.tensor_parallel.RankCache`; the
+            commands to serve it use as many.
     """
 
     base: str | None = None
@@ -80,6 +82,7 @@ class CardFacts:
     trained: dict[str, int | str | None] = field(default_factory=dict)
     datasets: list[str] = field(default_factory=list)
     cache_format: str | None = None
+    tensor_parallel: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, folder: str | Path) -> CardFacts:
@@ -161,7 +164,13 @@ def card_of(folder: Path, facts: CardFacts, repository: str | None = None) -> st
         layers=(folder / PICTURE).is_file(),
         picture=PICTURE,
         tables=[table for table in tables if table.rows],
-        loading=loading_blocks(folder, repository, engines, facts.cache_format),
+        loading=loading_blocks(
+            folder,
+            repository,
+            engines,
+            facts.cache_format,
+            (facts.tensor_parallel or {}).get("tensor_parallel"),
+        ),
         licence=_licence(facts, base),
     )
     metadata = _metadata(folder, facts, engines)
@@ -226,8 +235,16 @@ def _cache_table(export: Mapping[str, Any], facts: CardFacts) -> Table:
         rows.append(("this model", f"{after:,}"))
         if before:
             rows.append((facts.base or "base", f"{before:,}"))
+    notes = []
+    if ranks := facts.tensor_parallel:
+        each = f"on each of {ranks['tensor_parallel']} GPUs"
+        rows.append((f"this model, {each}", f"{ranks['kv_bytes_per_token_per_gpu']:,}"))
+        if original := ranks["kv_bytes_per_token_per_gpu_original"]:
+            rows.append((f"{facts.base or 'base'}, {each}", f"{original:,}"))
+        notes.append(f"With tensor parallelism: {ranks['note']}.")
     dtype = export.get("cache_dtype") or export.get("dtype")
-    return Table(("KV cache", f"bytes per token in {dtype}"), rows, intro="KV cache")
+    columns = ("KV cache", f"bytes per token in {dtype}")
+    return Table(columns, rows, intro="KV cache", notes=notes)
 
 
 def _loss_table(facts: CardFacts) -> Table:

@@ -56,6 +56,7 @@ def loading_blocks(
     repository: str | None,
     engines: Sequence[str],
     cache_format: str | None = None,
+    tensor_parallel: int | None = None,
 ) -> list[CodeBlock]:
     """Return the code that loads the files in `folder`, for each engine.
 
@@ -64,9 +65,12 @@ def loading_blocks(
         repository: On the hub, where it will lie; None: the reader of the card puts in a path.
         engines: Software that loads the files.
         cache_format: That of the KV cache (`attention.cache_formats`).
+        tensor_parallel: GPUs that vLLM is to divide the heads among.
     """
     pair = None if cache_format is None else CachePair.parse(cache_format)
     flags = {name: f" {pair.flags(name)}" for name in pair.engines} if pair else {}
+    if tensor_parallel is not None:
+        flags[VLLM] = f"{flags.get(VLLM, '')} --tensor-parallel-size {tensor_parallel}"
     local = f"path/to/{folder.resolve().name}"
     path = repository or local
     hint = "" if repository else "  # the folder of this card"

@@ -12,6 +12,7 @@ from attention.base.memory import memory_now
 from attention.base.text import gib
 from attention.base.timing import duration
 from attention.ratios import own_heads, percent
+from attention.tensor_parallel import RankCache
 from orchestrator.resources.accelerators import conversion_rate, memory_of
 from orchestrator.resources.memory import available_bytes, layerwise_stages, resident_peak
 from orchestrator.resources.size import READ, READING, SPARE, Conversion, Size
@@ -115,6 +116,7 @@ class ConversionEstimate:
         on_gpu: Whether `available` is the memory of a GPU.
         elsewhere: Whether it is that of another machine.
         gpu: The GPU that `rate` is of; empty if it is that of this machine's CPUs.
+        tensor_parallel: What each GPU of a tensor-parallel engine will hold, where requested.
     """
 
     kv_ratio: float
@@ -137,6 +139,7 @@ class ConversionEstimate:
     on_gpu: bool = False
     elsewhere: bool = False
     gpu: str = ""
+    tensor_parallel: RankCache | None = None
 
     @classmethod
     def of(
@@ -228,8 +231,10 @@ class ConversionEstimate:
             time = f"{about} on this machine's {os.cpu_count()} CPUs"
             if self.on_gpu:
                 time += "; for the time on a GPU name its type with --gpu, e.g. --gpu H100"
+        ranks = self.tensor_parallel
         return {
             "cache": f"{percent(self.kv_ratio)} of the original{unmet(vars(self))}: {kv_bytes}",
+            "cache": f"{percent(self.kv_ratio)} of the checkpoint's{unmet(vars(self))}: {kv_bytes}",
             "in memory": f"{self.resident / giga:.1f} GiB of {memory}",
             "layer by layer": layerwise if self.layerwise_possible else self.why_not,
             "of each GPU" if self.elsewhere else "available now": (

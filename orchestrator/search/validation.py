@@ -110,7 +110,7 @@ def check_search(config: SearchConfig) -> Prepared:
     check_scheduler(config)
     check_training(config.train)
     check_training(config.promotion_train)
-    check_tasks(config)
+    check_tasks(config, setup.model)
     check_extras(config, model)
     check_decode_time(config, geometry)
     check_accelerators(setup)
@@ -240,13 +240,14 @@ def check_extras(config: SearchConfig, model: Checkpoint) -> None:
         raise ConfigError(f"promotion.{error}") from None
 
 
-def check_tasks(config: SearchConfig) -> None:
+def check_tasks(config: SearchConfig, model: Checkpoint) -> None:
     """Raise ConfigError for tasks of the promotion that its gate cannot run or compare."""
     section = config.promotion
     if not (section.enabled and section.tasks):
         return
     try:
-        metrics = HarnessTasks(section.tasks).metrics
+        tokenizer = checkpoints.load_tokenizer(model)
+        metrics = HarnessTasks(section.tasks, tokenizer, section.context_lengths or ()).metrics
     except ConfigError as error:
         raise ConfigError(f"promotion.{error}") from None
     if section.max_task_drop is not None and (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 
-from orchestrator.cluster.pending_resources import watch_pending
+from orchestrator.cluster.pending_resources import CapacityWatch, watch_pending
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.stall import StallWatch
 from orchestrator.config.schema import SearchConfig
@@ -28,7 +28,7 @@ def report_waiting(
         run: Returns the run of the search as MLflow should have it now.
 
     Raises:
-        StalledError: If it can never go on.
+        StalledError: If it can never go on, or nodes have been missing for too long.
     """
 
     def report(text: str | None) -> None:
@@ -44,7 +44,10 @@ def report_waiting(
         report(None)
     minutes = config.resources.stall_minutes
     stall = None if minutes is None else StallWatch(60 * minutes, partial(_newest_line, folder))
-    with watch_pending(Demand.of(config), report, stall):
+    demands = [d for d in (Demand.of(config), Demand.of_promotion(config)) if d is not None]
+    hours = config.resources.max_wait_hours
+    capacity = CapacityWatch(demands, 3600 * hours) if hours else None
+    with watch_pending(Demand.of(config), report, stall, capacity):
         yield
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from attention.base.messages import one_of
 from attention.cache_formats import (
     REFERENCE_BYTES,
+    VLLM,
     CacheFormatError,
     FormatRecord,
     format_record,
@@ -20,10 +21,11 @@ from attention.cache_formats import (
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
 from attention.io.dtype_names import full_name
-from attention.io.export import export
+from attention.io.export import cache_dtype, export
 from attention.io.precision import DTYPES, round_weights
 from attention.io.stock_form import format_of
-from attention.io.targets import Target, best_target, target
+from attention.io.targets import EngineSupport, Target, best_target, target
+from attention.tensor_parallel import RankCache, RankLayoutError
 from orchestrator import checkpoints
 from orchestrator.config.options import ExportOptions
 from orchestrator.config.parsing import read_cache_format
@@ -64,6 +66,8 @@ class EngineExportRecord(TypedDict):
     padding: NotRequired[Mapping[str, Any]]
     engine_cache: NotRequired[FormatRecord]
     """With `--cache-format`: what the engine's cache takes then."""
+    tensor_parallel: NotRequired[Mapping[str, Any]]
+    """With `--tensor-parallel`: what each GPU holds (`attention.tensor_parallel.RankCache`)."""
     other_targets: dict[str, str]
     """Of target auto: why the others were not taken."""
 
@@ -94,6 +98,7 @@ def export_checkpoint(options: ExportOptions) -> EngineExportRecord:
     if dtype not in chosen.dtypes:
         dtype = checkpoints.written_dtype(opened, dtype)
     cache = _engine_cache(options.cache_format, chosen, opened)
+    ranks = _rank_cache(options.tensor_parallel, chosen, opened, dtype)
     report = export(
         opened,
         chosen.name,
@@ -109,7 +114,36 @@ def export_checkpoint(options: ExportOptions) -> EngineExportRecord:
     )
     if cache is not None:
         record["engine_cache"] = cache
+    if ranks is not None:
+        record["tensor_parallel"] = ranks.record()
     return record
+
+
+def _rank_cache(
+    ranks: int | None, chosen: Target, opened: Checkpoint, dtype: str
+) -> RankCache | None:
+    """Return what each GPU of a tensor-parallel engine holds; None without `ranks`.
+
+    Raises:
+        ConfigError: For a target that no such engine reads, and for heads that cannot be divided.
+    """
+    if ranks is None:
+        return None
+    if VLLM not in chosen.engines:
+        raise ConfigError(
+            f"tensor_parallel: target {chosen.name} is loaded by {', '.join(chosen.engines)}, "
+            "which divides no KV heads among GPUs; choose target vllm or gqa, or leave it out"
+        )
+    support = chosen.held(opened.config, opened.plan)
+    original = None
+    if heads := checkpoint.original_heads(opened.path, support.head_dim):
+        each = heads / (2 * opened.plan.num_layers)
+        if each.is_integer():
+            original = EngineSupport.of([int(each)] * opened.plan.num_layers, support.head_dim)
+    try:
+        return support.rank_cache(ranks, cache_dtype(dtype), original, opened.plan.num_heads)
+    except RankLayoutError as error:
+        raise ConfigError(f"tensor_parallel: {error}") from None
 
 
 def _engine_cache(text: str | None, chosen: Target, opened: Checkpoint) -> FormatRecord | None:

@@ -59,6 +59,7 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
             options.kv_ratio,
             options.kv_heads,
             options.kv_bytes,
+            options.tensor_parallel,
         )
         if any(of_conversion) or options.recipe != "auto":
             listed = f" ({config}); {BY_COMMA}" if NUMBERS.fullmatch(str(config)) else ""
@@ -73,6 +74,10 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         if self.search_config is not None:
             return self.search_estimate.record()
         records = [asdict(point) for point in self.points]
+        for point, record in zip(self.points, records, strict=True):
+            del record["tensor_parallel"]
+            if point.tensor_parallel is not None:
+                record["tensor_parallel"] = point.tensor_parallel.record()
         record = records[0] if len(records) == 1 else {"points": records}
         return {**record, "cache_formats": self.cache_formats}
 
@@ -126,7 +131,11 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         """What each conversion takes, by falling KV ratio."""
         from orchestrator.conversion.estimate import estimate_conversions
 
-        return estimate_conversions(self.request, elsewhere=self._elsewhere)
+        return estimate_conversions(
+            self.request,
+            elsewhere=self._elsewhere,
+            tensor_parallel=self.options.tensor_parallel,
+        )
 
     def show(self, record: Mapping[str, Any]) -> None:
         if self.search_config is not None:

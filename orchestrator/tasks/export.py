@@ -77,6 +77,8 @@ class Export(Task[ExportOptions, ExportRecord]):
         facts = CardFacts.of(self.checkpoint.path)
         if self.options.cache_format is not None:
             facts = replace(facts, cache_format=self.options.cache_format)
+        if ranks := record.get("tensor_parallel"):
+            facts = replace(facts, tensor_parallel=dict(ranks))
         record["card"] = str(write_card(out, facts, push))
         write_digests(out)
         if push is not None:
@@ -104,6 +106,8 @@ class Export(Task[ExportOptions, ExportRecord]):
             for engine, flags in zip(cache["engines"], cache["flags"], strict=True):
                 if engine in record["engines"]:
                     print(f"{engine}: {flags}")
+        if ranks := record.get("tensor_parallel"):
+            print(f"tensor parallelism: {ranks['note']}")
         for note in record["notes"]:
             print(f"note: {note}")
         for name, why in record["other_targets"].items():

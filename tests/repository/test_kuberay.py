@@ -164,3 +164,33 @@ def test_a_worker_s_pod_that_is_ended_drains_its_node_in_the_time_it_has() -> No
             assert (python, dash_m, option) == ("python", "-m", "--seconds")
             assert find_spec(module) is not None
             assert 0 < float(seconds) < pod["terminationGracePeriodSeconds"]
+
+
+def test_a_configuration_of_ones_own_is_mounted_where_its_job_reads_it(tmp_path: Path) -> None:
+    files, job = yaml.safe_load_all((REPOSITORY / "deploy" / "rayjob-own-config.yaml").read_text())
+    spec = job["spec"]
+    assert "clusterSelector" not in spec and spec["shutdownAfterJobFinishes"], "which Kueue needs"
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "headfold"}
+    program, verb, path = shlex.split(spec["entrypoint"])
+    assert (program, verb) == ("headfold", "search")
+    [worker] = spec["rayClusterSpec"]["workerGroupSpecs"]
+    pods = [group["template"]["spec"] for group in (spec["rayClusterSpec"]["headGroupSpec"], worker)]
+    for pod in pods:
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        maps = {volume["name"]: volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume}
+        [(volume, config_map)] = maps.items()
+        assert config_map == files["metadata"]["name"]
+        assert path.rpartition("/")[0] == mounts[volume]
+        assert pod["containers"][0]["image"] in {c["image"] for other in PODS for c in other["containers"]}
+    own = tmp_path / "search.yaml"
+    own.write_text(files["data"][path.rpartition("/")[2]])
+    config = read_search_config(own)
+    there = Nodes(1, {"CPU": 48.0, "GPU": float(pods[1]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])})
+    assert concurrency([Nodes(1, {"CPU": 4.0}), there], Demand.of(config)) == 1
+
+
+def test_the_task_of_skypilot_starts_a_search_of_this_checkout() -> None:
+    task = yaml.safe_load((REPOSITORY / "deploy" / "skypilot.yaml").read_text())
+    assert task["run"].split()[:2] == ["headfold", "search"]
+    assert set(re.findall(r"\$(\w+)", task["run"])) == task["envs"].keys()
+    read_search_config(REPOSITORY / task["envs"]["CONFIG"], [f"storage={task['envs']['STORAGE']}"])

@@ -9,10 +9,11 @@ Legend: L layers, H query heads.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from attention.base.messages import one_of
 from attention.plan import BYTES, AttentionPlan
+from attention.tensor_parallel import RankCache, RankLayoutError, layers_per_rank
 
 
 class TargetError(ValueError):
@@ -61,6 +63,62 @@ class EngineSupport:
         """Bytes of the cache a token. `dtype`: of the cache, a torch dtype or its name."""
         numbers = (sum(self.key_heads) + sum(self.value_heads)) * self.head_dim + self.others
         return numbers * BYTES[str(dtype).removeprefix("torch.")]
+
+    def on_rank(self, ranks: int, num_heads: int | None = None) -> EngineSupport:
+        """Return what each of `ranks` GPUs keeps with tensor parallelism.
+
+        Args:
+            ranks: GPUs, N.
+            num_heads: Query heads of a layer, where they are to be checked as well.
+
+        Raises:
+            RankLayoutError: For heads that cannot be divided among the GPUs.
+        """
+        queries = self.query_heads or (() if num_heads is None else (num_heads,))
+        if wrong := [count for count in queries if count % ranks]:
+            raise RankLayoutError(
+                f"{wrong[0]} query heads cannot be divided among {ranks} GPUs; choose a number of "
+                f"GPUs that divides {wrong[0]}"
+            )
+        return replace(
+            self,
+            key_heads=layers_per_rank(self.key_heads, ranks),
+            value_heads=layers_per_rank(self.value_heads, ranks),
+            query_heads=tuple(count // ranks for count in self.query_heads),
+        )
+
+    def rank_cache(
+        self,
+        ranks: int,
+        dtype: Any,
+        original: EngineSupport | None = None,
+        num_heads: int | None = None,
+    ) -> RankCache:
+        """Return the bytes of a token on each of `ranks` GPUs.
+
+        Args:
+            ranks: GPUs, N.
+            dtype: Of the cache.
+            original: What an engine keeps of the model before its conversion; a layout that the
+                GPUs cannot hold counts as unknown.
+            num_heads: As in `on_rank`.
+
+        Raises:
+            RankLayoutError: As `on_rank`.
+        """
+        held = self.on_rank(ranks, num_heads)
+        before = None
+        if original is not None:
+            with contextlib.suppress(RankLayoutError):
+                before = original.on_rank(ranks).bytes_per_token(dtype)
+        sides = zip(self.key_heads, self.value_heads, strict=True)
+        return RankCache(
+            tensor_parallel=ranks,
+            kv_bytes_per_token_per_gpu=held.bytes_per_token(dtype),
+            kv_bytes_per_token_per_gpu_original=before,
+            kv_bytes_per_token=self.bytes_per_token(dtype),
+            replicated_layers=sum(min(counts) < ranks for counts in sides),
+        )
 
     @classmethod
     def of(

@@ -139,6 +139,7 @@ ESTIMATES = (
     Bad("an estimate of a search that is not there", "estimate none.yaml", ("none.yaml",)),
     Bad("a search and a conversion", "estimate mine.yaml --model model", ("one of two",)),
     Bad("a key misspelt in an estimate", "estimate mine.yaml search.num_samplez=3", ("did you mean num_samples?",)),
+    Bad("a search with GPUs per model", "estimate mine.yaml --tensor-parallel 2", ("one of two",)),
     Bad("an estimate without a ratio", "estimate --model model --recipe gqa", ("kv-ratio",)),
     Bad("an estimate of no model", "estimate --model none --recipe gqa --kv-ratio 0.5", ("model", "none")),
     Bad(

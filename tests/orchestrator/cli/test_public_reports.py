@@ -96,7 +96,7 @@ REPORTS = {
     12: Report(
         ("huggingface/transformers/pull/47811", "vllm-project/vllm/pull/46755", "hiyouga/LlamaFactory/pull/10794"),
         "fewer KV heads than GPUs of tensor parallelism",
-        "documented: bytes are of the whole model, and heads are repeated over GPUs",
+        "`--tensor-parallel` reports bytes per GPU; counts that fit no number of GPUs are refused",
     ),
     13: Report(
         ("vllm-project/llm-compressor/issues/2176",),
@@ -371,10 +371,33 @@ def test_fp8_blocks_with_scales_in_another_shard_are_converted(
 
 
 @of_report(12)
-def test_what_tensor_parallelism_does_to_kv_heads_is_documented(number: int) -> None:
-    words = " ".join(page("serving.md").split())
-    assert "**Tensor parallelism.** Engines split KV heads over GPUs" in words
-    assert "those of the whole model, not per GPU" in words
+def test_bytes_per_gpu_are_reported_and_counts_that_fit_none_are_refused(
+    number: int, folder: Path, tiny_model: Tiny
+) -> None:
+    stored(tiny_model, folder)
+    estimate = ["estimate", "--model", "model", "--recipe", "gqa", "--json", "estimate.json"]
+    ran = run_in(folder, [*estimate, "--kv-ratio", "0.5", "--tensor-parallel", "4"])
+    assert ran.code == 0, ran.err
+    assert "this saves nothing there" in ran.out
+    ranks = json.loads((folder / "estimate.json").read_text())["tensor_parallel"]
+    assert ranks["kv_bytes_per_token_per_gpu"] == ranks["kv_bytes_per_token_per_gpu_original"]
+    ran = run_in(folder, [*estimate, "--kv-ratio", "0.5", "--tensor-parallel", "3"])
+    assert (ran.code, "cannot be divided among 3 GPUs" in ran.err) == (2, True)
+    per_layer(tiny_model, folder)
+    export = ["export", "converted", "--target", "vllm", "--out", "exported", "--json", "export.json"]
+    ran = run_in(folder, [*export, "--tensor-parallel", "3"])
+    assert (ran.code, "query heads cannot be divided among 3 GPUs" in ran.err) == (2, True)
+    assert not (folder / "exported").exists()
+    ran = run_in(folder, [*export, "--tensor-parallel", "2"])
+    assert ran.code == 0, ran.err
+    exported = json.loads((folder / "export.json").read_text())
+    ranks, heads = exported["tensor_parallel"], exported["kv_heads"]
+    assert heads == [2, 1]
+    assert ranks["kv_bytes_per_token_per_gpu"] * 2 == exported["kv_bytes_per_token_after"] * 4 / 3
+    assert ranks["replicated_layers"] == 1
+    card = (folder / "exported" / "README.md").read_text()
+    assert "this model, on each of 2 GPUs" in card
+    assert "--tensor-parallel-size 2" in card
 
 
 @of_report(13)

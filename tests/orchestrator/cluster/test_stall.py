@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.cluster import pending_resources, stall
 from orchestrator.cluster.capacity import Nodes
-from orchestrator.cluster.pending_resources import watch_pending
+from orchestrator.cluster.pending_resources import CapacityWatch, watch_pending
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.stall import StalledError, StallWatch
 
@@ -129,3 +129,45 @@ def test_a_stall_ends_the_body_as_an_interruption_does(orderly: bool, monkeypatc
                 raise
     with pytest.raises(KeyboardInterrupt), watch_pending(demand, print, None):
         raise KeyboardInterrupt
+
+
+@pytest.fixture
+def capacity(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What `CapacityWatch` sees of a cluster whose one node has no GPU."""
+    seen = SimpleNamespace(status=Status(), nodes=[Nodes(1, {"CPU": 8.0})], clock=0.0)
+    monkeypatch.setattr(pending_resources, "cluster_status", lambda: seen.status)
+    monkeypatch.setattr(pending_resources, "pending_bundles", lambda status: status.pending)
+    monkeypatch.setattr(pending_resources, "live_nodes", lambda: seen.nodes)
+    monkeypatch.setattr(pending_resources, "_autoscaler", lambda status: "autoscaler: no node on its way")
+    monkeypatch.setattr(pending_resources, "time", SimpleNamespace(monotonic=lambda: seen.clock))
+    return seen
+
+
+def two_workers() -> Demand:
+    return Demand(trial_cpus=0.05, trial_gpus=0, workers=2, cpus_per_worker=8, gpus_per_worker=1)
+
+
+def test_nodes_that_do_not_come_end_the_search_with_what_was_requested(capacity: Any) -> None:
+    watching = CapacityWatch([two_workers()], 3600)
+    assert watching.reason() is None
+    capacity.clock = 3599.0
+    assert watching.reason() is None
+    capacity.clock = 3600.0
+    assert watching.reason() == (
+        "no node has had room for 1 h for 2 x 1 GPU and 8 CPU; the cluster's nodes: 1 of 8 CPU; autoscaler: no "
+        "node on its way; add nodes, request less, or set resources.max_wait_hours to more (0: no limit)"
+    )
+
+
+def test_a_wait_for_gpus_in_use_or_of_another_job_is_not_one_for_nodes(capacity: Any) -> None:
+    watching = CapacityWatch([two_workers()], 60)
+    capacity.nodes = [Nodes(2, GPU)]  # whatever uses them
+    assert watching.reason() is None
+    capacity.clock = 100.0
+    assert watching.reason() is None
+    capacity.nodes = [Nodes(1, GPU)]  # room for one of the two workers, which start together
+    assert watching.reason() is None
+    capacity.clock = 200.0
+    assert "2 x" in (watching.reason() or "")
+    capacity.status.pending = [(1, {"GPU": 4.0})]
+    assert watching.reason() is None
