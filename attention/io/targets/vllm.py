@@ -34,6 +34,7 @@ from attention.io.stock_files import older_form, put_tokenizer
 from attention.io.targets import EngineSupport, Lowered, Target, TargetError, _stock, gqa, phi
 from attention.io.targets._pairs import (
     check_no_composition,
+    check_query_heads,
     kv_heads_of,
     pad,
     query_heads_for_all,
@@ -48,9 +49,6 @@ _DECI = "nemotron-nas"
 _CODE = Path(__file__).parent / "_code" / "configuration_decilm.py"
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
-_MOST_QUERY_HEADS = 8
-"""Times a model's own query heads that may be written, zeros included: beyond it attention is no
-bargain."""
 
 
 @holding_wide
@@ -71,16 +69,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     counts = kv_heads_of(plan)
     if not has_own_counts(config, plan):
         return gqa.held(config, plan)
-    if (heads := query_heads_for_all(plan)) > _MOST_QUERY_HEADS * plan.num_heads:
-        index = max(range(len(counts)), key=lambda i: counts[: i + 1].index(counts[i]))
-        raise TargetError(
-            f"layer {index} has {counts[index]} KV heads beside "
-            f"{sorted(set(counts) - {counts[index]})} in other "
-            f"layers: one number of query heads that all divide is {heads}, more than "
-            f"{_MOST_QUERY_HEADS} times the "
-            f"model's {plan.num_heads}; choose counts that divide each other, or export to target "
-            f"gguf"
-        )
+    heads = check_query_heads(plan)
     return EngineSupport.of(counts, plan.head_dim, [heads] * plan.num_layers)
 
 
