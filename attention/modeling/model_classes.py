@@ -16,6 +16,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 
 from attention.families import Family, families, family_of, geometry_of, window_of
 from attention.geometry import HeadGeometry
@@ -130,11 +134,13 @@ def headfold_classes(family_name: str) -> tuple[type[PretrainedConfig], type[Pre
 
 
 def register() -> None:
-    """Make AutoConfig and AutoModelForCausalLM know every Headfold model type."""
+    """Make transformers know every Headfold model type, and how its stock weights are read."""
     for name in families():
         config_class, model_class = headfold_classes(name)
         AutoConfig.register(TYPE_PREFIX + name, config_class, exist_ok=True)
         AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+        if (stock := get_checkpoint_conversion_mapping(name)) is not None:
+            register_checkpoint_conversion_mapping(TYPE_PREFIX + name, stock, overwrite=True)
 
 
 def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig:

@@ -67,6 +67,8 @@ CASES = [
     extended("qwen3", "transformers", "apart", "head_maps_qwen3"),
     extended("qwen3", "transformers", "composed", "composed_heads_qwen3"),
     extended("gpt_neox", "transformers", "apart", "head_maps_phi"),
+    ("qwen3", "per_layer", "layers", "qwen3"),
+    extended("qwen3_moe", "per_layer", "layers", "qwen3_moe"),
     ("llama", "gqa", "unequal", "mistral"),
     extended("qwen3", "gqa", "apart", "qwen3"),
     extended("gpt_neox", "phi", "layers", "phi"),
@@ -80,13 +82,18 @@ IN_VLLM = [
     ("qwen3", "vllm", "layers", "qwen3"),
     ("qwen3", "vllm", "unequal", "qwen3"),
     ("qwen3", "vllm", "apart", "qwen3"),
+    ("llama", "per_layer", "layers", "mistral"),
+    ("qwen3", "per_layer", "layers", "qwen3"),
+    ("qwen3_moe", "per_layer", "layers", "qwen3_moe"),
     ("gpt_neox", "vllm", "uniform", "phi"),
     ("gpt_neox", "vllm", "apart", "phi"),
 ]
 
 
-def _check(family: str, target: str, kind: str, form: str, folder: Path, out: Path) -> None:
-    record = export_checkpoint(folder, target, out, check=True, allow_larger_cache=True)
+def _check(
+    family: str, target: str, kind: str, form: str, folder: Path, out: Path, engine: str | None = None
+) -> None:
+    record = export_checkpoint(folder, target, out, check=True, engine=engine, allow_larger_cache=True)
     found = record["check"]
     assert record["model_type"] == form and record["exact"] and found["passed"]
     promised = kv_bytes_in(target, checkpoint.load_config(folder), PLANS[kind], "float32")
@@ -113,4 +120,4 @@ def test_an_engine_computes_what_the_source_does(
 def test_vllm_computes_what_the_source_does(
     family: str, target: str, kind: str, form: str, source: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
-    _check(family, target, kind, form, source(family, kind), tmp_path / "out")
+    _check(family, target, kind, form, source(family, kind), tmp_path / "out", "vLLM")
