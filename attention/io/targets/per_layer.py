@@ -19,6 +19,7 @@ from transformers import MODEL_MAPPING, AutoModelForCausalLM, PretrainedConfig, 
 
 from attention.conversion.convert import unshare
 from attention.families import Family, family_of
+from attention.io.checkpoint import KV_HEADS
 from attention.io.targets import EngineSupport, Lowered, Target, TargetError, _stock, gqa
 from attention.io.targets._code import modeling_per_layer
 from attention.io.targets._pairs import (
@@ -45,31 +46,25 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     check_no_composition(plan, "per_layer")
     if len(set(kv_heads_of(plan))) == 1:
         return gqa.held(config, plan)
-    layer_config(config, plan)
-    return EngineSupport.of(
-        kv_heads_of(plan), plan.head_dim, [check_query_heads(plan)] * plan.num_layers
-    )
+    heads = _stock_config(config, plan).num_attention_heads
+    return EngineSupport.of(kv_heads_of(plan), plan.head_dim, [heads] * plan.num_layers)
 
 
-def layer_config(config: Any, plan: AttentionPlan) -> PretrainedConfig:
-    """Return the stock config with the number of KV heads of each layer.
+def _stock_config(config: Any, plan: AttentionPlan) -> PretrainedConfig:
+    """Return the stock config with as many KV heads in every layer as the widest has.
 
     Raises:
         TargetError: As `held`.
     """
     counts = kv_heads_of(plan)
     try:
-        stock = gqa.stock_config(config, check_query_heads(plan), max(counts))
+        return gqa.stock_config(config, check_query_heads(plan), max(counts))
     except TargetError as error:
         index = counts.index(min(counts))
         others = sorted(set(counts) - {counts[index]})
         raise TargetError(
             f"layer {index} has {counts[index]} KV heads, other layers have {others}: {error}"
         ) from None
-    stock.per_layer_config = {
-        layer: {"num_key_value_heads": count} for layer, count in enumerate(counts)
-    }
-    return stock
 
 
 @lowering_wide
@@ -80,7 +75,12 @@ def lower(model: PreTrainedModel) -> Lowered:
     if len(set(kv_heads_of(plan))) == 1:
         return gqa.lower(model)
     source = unshare(model)
-    config = layer_config(model.config, plan)
+    config = _stock_config(model.config, plan)
+    counts = dict(enumerate(kv_heads_of(plan)))
+    config.per_layer_config = {layer: {KV_HEADS: count} for layer, count in counts.items()}
+    if scaling := getattr(config, "logits_scaling", None):
+        # Granite's, by the name that vLLM's Transformers backend knows
+        config.logit_scale = 1 / scaling
     with modeling_per_layer.global_counts(config):
         stock: Any = family_of(config).model_class._from_config(config, dtype=model.dtype)
     modeling_per_layer.size_layers(stock.get_decoder())
@@ -94,9 +94,15 @@ def lower(model: PreTrainedModel) -> Lowered:
 
 def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
     if getattr(model.config, "is_heterogeneous", False):
-        classes = {"AutoModel": "PerLayerModel", "AutoModelForCausalLM": "PerLayerForCausalLM"}
-        model.config.auto_map = {auto: f"{_CODE.stem}.{name}" for auto, name in classes.items()}
-        (folder / _CODE.name).write_text(code_for(family_of(model.config)), encoding="utf-8")
+        family = family_of(model.config)
+        classes = {
+            "AutoModel": MODEL_MAPPING[family.config_class],
+            "AutoModelForCausalLM": family.model_class,
+        }
+        model.config.auto_map = {
+            auto: f"{_CODE.stem}.PerLayer{stock.__name__}" for auto, stock in classes.items()
+        }
+        (folder / _CODE.name).write_text(code_for(family), encoding="utf-8")
     return _stock.write(model, folder, dtype, tokenizer)
 
 

@@ -90,9 +90,7 @@ IN_VLLM = [
 ]
 
 
-def _check(
-    family: str, target: str, kind: str, form: str, folder: Path, out: Path, engine: str | None = None
-) -> None:
+def _check(family: str, target: str, kind: str, form: str, folder: Path, out: Path, engine: str | None = None) -> None:
     record = export_checkpoint(folder, target, out, check=True, engine=engine, allow_larger_cache=True)
     found = record["check"]
     assert record["model_type"] == form and record["exact"] and found["passed"]

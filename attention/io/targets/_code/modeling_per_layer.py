@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from transformers import LlamaForCausalLM, LlamaModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 
 
 @contextmanager
@@ -32,7 +36,7 @@ def size_layers(decoder: Any) -> None:
         layer.self_attn = attention
 
 
-class PerLayerModel(LlamaModel):
+class PerLayerLlamaModel(LlamaModel):
     def __init__(self, config: Any) -> None:
         with global_counts(config):
             super().__init__(config)
@@ -40,9 +44,15 @@ class PerLayerModel(LlamaModel):
         self.post_init()
 
 
-class PerLayerForCausalLM(LlamaForCausalLM):
+class PerLayerLlamaForCausalLM(LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         with global_counts(config):
             super().__init__(config)
         size_layers(self.model)
         self.post_init()
+
+
+# transformers reads the names in the files for its own classes, and for those it is told of.
+names: Any = get_checkpoint_conversion_mapping(LlamaModel.config_class.model_type)
+if names is not None:
+    register_checkpoint_conversion_mapping(PerLayerLlamaModel.__name__, names, overwrite=True)
