@@ -163,7 +163,8 @@ def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
     heads = query_heads_for_all(plan)
     counts = kv_heads_of(plan)
     family = family_of(config).name
-    ffn = {"no_op": False} | _ffn_width(config)
+    block = {"no_op": False, "replace_with_linear": False}  # TensorRT-LLM reads both
+    ffn = block | ffn_width(config)
     fields = family_fields(config) | {
         "model_type": _DECI,
         "architectures": ["DeciLMForCausalLM"],
@@ -172,7 +173,7 @@ def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
         "num_key_value_heads": max(counts),
         "head_dim": plan.head_dim,
         "block_configs": [
-            {"attention": {"no_op": False, "n_heads_in_group": heads // count}, "ffn": ffn}
+            {"attention": block | {"n_heads_in_group": heads // count}, "ffn": ffn}
             for count in counts
         ],
     }
@@ -183,7 +184,7 @@ def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
     return fields
 
 
-def _ffn_width(config: Any) -> dict[str, float]:
+def ffn_width(config: Any) -> dict[str, float]:
     """Return the width of the MLPs as `ffn_mult` where that is exact, which more readers know.
 
     vLLM, SGLang and mlx-lm make of it `int(2 / 3 * ffn_mult * model width)`, rounded up to a
