@@ -95,7 +95,7 @@ def lower(model: PreTrainedModel) -> Lowered:
 def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
     if getattr(model.config, "is_heterogeneous", False):
         family = family_of(model.config)
-        classes = {
+        classes: dict[str, Any] = {
             "AutoModel": MODEL_MAPPING[family.config_class],
             "AutoModelForCausalLM": family.model_class,
         }
@@ -110,11 +110,11 @@ def code_for(family: Family) -> str:
     """Return the modelling file for a family: Llama's, with the names of the family's classes."""
     text = _CODE.read_text(encoding="utf-8")
     model_class = family.model_class.__name__
-    decoder_class = MODEL_MAPPING[family.config_class].__name__
+    decoder: Any = MODEL_MAPPING[family.config_class]
     name = model_class.removesuffix("ForCausalLM")
     return (
         text.replace("LlamaForCausalLM", model_class)
-        .replace("LlamaModel", decoder_class)
+        .replace("LlamaModel", decoder.__name__)
         .replace("A Llama w", f"A {name} w")
     )
 

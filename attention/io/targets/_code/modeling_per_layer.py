@@ -53,6 +53,7 @@ class PerLayerLlamaForCausalLM(LlamaForCausalLM):
 
 
 # transformers reads the names in the files for its own classes, and for those it is told of.
-names: Any = get_checkpoint_conversion_mapping(LlamaModel.config_class.model_type)
+stock: Any = LlamaModel
+names: Any = get_checkpoint_conversion_mapping(stock.config_class.model_type)
 if names is not None:
     register_checkpoint_conversion_mapping(PerLayerLlamaModel.__name__, names, overwrite=True)
