@@ -36,7 +36,7 @@ NAMES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 """What people call each family, and the settings of its published checkpoints that its class does not default to."""
 
-ENGINES = {"vLLM": ("vllm",), "llama.cpp": ("gguf",), "transformers": ("transformers", "gqa", "phi")}
+ENGINES = {"vLLM": ("vllm",), "llama.cpp": ("gguf",), "transformers": ("transformers", "per_layer", "gqa", "phi")}
 HEAD = f"| | keys are fused by | one layer at a time | {' | '.join(ENGINES)} |\n|{'---|' * 6}\n"
 
 

@@ -41,6 +41,7 @@ from attention.plan import AttentionPlan
 PLAN_FILE = "headfold.json"
 LLAMA_ONLY = ("attention_bias", "mlp_bias", "pretraining_tp")
 """Fields of a Llama's config that Mistral does not know."""
+KV_HEADS = "num_key_value_heads"
 ORIGINAL = "original"  # in that file: what the checkpoint was converted from
 
 
@@ -332,10 +333,11 @@ def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
         fields, _ = PretrainedConfig.get_config_dict(str(source), local_files_only=cached)
         _check_fields(fields, source, trust_remote_code)
         if (mistral := _as_mistral(fields, source)) is not None:
-            return mistral
-        return AutoConfig.from_pretrained(
+            return model_classes.one_form(mistral)
+        config = AutoConfig.from_pretrained(
             str(source), trust_remote_code=trust_remote_code, local_files_only=cached
         )
+        return model_classes.one_form(config)
     except CheckpointError:
         raise
     # A config.json may hold anything, and its class may stumble over it in any way
@@ -367,7 +369,7 @@ def _check_fields(fields: Mapping[str, Any], source: str | Path, trust_remote_co
     differing: dict[str, list[str]] = {}
     for layer, settings in layers.items() if isinstance(layers, Mapping) else ():
         for name, value in settings.items():
-            if name not in fields or fields[name] != value:
+            if name != KV_HEADS and (name not in fields or fields[name] != value):
                 differing.setdefault(name, []).append(str(layer))
     if differing:
         listed = "; ".join(
@@ -375,9 +377,9 @@ def _check_fields(fields: Mapping[str, Any], source: str | Path, trust_remote_co
         )
         raise CheckpointError(
             f"{source}: config.json gives layers settings of their own (per_layer_config: "
-            f"{listed}), which Headfold does not read; give the original model, whose layers are "
-            "alike, and convert it by a recipe that gives each layer a count of its own "
-            "(headfold_layers)"
+            f"{listed}), of which Headfold reads {KV_HEADS} alone; give the original model, whose "
+            f"layers are alike, and convert it by a recipe that gives each layer a count of its "
+            f"own (headfold_layers)"
         )
 
 

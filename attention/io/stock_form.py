@@ -91,7 +91,8 @@ def exact_targets(config: Any, plan: AttentionPlan, dtype: Any) -> dict[str, int
     takes = {
         name: support.bytes_per_token(dtype) for name, support in held_by(config, plan).items()
     }
-    order = sorted(takes, key=lambda name: (name == "transformers", name == "gguf", name))
+    with_code = ("per_layer", "transformers")
+    order = sorted(takes, key=lambda name: (name in with_code, name == "gguf", name))
     return {name: takes[name] for name in order if takes[name] <= before}
 
 

@@ -126,12 +126,11 @@ def _differences(model: PreTrainedModel, sources: Mapping[str, TensorSource]) ->
         for name, shape in shapes.items()
         if stored.get(name, shape) != shape
     }
-    names = LoadStateDictInfo(set(), stored.keys() - shapes.keys(), set(), [], {}, set())
+    missing = shapes.keys() - stored.keys()
+    names = LoadStateDictInfo(missing, stored.keys() - shapes.keys(), set(), [], {}, set())
     # Takes away what its class knows not to need, masks for instance.
     model._adjust_missing_and_unexpected_keys(names)
-    return Differences(
-        frozenset(shapes.keys() - stored.keys()), wrong, frozenset(names.unexpected_keys)
-    )
+    return Differences(frozenset(names.missing_keys), wrong, frozenset(names.unexpected_keys))
 
 
 def check_loaded(source: str | Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:

@@ -7,12 +7,19 @@ loading need.
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 
 from attention.families import Family, families, family_of, geometry_of, window_of
 from attention.geometry import HeadGeometry
@@ -24,6 +31,8 @@ from attention.modeling.shared_weights import SharedProjection
 from attention.plan import AttentionPlan, LayerPlan, PlanError
 
 TYPE_PREFIX = "headfold_"
+MAP_NAMES = ("key_map", "value_map")
+"""Buffers of an attention module that repeat its layer's plan; weights may lack them."""
 
 
 def check_fits(plan: AttentionPlan, geometry: HeadGeometry) -> None:
@@ -52,6 +61,7 @@ class HeadfoldMixin:
     """
 
     family: Family
+    _keys_to_ignore_on_load_missing = tuple(rf"\.{name}$" for name in MAP_NAMES)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         plan = plan_of_config(config)
@@ -82,8 +92,9 @@ class HeadfoldMixin:
             module.reset_parameters()
 
     def initialize_weights(self) -> None:
-        """Initialise composition that the checkpoint lacks. Called after the weights are read."""
+        """Set maps and composition that the checkpoint lacks. Called after the weights are read."""
         super().initialize_weights()  # type: ignore[misc]
+        set_missing_maps(self)  # type: ignore[arg-type]
         reset_missing(self)  # type: ignore[arg-type]
 
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Cache:
@@ -123,11 +134,13 @@ def headfold_classes(family_name: str) -> tuple[type[PretrainedConfig], type[Pre
 
 
 def register() -> None:
-    """Make AutoConfig and AutoModelForCausalLM know every Headfold model type."""
+    """Make transformers know every Headfold model type, and how its stock weights are read."""
     for name in families():
         config_class, model_class = headfold_classes(name)
         AutoConfig.register(TYPE_PREFIX + name, config_class, exist_ok=True)
         AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+        if (stock := get_checkpoint_conversion_mapping(name)) is not None:
+            register_checkpoint_conversion_mapping(TYPE_PREFIX + name, stock, overwrite=True)
 
 
 def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfig:
@@ -172,16 +185,68 @@ def plan_of_config(config: PretrainedConfig) -> AttentionPlan:
             f"a config of model type {config.model_type} needs its attention_plan, which is not "
             f"there"
         )
-    geometry = geometry_of(config)
-    layer = LayerPlan(geometry.kv_map, geometry.kv_map)
-    return AttentionPlan((layer,) * geometry.num_layers, geometry.head_dim)
+    if getattr(config, "is_heterogeneous", False):
+        counts = [layer.num_key_value_heads for layer in config.per_layer_config]
+        geometry = geometry_of(with_kv_heads(config, max(counts)))
+    else:
+        geometry = geometry_of(config)
+        counts = [geometry.num_kv_heads] * geometry.num_layers
+    maps = [replace(geometry, num_kv_heads=count).kv_map for count in counts]
+    return AttentionPlan(tuple(LayerPlan(one, one) for one in maps), geometry.head_dim)
+
+
+def with_kv_heads(config: PretrainedConfig, count: int) -> PretrainedConfig:
+    """Return the config with `count` KV heads in every layer."""
+    plain: Any = copy.deepcopy(config)
+    plain.per_layer_config = None
+    plain.num_key_value_heads = count
+    return plain
+
+
+def one_form(config: PretrainedConfig) -> PretrainedConfig:
+    """Return Headfold's config of a stock one whose layers have their own numbers of KV heads.
+
+    Any other is returned as it is.
+
+    Raises:
+        ValueError: For a family whose layers cannot be read so.
+    """
+    if not getattr(config, "is_heterogeneous", False):
+        return config
+    family = family_of(config)
+    if family.plain_config(with_kv_heads(config, 1), 1) is None or family.separate is not None:
+        raise ValueError(
+            f"a {family.name} with a number of KV heads per layer (per_layer_config) is not read: "
+            f"its queries, keys and values come from one projection, or it has no groups; give "
+            f"the checkpoint that it was made from"
+        )
+    plan = plan_of_config(config)
+    plain: Any = with_kv_heads(config, max(layer.key_heads for layer in plan.layers))
+    if hasattr(plain, "auto_map"):  # the code in the folder, which Headfold does not need
+        del plain.auto_map
+    if len({layer.key_heads for layer in plan.layers}) == 1:
+        return plain
+    made = headfold_config(plain, plan)
+    made.name_or_path = config.name_or_path
+    return made
+
+
+@torch.no_grad()
+def set_missing_maps(model: PreTrainedModel) -> None:
+    """Set the map buffers of a model that no checkpoint has filled, from its config."""
+    modules: list[nn.Module] = list(family_of(model.config).attention_modules(model))
+    for module, layer in zip(modules, plan_of(model).layers, strict=True):
+        for name in MAP_NAMES:
+            stored = getattr(module, name, None)  # none yet while the stock model is built
+            if stored is not None and not getattr(stored, "_is_hf_initialized", False):
+                stored.copy_(torch.tensor(getattr(layer, name)))
 
 
 def check_maps(model: PreTrainedModel) -> None:
     """Raise PlanError if the map buffers of a loaded model are not those of its config."""
     modules: list[nn.Module] = list(family_of(model.config).attention_modules(model))
     for index, (module, layer) in enumerate(zip(modules, plan_of(model).layers, strict=True)):
-        for name in ("key_map", "value_map"):
+        for name in MAP_NAMES:
             stored = tuple(getattr(module, name).tolist())
             expected = getattr(layer, name)
             if stored != expected:

@@ -255,11 +255,11 @@ class SearchSection(Section):
     """
 
     target: Annotated[
-        Literal["any", "gqa", "phi", "vllm", "gguf", "transformers"],
+        Literal["any", "gqa", "phi", "per_layer", "vllm", "gguf", "transformers"],
         BeforeValidator(
             _export_target,
             json_schema_input_type=Literal[
-                "any", "gqa", "phi", "vllm", "gguf", "transformers", "llama.cpp"
+                "any", "gqa", "phi", "per_layer", "vllm", "gguf", "transformers", "llama.cpp"
             ],
         ),
     ] = "any"

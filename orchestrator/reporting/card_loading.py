@@ -9,7 +9,7 @@ from typing import NamedTuple
 from attention.cache_formats import LLAMA_CPP, VLLM, CachePair
 from attention.checkpoint import Checkpoint
 from attention.io.stock_form import exact_targets, export_command
-from attention.io.targets import targets
+from attention.io.targets import targets, vllm
 from attention.modeling.model_classes import TYPE_PREFIX
 from orchestrator.storage.json_files import read_json
 
@@ -101,7 +101,9 @@ def loading_blocks(
             lines = _TRANSFORMERS.format(path=path, hint=hint, trust=trust)
             blocks.append(CodeBlock(engine, "python", lines))
         elif engine == "vLLM":
-            lines = f"vllm serve {path}" + " --trust-remote-code" * own_code + flags.get(VLLM, "")
+            trusting = vllm.BACKEND if "per_layer_config" in config else vllm.TRUSTING
+            options = trusting if own_code else ""
+            lines = f"vllm serve {path}{options}{flags.get(VLLM, '')}"
             blocks.append(CodeBlock(engine, "bash", lines))
         elif engine == "llama.cpp" and not own_code:
             lines = download + _GGUF.format(folder=downloaded) + flags.get(LLAMA_CPP, "")

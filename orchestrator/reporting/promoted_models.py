@@ -15,7 +15,7 @@ from attention.base.messages import cut
 from attention.checkpoint import Checkpoint
 from attention.io.export import LargerCacheError, cache_dtype, check_cache
 from attention.io.stock_form import format_of
-from attention.io.targets import TargetError, target
+from attention.io.targets import TargetError, target, vllm
 from attention.ratios import percent
 from orchestrator.storage.json_files import read_json
 
@@ -144,8 +144,11 @@ def engine_services(model: str | Path, served: str | Path | None = None) -> list
             folder = model.parent / name
             paths = f"{_quoted(model)} --target {name} --out {_quoted(folder)}"
             commands.append(f"headfold export {paths}")
-        own_code = name == "vllm" and folder != model and len(set(held.key_heads)) > 1  # DeciLM
-        commands.append(_start_command(engine, folder, own_code, stock=folder == model))
+        options = ""
+        if name == "vllm" and folder != model and len(set(held.key_heads)) > 1:
+            deci = vllm.has_own_counts(opened.config, opened.plan)
+            options = vllm.TRUSTING if deci else vllm.BACKEND
+        commands.append(_start_command(engine, folder, options, stock=folder == model))
         services.append(
             {
                 "engine": engine,
@@ -166,9 +169,9 @@ def _export_of(served: str | Path | None) -> tuple[str, Path] | None:
     return (engines[name], Path(served)) if name in engines else None
 
 
-def _start_command(engine: str, folder: Path, own_code: bool, stock: bool) -> str:
+def _start_command(engine: str, folder: Path, options: str, stock: bool) -> str:
     if engine == "vLLM":
-        return f"vllm serve {_quoted(folder)}" + " --trust-remote-code" * own_code
+        return f"vllm serve {_quoted(folder)}{options}"
     if engine == "llama.cpp":
         return f"llama-server -m {_quoted(folder / 'model.gguf')}"
     trusted = "" if stock else ", trust_remote_code=True"

@@ -234,7 +234,7 @@ class ConversionEstimate:
         ranks = self.tensor_parallel
         return {
             "cache": f"{percent(self.kv_ratio)} of the original{unmet(vars(self))}: {kv_bytes}",
-            "cache": f"{percent(self.kv_ratio)} of the checkpoint's{unmet(vars(self))}: {kv_bytes}",
+            **({"tensor parallelism": ranks.note} if ranks else {}),
             "in memory": f"{self.resident / giga:.1f} GiB of {memory}",
             "layer by layer": layerwise if self.layerwise_possible else self.why_not,
             "of each GPU" if self.elsewhere else "available now": (

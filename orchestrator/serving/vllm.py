@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from orchestrator.serving.engine import (
@@ -71,11 +73,18 @@ def _run(
         "cells": question.longest,
         "has_tokenizer": has_tokenizer,
         "trust_remote_code": question.own_code,
+        "model_impl": _implementation(question.folder),
     }
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM"))
     }
     return run_child(NAME, [python, "-P", str(CHILDREN / "vllm_child.py")], request, kept)[0]
+
+
+def _implementation(folder: Path) -> str:
+    """Return whose model classes vLLM takes: its own read no counts per layer."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return "transformers" if "per_layer_config" in config else "auto"
 
 
 ENGINE = Engine(NAME, find, ask, time)

@@ -24,7 +24,7 @@ from attention.families import family_of
 from attention.io.experts import PlacedTensor, parts_of
 from attention.io.safetensors_files import Stored, WeightsError, open_safetensors
 from attention.io.weights import check_finite, check_weights
-from attention.modeling.model_classes import plan_of_config
+from attention.modeling.model_classes import MAP_NAMES, plan_of_config
 from attention.modeling.predictions import Final, final
 from attention.modeling.running import entered_by, layer_of, run_to
 from attention.plan import AttentionPlan
@@ -82,10 +82,12 @@ class LazyWeights:
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Copy the named tensors into `targets`, in their dtype and on their device.
 
-        Each file is opened once.
+        Each file is opened once. Maps of heads that the files lack are left as they are.
         """
         by_file: dict[str, list[tuple[str, Tensor]]] = {}
         for name, target in targets.items():
+            if name not in self and name.endswith(MAP_NAMES):
+                continue
             for stored, where in self._parts(name):
                 by_file.setdefault(stored.file, []).append((stored.name, target[where]))
         for file_name in sorted(by_file):

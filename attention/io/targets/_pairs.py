@@ -21,6 +21,10 @@ from attention.heads import KEY_SIDE, QUERY_SIDE, VALUE_SIDE, LayerHeads
 from attention.io.targets import TargetError
 from attention.plan import AttentionPlan, LayerPlan
 
+MOST_QUERY_HEADS = 8
+"""Times a model's own query heads that may be written, zeros included: beyond it attention is no
+bargain."""
+
 Pairs = dict[tuple[int, int], list[int]]
 
 
@@ -54,6 +58,25 @@ def query_heads_for_all(plan: AttentionPlan) -> int:
     step = lcm(*counts)
     least = max(map(int.__mul__, counts, widths_of(plan)))
     return -(-least // step) * step
+
+
+def check_query_heads(plan: AttentionPlan) -> int:
+    """Return `query_heads_for_all`.
+
+    Raises:
+        TargetError: If they are more than `MOST_QUERY_HEADS` times the model's own.
+    """
+    heads = query_heads_for_all(plan)
+    if heads <= MOST_QUERY_HEADS * plan.num_heads:
+        return heads
+    counts = kv_heads_of(plan)
+    index = max(range(len(counts)), key=lambda i: counts[: i + 1].index(counts[i]))
+    raise TargetError(
+        f"layer {index} has {counts[index]} KV heads beside "
+        f"{sorted(set(counts) - {counts[index]})} in other layers: one number of query heads that "
+        f"all divide is {heads}, more than {MOST_QUERY_HEADS} times the model's {plan.num_heads}; "
+        f"choose counts that divide each other, or export to target gguf"
+    )
 
 
 def check_no_composition(plan: AttentionPlan, name: str) -> None:

@@ -10,6 +10,7 @@ heads).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,11 +38,11 @@ def _stock_model(model: PreTrainedModel, heads: int, kv_heads: int) -> PreTraine
 
     It is of the same family, or Mistral where Llama's config forbids them.
     """
-    config = _stock_config(model.config, heads, kv_heads)
+    config = stock_config(model.config, heads, kv_heads)
     return family_of(config).model_class._from_config(config, dtype=model.dtype)
 
 
-def _stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
+def stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
     """Return the stock config of a model with these counts. Raises TargetError if there is none."""
     family = family_of(config)
     geometry = geometry_of(config)
@@ -100,7 +101,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
         )
     query_heads = max(counts) * max(widths_of(plan))
     if grouped and not plan.is_uniform_gqa:
-        _stock_config(config, query_heads, max(counts))
+        stock_config(config, query_heads, max(counts))
     layers = plan.num_layers
     return EngineSupport.of([max(counts)] * layers, plan.head_dim, [query_heads] * layers)
 
@@ -130,20 +131,37 @@ def lower(model: PreTrainedModel) -> Lowered:
     kv_heads = max(kv_heads_of(plan))
     width = max(widths_of(plan))
     stock = _stock_model(model, kv_heads * width, kv_heads)
+    fill(stock, model, [kv_heads] * plan.num_layers, kv_heads * width)
+    note = (
+        f"{kv_heads} KV heads in every layer, one for each distinct (key, value) pair of "
+        f"the widest layer"
+    )
+    return Lowered(stock, notes=(note,))
+
+
+def fill(
+    stock: PreTrainedModel, model: PreTrainedModel, kv_heads: Sequence[int], query_heads: int
+) -> None:
+    """Give a stock model the weights of a Headfold model, padded by heads of zeros.
+
+    Args:
+        stock: The model to fill, of the family of `model` or of Mistral.
+        model: Where the weights come from.
+        kv_heads: KV heads of each layer of `stock`.
+        query_heads: Query heads of every layer of `stock`.
+    """
     family = family_of(model.config)
     stock_family = family_of(stock.config)
     geometry = geometry_of(model.config)
     copy_common(model, stock)
     sources = family.attention_modules(model)
     targets = stock_family.attention_modules(stock)
-    for source, module, layer in zip(sources, targets, plan.layers, strict=True):
-        stock_family.write(module, pad(family.read(source, geometry), layer, kv_heads, width))
+    layers = zip(sources, targets, plan_of(model).layers, kv_heads, strict=True)
+    for source, module, layer, count in layers:
+        heads = family.read(source, geometry)
+        stock_family.write(module, pad(heads, layer, count, query_heads // count))
     stock.generation_config = model.generation_config
-    note = (
-        f"{kv_heads} KV heads in every layer, one for each distinct (key, value) pair of "
-        f"the widest layer"
-    )
-    return Lowered(stock.eval(), notes=(note,))
+    stock.eval()
 
 
 # Ainslie 2023, section 2; padding: zero heads

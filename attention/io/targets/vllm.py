@@ -1,7 +1,7 @@
 """vLLM.
 
-A stock folder where one KV head count serves all layers, else DeciLM, which has a count of its own
-in each.
+A stock folder where one KV head count serves all layers. Else DeciLM for families whose maths is
+Llama's, and target per_layer for the others, which vLLM's Transformers backend serves.
 
 DeciLM is vLLM's `DeciLMForCausalLM` (file `nemotron_nas`): Llama with
 `block_configs[l].attention.n_heads_in_group`. It has one number N of query heads for all layers,
@@ -15,6 +15,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,9 +32,19 @@ from attention.families import family_of, geometry_of, window_of
 from attention.heads import LayerHeads
 from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer
-from attention.io.targets import EngineSupport, Lowered, Target, TargetError, _stock, gqa, phi
+from attention.io.targets import (
+    EngineSupport,
+    Lowered,
+    Target,
+    TargetError,
+    _stock,
+    gqa,
+    per_layer,
+    phi,
+)
 from attention.io.targets._pairs import (
     check_no_composition,
+    check_query_heads,
     kv_heads_of,
     pad,
     query_heads_for_all,
@@ -47,18 +58,18 @@ from attention.plan import AttentionPlan
 _DECI = "nemotron-nas"
 _CODE = Path(__file__).parent / "_code" / "configuration_decilm.py"
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+TRUSTING = " --trust-remote-code"
+BACKEND = f"{TRUSTING} --model-impl transformers"
+"""Options of `vllm serve` for a folder with code: for DeciLM, and for target per_layer."""
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
-_MOST_QUERY_HEADS = 8
-"""Times a model's own query heads that may be written, zeros included: beyond it attention is no
-bargain."""
 
 
 @holding_wide
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Return the KV heads of each layer in the export.
 
-    Each layer has a count of its own in Llama-like families; else all have one as in target gqa, or
-    in phi for a grouped GPT-NeoX.
+    Each layer has a count of its own, as DeciLM or as in target per_layer; a GPT-NeoX has one for
+    all, as in target phi, and so has what neither of the two takes, as in target gqa.
 
     Raises:
         TargetError: For composition, for families without groups, and for counts with no small
@@ -68,19 +79,10 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     _check_computed(config)
     if phi.is_needed(config, plan):
         return phi.held(config, plan)
-    counts = kv_heads_of(plan)
     if not has_own_counts(config, plan):
-        return gqa.held(config, plan)
-    if (heads := query_heads_for_all(plan)) > _MOST_QUERY_HEADS * plan.num_heads:
-        index = max(range(len(counts)), key=lambda i: counts[: i + 1].index(counts[i]))
-        raise TargetError(
-            f"layer {index} has {counts[index]} KV heads beside "
-            f"{sorted(set(counts) - {counts[index]})} in other "
-            f"layers: one number of query heads that all divide is {heads}, more than "
-            f"{_MOST_QUERY_HEADS} times the "
-            f"model's {plan.num_heads}; choose counts that divide each other, or export to target "
-            f"gguf"
-        )
+        return _other(config, plan).held(config, plan)
+    counts = kv_heads_of(plan)
+    heads = check_query_heads(plan)
     return EngineSupport.of(counts, plan.head_dim, [heads] * plan.num_layers)
 
 
@@ -106,18 +108,27 @@ def has_own_counts(config: Any, plan: AttentionPlan) -> bool:
     )
 
 
+def _other(config: Any, plan: AttentionPlan) -> ModuleType:
+    """Return the target that writes what is no DeciLM: per_layer where it takes the plan."""
+    try:
+        per_layer.held(config, plan)
+    except TargetError:
+        return gqa
+    return per_layer
+
+
 @lowering_wide
 def lower(model: PreTrainedModel) -> Lowered:
     """Return the model as it is where it is written as DeciLM, heads being padded then.
 
-    Else as gqa or phi.
+    Else as per_layer, gqa or phi.
     """
     plan = plan_of(model)
     held(model.config, plan)
     if phi.is_needed(model.config, plan):
         return phi.lower(model)
     if not has_own_counts(model.config, plan):
-        return gqa.lower(model)
+        return _other(model.config, plan).lower(model)
     notes = [
         "DeciLM: vLLM is to be started with --trust-remote-code, for the configuration alone",
         *written_out(plan),
@@ -126,6 +137,8 @@ def lower(model: PreTrainedModel) -> Lowered:
 
 
 def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
+    if getattr(model.config, "is_heterogeneous", False):
+        return per_layer.write(model, folder, dtype, tokenizer)
     plan = plan_of(model)
     if not has_own_counts(model.config, plan):
         return _stock.write(model, folder, dtype, tokenizer)
@@ -150,7 +163,8 @@ def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
     heads = query_heads_for_all(plan)
     counts = kv_heads_of(plan)
     family = family_of(config).name
-    ffn = {"no_op": False, "intermediate_size": config.intermediate_size}
+    block = {"no_op": False, "replace_with_linear": False}  # TensorRT-LLM reads both
+    ffn = block | ffn_width(config)
     fields = family_fields(config) | {
         "model_type": _DECI,
         "architectures": ["DeciLMForCausalLM"],
@@ -159,7 +173,7 @@ def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
         "num_key_value_heads": max(counts),
         "head_dim": plan.head_dim,
         "block_configs": [
-            {"attention": {"no_op": False, "n_heads_in_group": heads // count}, "ffn": ffn}
+            {"attention": block | {"n_heads_in_group": heads // count}, "ffn": ffn}
             for count in counts
         ],
     }
@@ -168,6 +182,19 @@ def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
     for name in OF_WINDOWS:
         fields.pop(name, None)
     return fields
+
+
+def ffn_width(config: Any) -> dict[str, float]:
+    """Return the width of the MLPs as `ffn_mult` where that is exact, which more readers know.
+
+    vLLM, SGLang and mlx-lm make of it `int(2 / 3 * ffn_mult * model width)`, rounded up to a
+    multiple of 256; mlx-lm keeps six of its decimals.
+    """
+    width = config.intermediate_size
+    mult = round(3 * width / (2 * config.hidden_size), 6)
+    if -(-int(2 * mult * config.hidden_size / 3) // 256) * 256 == width:
+        return {"ffn_mult": mult}
+    return {"intermediate_size": width}
 
 
 def _padded(model: PreTrainedModel) -> Iterator[tuple[str, LayerHeads]]:
@@ -212,6 +239,8 @@ def read(folder: Path, config: Any) -> PreTrainedModel:
     Raises:
         TargetError: If it is not whole or its padding is not what was written.
     """
+    if getattr(config, "is_heterogeneous", False):
+        return per_layer.read(folder, config)
     plan = plan_of_config(config)
     if not has_own_counts(config, plan):
         return _stock.read(folder, config)

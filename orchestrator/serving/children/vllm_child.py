@@ -32,6 +32,7 @@ def main():
         max_model_len=request["cells"],
         max_num_seqs=8,
         trust_remote_code=request["trust_remote_code"],
+        model_impl=request["model_impl"],
         skip_tokenizer_init=not request["has_tokenizer"],
         enable_prefix_caching=False,
         disable_log_stats=True,

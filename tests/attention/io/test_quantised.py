@@ -424,8 +424,8 @@ def test_a_llama_of_odd_width_is_a_mistral(tmp_path: Path) -> None:
 
 
 def test_settings_of_single_layers_are_refused(tmp_path: Path) -> None:
-    folder = configured(tmp_path / "own", per_layer_config={"1": {"num_key_value_heads": 2}})
-    with pytest.raises(CheckpointError, match=r"per_layer_config: num_key_value_heads in 1: 1.*headfold_layers"):
+    folder = configured(tmp_path / "own", per_layer_config={"1": {"num_key_value_heads": 2, "head_dim": 4}})
+    with pytest.raises(CheckpointError, match=r"per_layer_config: head_dim in 1: 1.*headfold_layers"):
         checkpoint.load_config(folder)
     same = configured(tmp_path / "same", per_layer_config={"1": {"num_key_value_heads": 4}})
     assert geometry_of(checkpoint.load_config(same)).num_kv_heads == 4

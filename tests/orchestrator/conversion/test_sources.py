@@ -128,7 +128,7 @@ def test_what_cannot_be_read_is_refused_in_every_verb(model: Path, capsys: pytes
     )
     before = (model / "config.json").read_text()
     for fields, told in (
-        ({"per_layer_config": {"1": {"num_key_value_heads": 2}}}, "per_layer_config: num_key_value_heads in 1: 1"),
+        ({"per_layer_config": {"1": {"head_dim": 4}}}, "per_layer_config: head_dim in 1: 1"),
         ({"model_type": "mymodel", "auto_map": code}, "which Headfold does not run"),
         ({"model_type": "deepseek_v3"}, "has no KV heads to share"),
         ({"quantization_config": {"quant_method": "gptq"}}, "take the model that it was made of"),

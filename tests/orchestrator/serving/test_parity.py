@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_plans import converted, plans
+from engine_plans import converted, plans, together
 from parameters import extended
 from transformers import PreTrainedModel
 from verbs import export_checkpoint
 
 from attention.io import checkpoint
 from attention.io.targets import kv_bytes_in
+from attention.plan import AttentionPlan
 from orchestrator.serving.vllm import VARIABLE
 
 Tiny = Callable[..., PreTrainedModel]
 HEAD_DIM = 32  # vLLM's kernels for the CPU have no smaller one
-PLANS = plans(HEAD_DIM)
+PLANS = plans(HEAD_DIM) | {"even": AttentionPlan(together((0, 1, 1, 0), (0, 0, 0, 0)), HEAD_DIM)}
+DERIVED = ("gpt_neox", "phi", "phi3", "stablelm")  # their head dim is the width over the heads
 VLLM = os.environ.get(VARIABLE)
 SCALED = {
     "llama-3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -39,7 +41,8 @@ def source(tiny_model: Tiny, demo_dir: Path, tmp_path_factory: pytest.TempPathFa
     def save(family: str, kind: str) -> Path:
         settings: dict[str, Any] = {"vocab_size": 2064, "hidden_size": 4 * HEAD_DIM, "max_position_embeddings": 128}
         settings |= {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": family == "qwen3"}
-        settings |= {} if family == "gpt_neox" else {"head_dim": HEAD_DIM}
+        settings |= {} if family in DERIVED else {"head_dim": HEAD_DIM}
+        settings |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} if family == "phi3" else {}
         if family in SCALED:
             family, settings = "llama", settings | {"rope_parameters": SCALED[family]}
         model = converted(tiny_model(family, **settings), PLANS[kind])
@@ -67,6 +70,8 @@ CASES = [
     extended("qwen3", "transformers", "apart", "head_maps_qwen3"),
     extended("qwen3", "transformers", "composed", "composed_heads_qwen3"),
     extended("gpt_neox", "transformers", "apart", "head_maps_phi"),
+    ("qwen3", "per_layer", "layers", "qwen3"),
+    extended("qwen3_moe", "per_layer", "layers", "qwen3_moe"),
     ("llama", "gqa", "unequal", "mistral"),
     extended("qwen3", "gqa", "apart", "qwen3"),
     extended("gpt_neox", "phi", "layers", "phi"),
@@ -80,13 +85,20 @@ IN_VLLM = [
     ("qwen3", "vllm", "layers", "qwen3"),
     ("qwen3", "vllm", "unequal", "qwen3"),
     ("qwen3", "vllm", "apart", "qwen3"),
+    ("llama", "per_layer", "layers", "mistral"),
+    ("qwen3", "per_layer", "layers", "qwen3"),
+    ("qwen3_moe", "per_layer", "layers", "qwen3_moe"),
+    *(
+        (family, "per_layer", "even", family)
+        for family in ("gemma", "granite", "mixtral", "olmo2", "olmoe", "phi", "phi3", "smollm3", "stablelm")
+    ),
     ("gpt_neox", "vllm", "uniform", "phi"),
     ("gpt_neox", "vllm", "apart", "phi"),
 ]
 
 
-def _check(family: str, target: str, kind: str, form: str, folder: Path, out: Path) -> None:
-    record = export_checkpoint(folder, target, out, check=True, allow_larger_cache=True)
+def _check(family: str, target: str, kind: str, form: str, folder: Path, out: Path, engine: str | None = None) -> None:
+    record = export_checkpoint(folder, target, out, check=True, engine=engine, allow_larger_cache=True)
     found = record["check"]
     assert record["model_type"] == form and record["exact"] and found["passed"]
     promised = kv_bytes_in(target, checkpoint.load_config(folder), PLANS[kind], "float32")
@@ -113,4 +125,4 @@ def test_an_engine_computes_what_the_source_does(
 def test_vllm_computes_what_the_source_does(
     family: str, target: str, kind: str, form: str, source: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
-    _check(family, target, kind, form, source(family, kind), tmp_path / "out")
+    _check(family, target, kind, form, source(family, kind), tmp_path / "out", "vLLM")
