@@ -81,10 +81,10 @@ def open_client(uri: str) -> Any:
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # it may hold a secret
     # An address that nobody serves must fail in seconds
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("mlflow").setLevel(logging.WARNING)
     from mlflow import MlflowClient
 
+    for name in ("alembic", "mlflow"):  # after the import, which sets the level to INFO
+        logging.getLogger(name).setLevel(logging.WARNING)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 

@@ -131,7 +131,9 @@ def test_a_log_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch, capsys:
         with stage("starting Ray"):
             time.sleep(1.3)
     said = capsys.readouterr().err.splitlines()
-    for line, words in zip(said, ("convert: elapsed 0:0", "calibrating: 0 of 4 layers", "starting Ray: elapsed 0:0"), strict=True):
+    for line, words in zip(
+        said, ("convert: elapsed 0:0", "calibrating: 0 of 4 layers", "starting Ray: elapsed 0:0"), strict=True
+    ):
         assert line.startswith(words)
 
 
