@@ -67,7 +67,7 @@ def print_promotion(promotion: Mapping[str, Any]) -> None:
         out = console(150)
         table = promotion_table(candidates)
         out.print("\nPromotion (held-out loss; the best measured step is kept):")
-        out.print(table.for_terminal([*PROMOTION_COLUMNS, "where, or why not"]))
+        out.print(table.for_terminal([*PROMOTION_COLUMNS, "result"]))
         for note in table.notes:
             print(note)
 

@@ -1,6 +1,6 @@
 """The models that a search has promoted, and the engines and commands that serve them.
 
-The last lines on the terminal, `--json` and the report show these.
+The last lines on the terminal, the JSON of a search and its report show these.
 """
 
 from __future__ import annotations
@@ -122,16 +122,23 @@ def best_lines(models: Sequence[PromotedModel]) -> list[str]:
         lines.append(
             f"promoted {model['path'] or model['trial_id']}  ({kept}{loss}, {model['label']})"
         )
+    if (service := best_service(models)) is not None:
+        name = "load" if service[0] == _TRANSFORMERS else "serve"
+        lines.append(f"{name:9}{service[1]}")
+    return lines
+
+
+def best_service(models: Sequence[PromotedModel]) -> tuple[str, str] | None:
+    """Return an engine and the one line that serves a promoted model in it; None without any."""
     services = [
-        service for model in models for service in model["serve"] if service.get("commands")
+        (service["engine"], service["commands"])
+        for model in models
+        for service in model["serve"]
+        if service.get("commands") and "commands" in service
     ]
     # An engine before transformers, whose command is a line of Python; then the fewest commands
-    services.sort(key=lambda s: (s["engine"] == _TRANSFORMERS, len(s.get("commands", ()))))
-    if services:
-        service = services[0]
-        name = "load" if service["engine"] == _TRANSFORMERS else "serve"
-        lines.append(f"{name:9}{' && '.join(service.get('commands', ()))}")
-    return lines
+    services.sort(key=lambda pair: (pair[0] == _TRANSFORMERS, len(pair[1])))
+    return (services[0][0], " && ".join(services[0][1])) if services else None
 
 
 def engine_services(model: str | Path, served: str | Path | None = None) -> list[EngineService]:

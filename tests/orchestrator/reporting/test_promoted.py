@@ -111,9 +111,9 @@ def test_the_smallest_cache_comes_first_on_screen_page_and_in_json(
     assert outcome.to_dict()["promoted"] == models
     assert PromoteOutcome(search.root, promotion, ("t0003",)).to_dict()["promoted"] == models
     page = Path(write_report(search.root)["report"]).read_text()
-    heads = (f'id="promoted-headfold-gqa-{share}-of-the-kv-cache-{place}"' for place, share in ((1, 25), (2, 50)))
+    heads = (f'id="promoted-headfold-gqa-{share}-of-the-kv-cache-{place}"' for place, share in ((3, 25), (4, 50)))
     first, second = (page.index(head) for head in heads)
-    assert first < second < page.index("How it was found</h2>")
+    assert first < second < page.index("Trials and measurements</h2>")
     for shown in (">2.271<", f">{math.exp(2.271):.2f}<", ">1,024<", "0.594 ± 0.062", "def read_lines(path):"):
         assert shown in page[first:second]
 
