@@ -52,8 +52,9 @@ KIND = "mlflow.experimentKind"
 """Tag of an experiment by which MLflow's page opens it on its runs, and not on traces."""
 TRAINING = "custom_model_development"
 _DESCRIPTION = (
-    "Searches of Headfold: a run a search, with a child for each trial and each promotion. "
-    "Trainings: a run each."
+    "One run per search; its trials and promotions are child runs. One run per training. Tables "
+    "and figures of a search are in the artifact `report.html` of its run; `headfold ui FOLDER` "
+    "opens its charts."
 )
 
 
