@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from attention.base.memory import collect_seldom
-from orchestrator.cli import runner, usage
+from orchestrator.cli import help_panels, runner, usage
 from orchestrator.config import options
 from orchestrator.tasks.packages import TRAINING_PACKAGES
 
@@ -35,15 +35,15 @@ app = typer.Typer(
     ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
 )
 
 GOES_ON = {
-    "search": "the same command with --resume continues a search that had begun",
-    "train": "the same command continues where it was stopped",
-    "finetune": "the same command continues where it was stopped",
-    "promote": "the same command continues where it was stopped",
-    "demo": "the same command with --resume continues it",
+    "search": "to continue a search that had begun, run the same command with --resume",
+    "train": "run the same command to continue",
+    "finetune": "run the same command to continue",
+    "promote": "run the same command to continue",
+    "demo": "to continue, run the same command with --resume",
 }
 
 
@@ -104,35 +104,47 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
 
 _TASKS = "orchestrator.tasks"
 
-for verb in (
-    runner.function_command("demo", options.DemoOptions, f"{_TASKS}.demo:demo"),
-    runner.function_command("init", options.InitOptions, f"{_TASKS}.init:init"),
-    runner.task_command("doctor", options.DoctorOptions, f"{_TASKS}.doctor:Doctor", dry_run=False),
-    runner.task_command("search", options.SearchOptions, f"{_TASKS}.search:Search"),
-    runner.task_command(
-        "recipes", options.RecipesOptions, f"{_TASKS}.recipes:Recipes", dry_run=False
-    ),
-    runner.task_command("convert", options.ConvertOptions, f"{_TASKS}.convert:Convert"),
-    runner.task_command(
-        "estimate", options.EstimateOptions, f"{_TASKS}.estimate:Estimation", dry_run=False
-    ),
-    runner.task_command(
-        "train", options.TrainOptions, f"{_TASKS}.train:Train", needs=TRAINING_PACKAGES
-    ),
-    runner.task_command(
-        "finetune", options.FinetuneOptions, f"{_TASKS}.finetune:Finetune", needs=TRAINING_PACKAGES
-    ),
-    runner.task_command("evaluate", options.EvaluateOptions, f"{_TASKS}.evaluate:Evaluate"),
-    runner.function_command("watch", options.WatchOptions, f"{_TASKS}.report:watch_progress"),
-    runner.function_command("ui", options.UIOptions, f"{_TASKS}.report:serve_tracking"),
-    runner.task_command("promote", options.PromoteOptions, f"{_TASKS}.promote:Promote"),
-    runner.task_command("export", options.ExportOptions, f"{_TASKS}.export:Export"),
-    runner.task_command("inspect", options.InspectOptions, f"{_TASKS}.inspect:Inspect"),
-    runner.task_command(
-        "report", options.ReportOptions, f"{_TASKS}.report:SearchReport", dry_run=False
-    ),
-):
-    app.command()(_interruptible(verb))
+_VERBS = {
+    verb.__name__: verb
+    for verb in (
+        runner.function_command("demo", options.DemoOptions, f"{_TASKS}.demo:demo"),
+        runner.function_command("init", options.InitOptions, f"{_TASKS}.init:init"),
+        runner.task_command(
+            "doctor", options.DoctorOptions, f"{_TASKS}.doctor:Doctor", dry_run=False
+        ),
+        runner.task_command("search", options.SearchOptions, f"{_TASKS}.search:Search"),
+        runner.task_command(
+            "recipes", options.RecipesOptions, f"{_TASKS}.recipes:Recipes", dry_run=False
+        ),
+        runner.task_command("convert", options.ConvertOptions, f"{_TASKS}.convert:Convert"),
+        runner.task_command(
+            "estimate", options.EstimateOptions, f"{_TASKS}.estimate:Estimation", dry_run=False
+        ),
+        runner.task_command(
+            "train", options.TrainOptions, f"{_TASKS}.train:Train", needs=TRAINING_PACKAGES
+        ),
+        runner.task_command(
+            "finetune",
+            options.FinetuneOptions,
+            f"{_TASKS}.finetune:Finetune",
+            needs=TRAINING_PACKAGES,
+        ),
+        runner.task_command("evaluate", options.EvaluateOptions, f"{_TASKS}.evaluate:Evaluate"),
+        runner.function_command("watch", options.WatchOptions, f"{_TASKS}.report:watch_progress"),
+        runner.function_command("ui", options.UIOptions, f"{_TASKS}.report:serve_tracking"),
+        runner.task_command("promote", options.PromoteOptions, f"{_TASKS}.promote:Promote"),
+        runner.task_command("export", options.ExportOptions, f"{_TASKS}.export:Export"),
+        runner.task_command("inspect", options.InspectOptions, f"{_TASKS}.inspect:Inspect"),
+        runner.task_command(
+            "report", options.ReportOptions, f"{_TASKS}.report:SearchReport", dry_run=False
+        ),
+    )
+}
+
+for name in (name for group in help_panels.GROUPS.values() for name in group):
+    app.command(name, rich_help_panel=help_panels.group_of(name), epilog=help_panels.epilog(name))(
+        _interruptible(_VERBS[name])
+    )
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -5,18 +5,20 @@ The stage, what is done of all, and the time left, on stderr.
 Code that works long opens a `stage`. Nothing is shown outside of `show_progress`, as the command
 line does for a whole verb; a stage within one that counts is not shown, the outer one says enough.
 On a terminal a stage that counts has a bar, which goes away when it is done. Elsewhere, as in a
-log, a thread writes a line every few seconds, so that nothing looks hung, however long a step takes
-or libraries load.
+log, a thread writes a line when something has changed, and every half minute in any case, so that
+nothing looks hung; facts that have not changed since the last line are left out.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import compress
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -24,7 +26,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from attention.base.timing import clock
 
 SAY_SECONDS = 10.0  # between two lines where there is no bar
+SILENT_SECONDS = 30.0  # after which there is a line although nothing has changed
+CLOCK = re.compile(r"[\d:]+ left|elapsed [\d:]+")
+"""The time in a line of progress, which changes by itself."""
 _LOOK_SECONDS = 0.5
+_MIN_SHARE = 0.05  # of the work, before the time left is a fair estimate
 
 
 class ProgressStage:
@@ -88,25 +94,32 @@ class ProgressStage:
 
     @property
     def left(self) -> float | None:
-        """The estimated seconds left, at the speed so far; None before any unit is done."""
+        """The estimated seconds left, at the speed so far; None before 5 % of the work is done."""
         completed = self.done - self.start
         now = time.monotonic()
         if self.total is None or completed <= 0:
+            return None
+        if completed < _MIN_SHARE * (self.total - self.start):
             return None
         each = (self._stepped - self._began) / completed
         # One that takes longer has a quarter to come.
         under_way = min(0.75 * each, now - self._stepped)
         return max(0.0, each * (self.total - self.done) - under_way)
 
-    def __str__(self) -> str:
+    @property
+    def facts(self) -> list[str]:
+        """Count and time, then what the note and the detail say."""
         parts = [] if self.total is None else [f"{int(self.done)} of {self.total} {self.unit}"]
         since = time.monotonic() - self._began
         if self.left is not None:
             parts.append(f"{clock(self.left)} left")
         elif since >= 1 or not parts:
-            parts.append(f"{clock(since)} so far")
-        details = [", ".join(parts), self.note, self.detail() if self.detail else ""]
-        return f"{self.label}: {'; '.join(filter(None, details))}"
+            parts.append(f"elapsed {clock(since)}")
+        details = "; ".join(filter(None, (self.note, self.detail() if self.detail else "")))
+        return [", ".join(parts), *filter(None, details.split("; "))]
+
+    def __str__(self) -> str:
+        return f"{self.label}: {'; '.join(self.facts)}"
 
 
 def _print(line: str) -> None:
@@ -125,6 +138,7 @@ class _Screen:
         self._lock = threading.Lock()
         self._say = say
         self._every = every
+        self._printed: tuple[str, ...] = ()
         self.stages = [ProgressStage(label)]
         self.bar: Progress | None = None
 
@@ -135,8 +149,22 @@ class _Screen:
                 for task in self.bar.task_ids:
                     self.bar.update(task, description=str(stage), completed=stage.done)
             elif time.monotonic() - self._told >= self._every:
-                self._told = time.monotonic()
-                self._say(str(stage))
+                self._write(stage)
+
+    def _write(self, stage: ProgressStage) -> None:
+        """Write a line: for a log what is new since the last one, for other readers all of it."""
+        facts = stage.facts
+        if self._say is _print:
+            head, *details = (CLOCK.sub("", fact) for fact in facts)
+            seen = (stage.label, head, *details)
+            if seen == self._printed and time.monotonic() - self._told < SILENT_SECONDS:
+                return
+            if self._printed[:1] == seen[:1]:
+                new = [detail not in self._printed for detail in details]
+                facts = [facts[0], *compress(facts[1:], new)]
+            self._printed = seen
+        self._told = time.monotonic()
+        self._say(f"{stage.label}: {'; '.join(facts)}")
 
     @contextmanager
     def opened(self, stage: ProgressStage) -> Iterator[None]:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from typer.models import ParameterInfo
+from typer.models import OptionInfo, ParameterInfo
 
+from orchestrator.cli import help_panels
 from orchestrator.config.options import DryRun, JsonFile, Typed, option_types
 from orchestrator.tasks.packages import check_packages
 from orchestrator.tasks.task import print_by_topic
 
 if TYPE_CHECKING:
     from orchestrator.tasks.task import Task
+
+
+_VALUES = {int: "N", float: "X", Path: "PATH", str: "TEXT", list[str]: "TEXT"}
 
 
 def command(name: str, options: type, run: Callable[..., None], **more: Any) -> Callable[..., None]:
@@ -52,12 +57,24 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter | 
     if described is None:
         return None
     kind = next((extra.annotation for extra in extras if isinstance(extra, Typed)), kind)
+    if isinstance(described, OptionInfo):
+        described = copy(described)
+        described.rich_help_panel = help_panels.PANELS.get(name)
+        described.metavar = described.metavar or _metavar(kind)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=inspect.Parameter.empty if default is MISSING else default,
         annotation=Annotated[kind, described],
     )
+
+
+def _metavar(kind: Any) -> str | None:
+    """Return the word for the value of an option; blank for a switch, None for named choices."""
+    kinds = set(get_args(kind) or (kind,)) - {type(None)}
+    if bool in kinds:
+        return " "
+    return next((word for each, word in _VALUES.items() if each in kinds), None)
 
 
 def task_command(

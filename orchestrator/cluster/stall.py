@@ -6,7 +6,6 @@ ends the search, which would else hold its accelerators without end.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -17,6 +16,7 @@ from ray.exceptions import RayError
 from ray.util.state import list_actors, list_tasks
 from ray.util.state.exception import RayStateApiException
 
+from attention.base.progress import CLOCK
 from attention.base.timing import duration
 from orchestrator.cluster.capacity import addable_nodes, slots
 from orchestrator.cluster.ray_internals import (
@@ -27,7 +27,6 @@ from orchestrator.cluster.ray_internals import (
     values,
 )
 
-_CLOCK = re.compile(r"[\d:]+ (left|so far)")  # in a line of progress, which moves by itself
 _COUNTED = ("CPU", "GPU")
 _LISTED = 8
 
@@ -83,7 +82,7 @@ def _moving(status: ClusterStatus) -> Hashable:
         for node in (*status.active_nodes, *status.idle_nodes)
     ]
     pending = [(count, *sorted(bundle.items())) for count, bundle in pending_bundles(status)]
-    lines = [_CLOCK.sub("", line) for line in values()]
+    lines = [CLOCK.sub("", line) for line in values()]
     return tuple(sorted(nodes)), tuple(sorted(pending)), tuple(sorted(lines))
 
 

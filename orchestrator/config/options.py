@@ -65,23 +65,20 @@ KVRatios = Annotated[
     str | float | Sequence[float] | None,
     Typed(str | None),
     typer.Option(
-        help="Share of the checkpoint's own KV cache to keep at most, e.g. 0.5 or 50%; or several, "
-        "e.g. 0.5,0.25."
+        help="Maximum share of the KV cache to keep, e.g. 0.5 or 50%; or several, e.g. 0.5,0.25."
     ),
 ]
 KVHeads = Annotated[
     str | int | Sequence[int] | None,
     Typed(str | None),
-    typer.Option(
-        help="Alternative to --kv-ratio: at most how many KV heads per layer, on average; e.g. 4,2."
-    ),
+    typer.Option(help="Instead of --kv-ratio: maximum KV heads per layer, on average; e.g. 4,2."),
 ]
 KVBytes = Annotated[
     str | float | Sequence[float] | None,
     Typed(str | None),
     typer.Option(
-        help="Alternative to --kv-ratio: at most how many KV bytes per token, e.g. 24KiB or 24576; "
-        "or a share, e.g. 0.5."
+        help="Instead of --kv-ratio: maximum KV bytes per token, e.g. 24KiB or 24576; or a share, "
+        "e.g. 0.5."
     ),
 ]
 Strict = Annotated[
@@ -157,12 +154,12 @@ SequenceLength = Annotated[
     ),
 ]
 Seed = Annotated[
-    int, typer.Option(min=0, max=2**32 - 1, help="Of plans and of which text is taken.")
+    int, typer.Option(min=0, max=2**32 - 1, help="Random seed of plans and of the choice of text.")
 ]
 Dtype = Annotated[
     str,
     typer.Option(
-        help="Of what is written: auto (the checkpoint's own), float32, bfloat16 (bf16) or float16."
+        help="Dtype of the output: auto (as the checkpoint), float32, bfloat16 (bf16) or float16."
     ),
 ]
 Dequantize = Annotated[
@@ -406,7 +403,7 @@ class InspectOptions(ConversionOptions):
     ]
     recipe: Annotated[
         str,
-        typer.Option(help="Recipe whose grouping and fusion the single places get."),
+        typer.Option(help="Recipe whose grouping and fusion the sensitivity is measured with."),
     ] = "headfold"
     compare: Annotated[
         str | Sequence[str] | None,
@@ -442,9 +439,9 @@ class InspectOptions(ConversionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(EvalTextOptions, DeviceOptions):
-    """Measure a checkpoint beside its original.
+    """Measure a checkpoint and compare it with its original.
 
-    Held-out loss, KL, KV bytes planned and allocated, speed; where asked, tasks, generated
+    Held-out loss, KL, KV bytes planned and allocated, speed; optionally tasks, generated
     text and long contexts.
     """
 
@@ -506,16 +503,16 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
     ] = None
     engine_python: Annotated[
         str | None,
-        typer.Option(help="Of --engine: the Python of the environment that has the engine."),
+        typer.Option(help="With --engine: the Python of the environment that has the engine."),
     ] = None
     cache_memory: Annotated[
         int,
-        typer.Option(min=1, help="Of --engine: GiB of cache in which sequences are to fit."),
+        typer.Option(min=1, help="With --engine: GiB of cache in which sequences are to fit."),
     ] = 1
     trust_remote_code: Annotated[
         bool,
         typer.Option(
-            "--trust-remote-code", help="Of --engine: run the Python files in an export given."
+            "--trust-remote-code", help="With --engine: run the Python files in an export given."
         ),
     ] = False
     speed_tokens: Annotated[
@@ -539,7 +536,7 @@ SearchPath = Annotated[Path, typer.Argument(help="Folder of a search, e.g. runs/
 SyncFrom = Annotated[
     Literal["address", "folder"] | None,
     typer.Option(
-        help="address or folder: which to continue from if the storage is an address, and it and "
+        help="address or folder: which to continue with if the storage is an address, and it and "
         "its working folder have both changed since they last agreed."
     ),
 ]
@@ -637,12 +634,12 @@ class WatchOptions:
     """Watch a search: trials, front so far, spent and left. Reads files only."""
 
     search: SearchPath
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0
-    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False
+    every: Annotated[float, typer.Option(min=0.2, help="Refresh interval in seconds.")] = 2.0
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False
     json: Annotated[
         Path | None,
         typer.Option(
-            "--json", help="Look once, write one JSON object to this file; - prints it alone."
+            "--json", help="Write the state to this file as one JSON object; - prints it."
         ),
     ] = None
 
@@ -655,16 +652,14 @@ class UIOptions:
     """
 
     search: SearchPath
-    port: Annotated[
-        int, typer.Option(min=1, max=65535, help="Of this machine's loopback address.")
-    ] = 5000
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 5000
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Search, promote and export on a small checkpoint.
+    """Search, promote and export on a small checkpoint that is included.
 
-    The checkpoint is bundled; the export is loaded in transformers and llama.cpp.
+    The export is loaded in transformers and llama.cpp.
     """
 
     overrides: ConfigOverrides = None
@@ -797,17 +792,17 @@ class ExportOptions:
     engine: Annotated[
         str | None,
         typer.Option(
-            help="Of --check: llama.cpp, vLLM or transformers (by default the target's own)."
+            help="With --check: llama.cpp, vLLM or transformers (by default the target's own)."
         ),
     ] = None
     engine_python: Annotated[
         str | None,
-        typer.Option(help="Of --check: the Python of the environment that has the engine."),
+        typer.Option(help="With --check: the Python of the environment that has the engine."),
     ] = None
     check_memory: Annotated[
         int,
         typer.Option(
-            min=1, help="For --check: report how many tokens fit in so many GiB of cache."
+            min=1, help="With --check: GiB of cache for which the capacity in tokens is reported."
         ),
     ] = 1
     push: Annotated[
@@ -818,7 +813,7 @@ class ExportOptions:
         ),
     ] = None
     dry_run: Annotated[
-        bool, typer.Option("--dry-run/--no-dry-run", help="Of --push: only show, or upload.")
+        bool, typer.Option("--dry-run/--no-dry-run", help="With --push: only show, or upload.")
     ] = True
     overwrite: Overwrite = False
     dequantize: Dequantize = False
@@ -852,7 +847,7 @@ class TrainingOptions(EvalTextOptions):
     out: Annotated[
         str | Path,
         Typed(Path),
-        typer.Option(help="Folder for the trained checkpoint; what it comes from: OUT.training."),
+        typer.Option(help="Folder for the trained checkpoint; training files: OUT.training."),
     ]
     train_data: Annotated[
         str | None,
@@ -886,7 +881,7 @@ class TrainingOptions(EvalTextOptions):
 class TrainOptions(TrainingOptions):
     """Train a model from random weights.
 
-    With Ray Train and DeepSpeed; run again, it continues where it was stopped.
+    With Ray Train and DeepSpeed; the same command continues a training that was stopped.
     """
 
     architecture: Annotated[
@@ -915,7 +910,7 @@ class TrainOptions(TrainingOptions):
 class FinetuneOptions(TrainingOptions, DeviceOptions):
     """Continue training a checkpoint on your text.
 
-    With Ray Train and DeepSpeed; run again, it continues.
+    With Ray Train and DeepSpeed; the same command continues a training that was stopped.
     """
 
     model: Annotated[
@@ -926,7 +921,7 @@ class FinetuneOptions(TrainingOptions, DeviceOptions):
     out: Annotated[
         str | Path,
         Typed(Path),
-        typer.Option(help="Folder for the best measured step; what it comes from: OUT.training."),
+        typer.Option(help="Folder for the best measured step; training files: OUT.training."),
     ]
     tuning: Annotated[
         str,

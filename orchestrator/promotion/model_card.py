@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from orchestrator.checkpoints import base_of
 from orchestrator.config.schema import SearchConfig
@@ -24,6 +25,7 @@ def write_promoted_card(
     assert trained is not None and gate is not None
     steps = trained.step or 0
     text, datasets = _training_text(config) if steps else (None, [])
+    base: dict[str, Any] = {**base_of(read_json(original)["model"])}
     facts = CardFacts(
         recipe=entry.label,
         kv_ratio=entry.used_kv_ratio or entry.kv_ratio,
@@ -32,7 +34,7 @@ def write_promoted_card(
         tasks=gate.scores.get("tasks", {}),
         trained={"steps": steps, "tokens": _tokens(steps, config), "data": text},
         datasets=datasets,
-        **base_of(read_json(original)["model"]),
+        **base,
     )
     write_card(folder, facts)
 

@@ -112,7 +112,7 @@ def promote_search(
         mlflow.flush()
     console.print_promotion(promotion)
     console.print_caches(caches)
-    console.print_promoted(promotion)
+    console.print_ending(promotion, caches, folder.root)
     return PromoteOutcome(folder.root, promotion, tuple(trial.trial_id for trial in chosen))
 
 

@@ -296,7 +296,7 @@ def _mean_cost(trials: Sequence[TrialRecord]) -> dict[str, float]:
 
 # ---- as text -------------------------------------------------------------------------------------
 
-KV_COLUMN = "KV of the checkpoint's"
+KV_COLUMN = "KV kept"
 COMPARISON_COLUMNS = (
     "recipe",
     KV_COLUMN,
@@ -382,7 +382,7 @@ def footnote(rows: Sequence[ComparisonRow]) -> str:
         f"over {seeds} seeds (none where the seed changes nothing); "
         "a rate with a failed, diverged or early stopped seed is left out of the choice; "
         "fit steps: Adam steps on single layers before training; "
-        "FLOPs: of these and of the training, 6 a parameter and token; seconds: of all"
+        "FLOPs: of these and of the training, 6 per parameter and token; seconds: total"
     )
     if any(row["seeds"] == 1 < seeds for row in rows):
         note += "; candidates that the searcher drew by itself have one seed"
@@ -390,8 +390,8 @@ def footnote(rows: Sequence[ComparisonRow]) -> str:
         note += f"; {records.POOLED_NOTE}"
     if any(row["relaxation_unfinished"] for row in rows):
         note += (
-            f"; {records.UNFINISHED_SIGN} {records.UNFINISHED_MARK}: heads were fused before it "
-            "had brought them together"
+            f"; {records.UNFINISHED_SIGN} {records.UNFINISHED_MARK}: heads were fused before they "
+            "had become alike"
         )
     if any(row["remaining_distance"]["n"] for row in rows):
         note += (

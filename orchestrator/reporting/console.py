@@ -1,15 +1,17 @@
-"""What a search prints at its end: trials, front, promotion, and where things lie."""
+"""What a search prints at its end: trials, front, promotion, and the paths of the results."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from orchestrator.reporting import comparison
 from orchestrator.reporting.comparison import ComparisonRow
-from orchestrator.reporting.promoted_models import lines_of, promoted_models
+from orchestrator.reporting.promoted_models import best_lines, promoted_models
 from orchestrator.reporting.tables import (
     CACHE_COLUMNS,
     PROMOTION_COLUMNS,
@@ -37,8 +39,8 @@ def print_trials(trials: Sequence[TrialRecord], original: OriginalRecord) -> Non
     out = console()
     table = trial_table(trials, original, max_rows=len(trials))
     out.print(
-        "\nTrials (loss: of the best measured step; * on the front; the original model has "
-        f"{original['loss']:.3f} nats per token):"
+        f"\nTrials (loss at the best measured step; original model {original['loss']:.3f} nats per "
+        "token; * on the front):"
     )
     columns = [name for name in table.columns if name not in _PAGE_COLUMNS]
     out.print(table.for_terminal(columns, star=True))
@@ -64,25 +66,39 @@ def print_promotion(promotion: Mapping[str, Any]) -> None:
     if candidates:
         out = console(150)
         table = promotion_table(candidates)
-        out.print("\nPromotion (held-out loss; the best measured step is shipped):")
-        out.print(table.for_terminal([*PROMOTION_COLUMNS, "where, or why not"]))
+        out.print("\nPromotion (held-out loss; the best measured step is kept):")
+        out.print(table.for_terminal([*PROMOTION_COLUMNS, "result"]))
         for note in table.notes:
             print(note)
 
 
 def print_caches(points: Sequence[CachePoint]) -> None:
-    """Print the front in engine bytes, and the original model beside it, if it was measured."""
+    """Print the front in engine bytes and the original model, if they were measured."""
     if points:
         out = console(150)
         out.print(
-            "\nFront in engine bytes (* no other model and cache format loses less in as few "
-            "bytes):"
+            "\nFront with the cache formats of engines (* no other model and format has a lower "
+            "loss in as few bytes):"
         )
         table = cache_table(points, front_only=True)
         out.print(table.for_terminal(CACHE_COLUMNS[:-1], star=True))
 
 
-def print_promoted(promotion: Mapping[str, Any]) -> None:
-    """Print where each promoted model lies, and whole commands that serve it."""
-    for line in lines_of(promoted_models(promotion)):
+def print_ending(
+    promotion: Mapping[str, Any],
+    caches: Sequence[CachePoint],
+    folder: Path,
+    report: str | None = None,
+) -> None:
+    """Print the last lines: the best model of each size, how to serve one, report and MLflow.
+
+    Args:
+        promotion: The content of `promotion.json`; empty without a promotion.
+        caches: Measured in the cache formats of engines.
+        folder: Of the search.
+        report: Path of its page; None for the command that writes it.
+    """
+    for line in best_lines(promoted_models(promotion, caches)):
         print(line)
+    print(f"report   {report or f'headfold report {shlex.quote(str(folder))}'}")
+    print(f"MLflow   headfold ui {shlex.quote(str(folder))}")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attention.io.stock_form import export_command
 from attention.ratios import percent
 from orchestrator.reporting.console import console
 from orchestrator.reporting.tables import Table
@@ -77,7 +80,7 @@ def polish_of(work: Mapping[str, Any]) -> str:
     weights = {"all": "all weights", "kv": "keys and values"}[work["weights"]]
     return (
         f"{work['steps']} steps of {weights}, {work['tokens']:,} tokens, {work['flops']:.2g} "
-        f"operations; KL on the text that is trained on {work['first_loss']:.3f} before, "
+        f"operations; KL on the training text {work['first_loss']:.3f} before, "
         f"{work['last_loss']:.3f} after"
     )
 
@@ -85,12 +88,49 @@ def polish_of(work: Mapping[str, Any]) -> str:
 def eval_text_of(record: Mapping[str, Any]) -> str:
     """Return what a loss was measured on."""
     left_out = record.get("eval_documents_left_out")
-    note = f" ({left_out} documents left out that are calibrated on)" if left_out else ""
+    note = f" ({left_out} documents of the calibration text left out)" if left_out else ""
     return f"{record['eval_tokens']:,} tokens of {record['eval_data']}{note}"
 
 
+def perplexity_of(record: Mapping[str, Any]) -> str:
+    """Return the perplexity before and after a conversion, and its relative increase."""
+    before, after = record["original_perplexity"], record["perplexity"]
+    error = record.get("loss_increase_stderr")
+    spread = "" if error is None else f" ± {100 * after / before * error:.1f}"
+    relative = f"{100 * (after / before - 1):+,.1f}{spread} %"
+    return f"{before:.2f} before, {after:.2f} after ({relative})"
+
+
+def tokens_per_gb(kv_bytes_per_token: float) -> int:
+    """Return how many tokens a GB (1e9 bytes) of KV cache holds."""
+    return int(1e9 // kv_bytes_per_token)
+
+
+def next_command(record: Mapping[str, Any], engine: str | None = None) -> str | None:
+    """Return the command that serves a saved conversion, or exports it for an engine.
+
+    Args:
+        record: Of a conversion at one KV ratio.
+        engine: That it was made for, as `vllm` or `llama.cpp`; None for any.
+
+    Returns:
+        None for a model that was not saved, and for one that no engine loads.
+    """
+    folder = record.get("out")
+    if folder is None:
+        return None
+    stock = record["format"] == "stock"
+    if stock and "vLLM" in record["loads_in"] and engine in (None, "vllm"):
+        return f"vllm serve {shlex.quote(str(folder))}"
+    targets = {"llama.cpp": "gguf", "vllm": "vllm", "transformers": "transformers"}
+    if engine == "llama.cpp" or (engine in targets and not stock):
+        return export_command(folder, targets[engine])
+    commands = re.findall("`(headfold export [^`]*)`", record["format_note"])
+    return commands[0] if commands else None
+
+
 def print_conversion(record: Mapping[str, Any], out: Any) -> None:
-    """Print losses before and after and what loads the result.
+    """Print what was measured, on which text, what loads the result, and where it is.
 
     Args:
         record: Of `headfold convert`, at one or several KV ratios.
@@ -98,27 +138,33 @@ def print_conversion(record: Mapping[str, Any], out: Any) -> None:
     """
     for changes in record.get("points", [{}]):
         point = {**record, **changes}
-        print(
-            f"{point['recipe']['name']} at {percent(point['kv_ratio'])} of the checkpoint's KV "
-            f"cache{unmet(point)}: held-out loss {point['original_loss']:.3f} before, "
-            f"{point['loss']:.3f} after ({increase_of(point)} nats per token), perplexity "
-            f"{point['original_perplexity']:.2f} before, {point['perplexity']:.2f} after, KL "
-            f"{point['kl']:.3f}, on {eval_text_of(point)}; {point['kv_bytes_per_token']} KV bytes "
-            f"per token, {point['kv_bytes_per_token_original']} before"
-        )
-        if held := point.get("engine_cache"):
-            print(f"with {_cache_words(held, 'original')}; loss increase {increase_of(held)}")
+        own, before = point["kv_bytes_per_token"], point["kv_bytes_per_token_original"]
+        facts = {
+            "recipe": f"{point['recipe']['name']} at {percent(point['kv_ratio'])} of the KV cache"
+            + unmet(point),
+            "text": eval_text_of(point),
+            "perplexity": perplexity_of(point),
+            "loss": f"{point['original_loss']:.3f} before, {point['loss']:.3f} after "
+            f"({increase_of(point)} nats per token), KL {point['kl']:.3f}",
+            "KV cache": f"{own:,} bytes per token, {before:,} before; "
+            f"{tokens_per_gb(own):,} tokens per GB, {tokens_per_gb(before):,} before",
+        }
+        if cache := point.get("engine_cache"):
+            words = _cache_words(cache, "original")
+            facts["in engine"] = f"{words}; loss increase {increase_of(cache)}"
         if "polish" in point:
-            print(f"polish: {polish_of(point['polish'])}")
+            facts["polish"] = polish_of(point["polish"])
         if out is not None:
-            print(point["format_note"])
+            facts["format"] = point["format_note"]
+        for name, text in facts.items():
+            print(f"{name:11}{text}")
         for note in point.get("notes", ()):
-            print(note)
+            print(f"note       {note}")
     if out is not None:
         if "points" in record:
             print(f"checkpoints, curve.json and curve.png: {out}")
         else:
-            print(f"checkpoint: {record['out']}")
+            print(f"checkpoint {record['out']}")
 
 
 def print_evaluation(record: Mapping[str, Any]) -> None:
@@ -140,7 +186,7 @@ def print_evaluation(record: Mapping[str, Any]) -> None:
     print(
         f"KV cache: {percent(record['kv_ratio'])} of {record['kv_ratio_of']}; "
         f"{record['kv_bytes_per_token']} bytes per token planned, "
-        f"{record['cache_bytes_measured']} held after {record['cache_tokens']} tokens"
+        f"{record['cache_bytes_measured']} allocated after {record['cache_tokens']} tokens"
     )
     if held := record.get("engine_cache"):
         print(f"measured with {_cache_words(held, 'original' if record['original'] else 'model')}")
@@ -152,13 +198,13 @@ def print_evaluation(record: Mapping[str, Any]) -> None:
 
 
 def _cache_words(held: Mapping[str, Any], reference: str) -> str:
-    """Return what a cache format takes, relative to `reference`, and how engines are told."""
+    """Return what a cache format takes, relative to `reference`, and the flags of engines."""
     flags = "; ".join(
         f"{engine} {words}" for engine, words in zip(held["engines"], held["flags"], strict=True)
     )
     return (
         f"a cache in {held['cache_format']}: {held['kv_bytes_per_token']:,} bytes per token, "
-        f"{percent(held['share'])} of the {reference}'s in 16 bits; {flags}"
+        f"{percent(held['share'])} of the {reference} in 16 bits; {flags}"
     )
 
 
@@ -173,8 +219,8 @@ def print_extras(record: Mapping[str, Any]) -> None:
         out.print("\nLoss by position, nats per token:")
         out.print(position_table(long_context["loss_by_position"]).for_terminal())
         out.print(
-            "\nRecall of a hidden line by its depth: share right of 4 values, what hiding adds to "
-            "log-probability:"
+            "\nRecall of a hidden line by depth: share of cases in which the hidden value is the "
+            "most likely of four, and gain in log-probability over another hidden value:"
         )
         out.print(recall_table(long_context["recall"]).for_terminal())
     for generation in record.get("generations", ()):
@@ -189,11 +235,11 @@ def print_generation(generation: Mapping[str, Any]) -> None:
         out.print(f"[{model}]", markup=False)
         out.print(text, markup=False, soft_wrap=True)
     if "original" in generation["texts"]:
-        note = f"all {generation['tokens']} tokens are the original's"
+        note = f"all {generation['tokens']} tokens are equal to those of the original"
         if generation["parts_at"] is not None:
             parts = generation["parts"]
             note = (
-                f"{generation['parts_at']} tokens alike, then {parts['checkpoint']!r} for the "
-                f"original's {parts['original']!r}"
+                f"{generation['parts_at']} equal tokens, then {parts['checkpoint']!r} instead of "
+                f"{parts['original']!r} of the original"
             )
         out.print(f"-- {note}", markup=False)

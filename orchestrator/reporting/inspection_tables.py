@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from attention.base.text import number
@@ -18,14 +20,14 @@ from trainers.evaluation import perplexity
 
 RECIPE_COLUMNS = (
     "recipe",
-    "asked of the checkpoint's KV",
-    "kept",
+    "KV requested",
+    "KV kept",
     "KV bytes/token",
     "loss",
     "perplexity",
     "loss increase",
     "KL",
-    "steps of fit a layer",
+    "fit steps per layer",
     "time",
 )
 
@@ -41,7 +43,7 @@ def lead(record: Mapping[str, Any]) -> str:
         ratio = budget["kv_ratio_asked"]
         if (best := best_entry(record, ratio)) is not None:
             sentences.append(
-                f"{percent(ratio)} of the checkpoint's KV{unmet(budget)}: loss "
+                f"{percent(ratio)} of the KV cache{unmet(budget)}: loss "
                 f"{increase_of(best)} by {best['recipe']}{fit_note(best)}."
             )
     sentences.append(
@@ -75,8 +77,19 @@ def fit_note(entry: Mapping[str, Any]) -> str:
     if (steps := entry.get("fit_steps")) is None:
         return ""
     convert_steps = entry["fit_steps_of_convert"]
-    note = f", refined in {steps} steps a layer"
-    return note + (f" (convert: {convert_steps})" if convert_steps > steps else "")
+    note = f", refined in {steps} steps per layer"
+    return note + (f" (convert takes {convert_steps})" if convert_steps > steps else "")
+
+
+def next_step(record: Mapping[str, Any]) -> str | None:
+    """Return the command that converts by the best recipe at the largest KV ratio, if any."""
+    ratio = max(entry["kv_ratio_asked"] for entry in record["budgets"])
+    best = best_entry(record, ratio)
+    if best is None:
+        return None
+    words = ["--model", record["model"], "--recipe", best["recipe"], "--kv-ratio", f"{ratio:g}"]
+    words += ["--data", record["calibration_data"], "--out", f"{Path(record['model']).name}-kv"]
+    return shlex.join(["headfold", "convert", *words])
 
 
 def sensitive_sites(record: Mapping[str, Any]) -> list[tuple[float, str, int]]:
@@ -96,7 +109,7 @@ def recipe_table(record: Mapping[str, Any]) -> Table:
     marked = set()
     for index, entry in enumerate(record["recipes"]):
         ratio = entry["kv_ratio_asked"]
-        cells = ["cannot", *["-"] * 6]
+        cells = ["not possible", *["-"] * 6]
         if "loss_increase" in entry:
             cells = [
                 percent(entry["kv_ratio"]),
@@ -132,7 +145,7 @@ def format_table(record: Mapping[str, Any]) -> Table:
 
 
 def agreement_table(record: Mapping[str, Any]) -> Table:
-    """Return a row a layer: moves, then rank correlation and spread of the losses by side."""
+    """Return a row per layer: moves, then rank correlation and spread of the losses by side."""
     sites = {(site["layer"], site["side"]): site for site in record["agreement"]}
     rows = []
     for layer in range(record["layers"]):
@@ -150,11 +163,13 @@ def print_inspection(record: Mapping[str, Any]) -> None:
     out = console()
     out.print(lead(record) + "\n")
     if record.get("cache_formats"):
-        out.print("The checkpoint as it is, with its cache as engines hold it:")
+        out.print("The original model with the cache formats of engines, without conversion:")
         out.print(format_table(record).for_terminal(), "\n")
     for side in ("key", "value"):
         counts = list(record["sensitivity"][0][side])
-        out.print(f"Loss increase when only the {side}s of a layer are fused into so many heads:")
+        out.print(
+            f"Loss increase when only the {side}s of one layer are fused into this many heads:"
+        )
         rows = [
             [str(entry["layer"]), *(number(entry[side].get(count), "+.3f") for count in counts)]
             for entry in record["sensitivity"]
@@ -187,3 +202,5 @@ def print_inspection(record: Mapping[str, Any]) -> None:
     if record["agreement"]:
         out.print("\nRank correlation of the layer-output score with the loss of the whole model:")
         out.print(agreement_table(record).for_terminal())
+    if (command := next_step(record)) is not None:
+        print(f"\nnext: {command}")

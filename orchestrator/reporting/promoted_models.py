@@ -1,6 +1,6 @@
 """The models that a search has promoted, and the engines and commands that serve them.
 
-The last lines on the terminal, `--json` and the report show these.
+The last lines on the terminal, the JSON of a search and its report show these.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from attention.io.export import LargerCacheError, cache_dtype, check_cache
 from attention.io.stock_form import format_of
 from attention.io.targets import TargetError, target, vllm
 from attention.ratios import percent
+from orchestrator.storage.cache_points import PROMOTED_ROLE, CachePoint
 from orchestrator.storage.json_files import read_json
 
 PROMOTED = "promoted"
+_UNROUNDED = ("f16", "bf16")
 _TRANSFORMERS = "transformers"
 _TARGETS = {"vLLM": "vllm", "llama.cpp": "gguf", _TRANSFORMERS: "transformers"}
 """Engines, and the target that each reads where the folder itself is none."""
@@ -50,20 +52,36 @@ class PromotedModel(TypedDict):
     """In the registry."""
     loss: float | None
     loss_increase: float | None
+    loss_increase_stderr: float | None
+    """Over the held-out sequences, with a cache in 16 bits; None if it was not measured."""
     perplexity: float | None
     path: str | None
     """Of the checkpoint."""
     serve: list[EngineService]
 
 
-def promoted_models(promotion: Mapping[str, Any]) -> list[PromotedModel]:
+def promoted_models(
+    promotion: Mapping[str, Any], caches: Sequence[CachePoint] = ()
+) -> list[PromotedModel]:
     """Return the promoted candidates of `promotion.json`.
 
     The smallest cache comes first, among equals the lowest loss.
+
+    Args:
+        promotion: The content of the file.
+        caches: What the search has measured in cache formats, for the standard errors.
     """
     candidates = promotion.get("candidates", {}).values()
     promoted = [c for c in candidates if c.get("status") == PROMOTED]
-    return [_model(candidate) for candidate in sorted(promoted, key=_rank)]
+    stderr = {
+        point["trial_id"]: point["loss_increase_stderr"]
+        for point in caches
+        if point["role"] == PROMOTED_ROLE and point["cache_format"] in _UNROUNDED
+    }
+    return [
+        _model(candidate, stderr.get(candidate["trial_id"]))
+        for candidate in sorted(promoted, key=_rank)
+    ]
 
 
 def _rank(candidate: Mapping[str, Any]) -> tuple[float, float]:
@@ -71,7 +89,7 @@ def _rank(candidate: Mapping[str, Any]) -> tuple[float, float]:
     return candidate["kv_ratio"], math.inf if loss is None else loss
 
 
-def _model(candidate: Mapping[str, Any]) -> PromotedModel:
+def _model(candidate: Mapping[str, Any], stderr: float | None) -> PromotedModel:
     loss = candidate.get("loss")
     original = candidate.get("original_loss")
     path = candidate.get("model")
@@ -84,28 +102,43 @@ def _model(candidate: Mapping[str, Any]) -> PromotedModel:
         "version": candidate.get("version"),
         "loss": loss,
         "loss_increase": None if loss is None or original is None else loss - original,
+        "loss_increase_stderr": stderr,
         "perplexity": None if loss is None else math.exp(loss),
         "path": path,
         "serve": engine_services(path, candidate.get("served")) if path else [],
     }
 
 
-def lines_of(models: Sequence[PromotedModel]) -> list[str]:
-    """Return where each model lies and what serves it, as lines whose commands can be copied."""
+def best_lines(models: Sequence[PromotedModel]) -> list[str]:
+    """Return the best model of each size with its path, and one command that serves a model."""
+    best = {model["kv_ratio"]: model for model in reversed(models)}
     lines = []
-    for model in models:
-        share = f"{percent(model['kv_ratio'])} of the checkpoint's KV"
-        increase = model["loss_increase"]
-        loss = "" if increase is None else f", loss {increase:+.3f}"
-        lines.append(f"promoted {model['path']}")
-        lines.append(f"         {model['label']}, {share}{loss}")
-        services = [service for service in model["serve"] if "commands" in service]
-        servers = [service for service in services if service["engine"] != _TRANSFORMERS]
-        for service in servers or services:
-            for index, command in enumerate(service["commands"]):
-                engine = "" if index else service["engine"]
-                lines.append(f"{engine:>12}  {command}")
+    for model in sorted(best.values(), key=_rank):
+        loss = ""
+        if (increase := model["loss_increase"]) is not None:
+            error = model["loss_increase_stderr"]
+            loss = f", loss {increase:+.3f}" + ("" if error is None else f" ± {error:.3f}")
+        kept = f"{percent(model['kv_ratio'])} of the KV cache"
+        lines.append(
+            f"promoted {model['path'] or model['trial_id']}  ({kept}{loss}, {model['label']})"
+        )
+    if (service := best_service(models)) is not None:
+        name = "load" if service[0] == _TRANSFORMERS else "serve"
+        lines.append(f"{name:9}{service[1]}")
     return lines
+
+
+def best_service(models: Sequence[PromotedModel]) -> tuple[str, str] | None:
+    """Return an engine and the one line that serves a promoted model in it; None without any."""
+    services = [
+        (service["engine"], service["commands"])
+        for model in models
+        for service in model["serve"]
+        if service.get("commands") and "commands" in service
+    ]
+    # An engine before transformers, whose command is a line of Python; then the fewest commands
+    services.sort(key=lambda pair: (pair[0] == _TRANSFORMERS, len(pair[1])))
+    return (services[0][0], " && ".join(services[0][1])) if services else None
 
 
 def engine_services(model: str | Path, served: str | Path | None = None) -> list[EngineService]:

@@ -35,6 +35,7 @@ from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord, front
 
 _STATES = (records.WAITING, records.RUNNING, *records.ENDED)
+_MIN_SHARE = 0.05  # of the work, before the time left is a fair estimate
 _POINTS = 12  # of the front, as many as a terminal has room for
 
 
@@ -179,12 +180,13 @@ def seconds_left(
         elapsed: Seconds since the start.
 
     Returns:
-        None before the first report, and where it cannot be estimated.
+        None before 5 % of the work is done, and where it cannot be estimated.
     """
     if not expected or elapsed is None:
         return None
     done = sum(1.0 if t.status in records.ENDED else len(t.rungs) / rungs for t in trials)
-    return elapsed * (expected - done) / done if 0 < done < expected else None
+    early = done < _MIN_SHARE * expected
+    return None if early or done >= expected else elapsed * (expected - done) / done
 
 
 def _config(folder: SearchFolder) -> SearchConfig | None:

@@ -19,8 +19,20 @@ from orchestrator.storage import records
 from orchestrator.storage.cache_points import ORIGINAL_ROLE, CachePoint, engine_front
 from orchestrator.storage.records import OriginalRecord, TrialRecord, front
 
-PROSE = ("trials", "error", "flags", "where, or why not", "layers from the first", "value", "how")
-LEFT = ("", "recipe", "model", "cache", "state", "version", "what", "holds it", "metric", *PROSE)
+PROSE = ("trials", "error", "flags", "result", "layers from the first", "value", "how", "path")
+LEFT = (
+    "",
+    "recipe",
+    "model",
+    "cache",
+    "state",
+    "version",
+    "what",
+    "supported",
+    "engines",
+    "metric",
+    *PROSE,
+)
 """Columns of text; others hold numbers: right-aligned, never wrapped."""
 MAX_ROWS = 500
 """Trials that the table of a page holds; of more, the best of each KV ratio."""
@@ -101,15 +113,14 @@ TRIAL_COLUMNS = (
 )
 _DECODE_TIME = "decode ms/token"
 _TRIALS_INTRO = (
-    "On the front: bold. loss: held out, of the best step that was measured, which may be before "
-    "training (at step 0); last: after all steps."
+    "Trials on the front are bold. loss: held-out loss at the best measured step (step 0: before "
+    "training); last: after all steps."
 )
 
 _CACHES_INTRO = (
-    "The cache of each model in the formats that engines hold, keys and values rounded as the "
-    "engine rounds them; bytes are those of the engine, the increase is over the original model "
-    "with a cache that is not rounded. On the front (no other model and format loses less in as "
-    "few bytes): bold."
+    "Each model with the cache formats of engines: keys and values are rounded as in the engine, "
+    "bytes are those of the engine, and the increase is over the original model with an unrounded "
+    "cache. The front is bold: no other model and format has a lower loss in as few bytes."
 )
 
 
@@ -130,16 +141,19 @@ def trial_table(
             row.insert(index, NO_VALUE if seconds is None else f"{1000 * seconds:.3g}")
     notes = []
     if left_out := len(candidates) - len(shown):
-        notes.append(f"The best at each KV ratio; {left_out} more are in journal.jsonl.")
+        notes.append(
+            f"Only the best at each KV ratio are shown; {left_out} more are in journal.jsonl."
+        )
     if any(t.relaxes for t in shown):
         notes.append(f"{records.POOLED_NOTE}.")
     if any(t.relaxation_unfinished for t in shown):
         notes.append(records.unfinished_note(shown))
     if copies := sum(t.copy_of is not None for t in candidates):
-        notes.append(f"Led to the same model as another trial, and not trained again: {copies}.")
+        notes.append(f"Trials with the same model as another one, not trained again: {copies}.")
     if probes := [t for t in trials if t.probe]:
         notes.append(
-            f"And {len(probes)} probes of the searcher, measured untrained ({probes[0].label})."
+            f"Not shown: {len(probes)} probes of the searcher, measured untrained "
+            f"({probes[0].label})."
         )
     marked = frozenset(i for i, t in enumerate(shown) if t.trial_id in front_ids)
     return Table(columns, rows, marked, _TRIALS_INTRO, notes)
@@ -209,7 +223,7 @@ CACHE_COLUMNS = (
     "model",
     "cache",
     KV_BYTES_COLUMN,
-    "of the original's",
+    "of original",
     "loss increase",
     "standard error",
     "flags",
@@ -262,15 +276,15 @@ PROMOTION_COLUMNS = (
 
 
 def promotion_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the candidates of `promotion.json`: losses, and where they lie or why not."""
+    """Return the candidates of `promotion.json`: losses, and their paths or why there is none."""
     return Table(
-        (*PROMOTION_COLUMNS, "trial", "where, or why not"),
+        (*PROMOTION_COLUMNS, "trial", "result"),
         [_promotion_row(candidate) for candidate in candidates],
         frozenset(i for i, c in enumerate(candidates) if c.get("status") == "promoted"),
-        "Held-out loss: of the untrained conversion, of the best measured step (which is shipped), "
-        "after the last step, of the baseline at its own best step, and of the original model. "
-        f"{records.UNFINISHED_SIGN} {records.UNFINISHED_MARK}: heads were fused before it had "
-        "brought them together.",
+        "Held-out loss of the untrained conversion, at the best measured step (which is kept), "
+        "after the last step, of the baseline at its best step, and of the original model. "
+        f"{records.UNFINISHED_SIGN} {records.UNFINISHED_MARK}: heads were fused before they had "
+        "become alike.",
         [_shipped(c) for c in candidates if c.get("model_uri") and c.get("shipped")],
     )
 
@@ -297,14 +311,14 @@ def _promotion_row(candidate: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _shipped(candidate: Mapping[str, Any]) -> str:
-    """Return where a promoted model lies, and what loads it."""
+    """Return the path of a promoted model, and what loads it."""
     name = candidate.get("name") or f"{candidate['recipe']} {percent(candidate['kv_ratio'])}"
     path = candidate.get("model")
     if candidate.get("plain"):
-        form = f"exported for stock transformers to {path}"
+        form = f"for stock transformers: {path}"
     else:
-        form = f"in Headfold's own format, which stock transformers does not load, in {path}"
-    note = f"{name}: the {candidate['shipped']}, {form}"
+        form = f"Headfold format (`headfold export` writes it for engines): {path}"
+    note = f"{name}: {candidate['shipped']}, {form}"
     if not candidate.get("served"):
         return note
     checks = candidate.get("checks", {})

@@ -157,10 +157,10 @@ def progress_note(records: list[TrialRecord], expected: int, original_loss: floa
             ratio: (r.loss - original_loss, r.label) for ratio, r in sorted(best.items())[::-1]
         }
         increases = ", ".join(
-            f"{percent(ratio)} {increase:+.3f} ({label})"
+            f"{percent(ratio)} {increase:+.3f} {label}"
             for ratio, (increase, label) in lowest.items()
         )
-        parts.append(f"smallest loss increase so far by share of the checkpoint's KV: {increases}")
+        parts.append(f"best loss increase by KV kept: {increases}")
     if rate := tokens_per_second(records):
         parts.append(f"{compact(rate)} tokens/s")
     return "; ".join(parts)

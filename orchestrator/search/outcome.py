@@ -1,4 +1,4 @@
-"""What came out of a search, and the last lines that it prints."""
+"""The result of a search, and the last lines that it prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.reporting.comparison import compare_arms
 from orchestrator.reporting.console import (
     console,
     print_caches,
-    print_promoted,
+    print_ending,
     print_promotion,
 )
 from orchestrator.reporting.promoted_models import promoted_models
@@ -109,7 +109,7 @@ class SearchOutcome:
             },
             "comparison": compare_arms(self.trials, self.original) if self.original else [],
             "promotion": self.promotion,
-            "promoted": promoted_models(self.promotion),
+            "promoted": promoted_models(self.promotion, self.caches),
             "engine_caches": self.caches,
             "engine_front": engine_front(self.caches),
             "interrupted": self.interrupted,
@@ -118,24 +118,20 @@ class SearchOutcome:
 
 
 def print_outcome(outcome: SearchOutcome) -> None:
-    """Print the last lines: failures, paths, and the promoted models with what serves them."""
+    """Print promotion and caches, what has failed, and the last lines."""
     print_promotion(outcome.promotion)
     print_caches(outcome.caches)
     failed = sum(t.status == records.FAILED for t in outcome.trials)
     out = console()
     out.print()
     if outcome.interrupted:
-        how = f"run the same command with --resume {outcome.folder.name} to go on"
+        how = f"to continue, run the same command with --resume {outcome.folder.name}"
         out.print(f"interrupted: the state is saved; {how}", markup=False)
     if failed:
         out.print(
-            f"warning: {failed} of {len(outcome.trials)} trials failed; their errors are above and "
-            "in MLflow"
+            f"warning: {failed} of {len(outcome.trials)} trials failed; their errors are above "
+            "and in MLflow"
         )
     if not outcome.front:
         out.print("no trial gave a result")
-    paths = {"search": str(outcome.folder), "report": outcome.report, "MLflow": outcome.tracking}
-    for name, path in (paths | {"exported": outcome.promotion.get("exported")}).items():
-        if path:
-            print(f"{name:9}{path}")
-    print_promoted(outcome.promotion)
+    print_ending(outcome.promotion, outcome.caches, outcome.folder, outcome.report)

@@ -42,9 +42,10 @@ from orchestrator.conversion.memory_store import MemoryStore
 from orchestrator.conversion.record import CombinationRecord, ConversionRecord, CurveRecord
 from orchestrator.conversion.request import ConversionRequest, chosen_recipe, requested_ratios
 from orchestrator.conversion.short_fits import best_by_short_fit, competing_recipes, equal_budgets
-from orchestrator.reporting.evaluation_tables import print_conversion
+from orchestrator.reporting.evaluation_tables import next_command, print_conversion
 from orchestrator.storage.outputs import Interrupted
 from orchestrator.tasks.task import Task, advise_text, require
+from search_spaces.recipes import choice
 from search_spaces.recipes.recipe import Recipe
 
 _FURTHER = (
@@ -185,7 +186,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     def announce(self) -> None:
         if self.out is None:
             print(
-                "no --out: what is converted is measured, and nothing of it will be saved",
+                "no --out: the converted model is measured and not saved",
                 file=sys.stderr,
                 flush=True,
             )
@@ -303,3 +304,9 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
 
     def show(self, record: ConversionRecord | CurveRecord) -> None:
         print_conversion(record, self.out)
+        engine = self.options.engine and choice.engine_name(self.options.engine)
+        point: Mapping[str, Any] = record
+        if "points" in record:
+            point = record["points"][0]
+        if self.out is not None and (command := next_command(point, engine)):
+            print(f"next       {command}")

@@ -1,4 +1,4 @@
-"""`headfold demo`: what Headfold does, shown on the checkpoint that comes along."""
+"""`headfold demo`: what Headfold does, shown on a small checkpoint that is part of the package."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ def demo(options: DemoOptions) -> None:
         raise typer.Exit(outcome.exit_code)
     exported = (outcome.promotion or {}).get("exported")
     if exported is None:
-        print("demo: nothing was promoted that stock software loads, so there is no export to load")
+        print("demo: no promoted model loads in stock transformers, so no export is loaded")
         return
     print(
-        "demo: loading the export with plain transformers, in a process that cannot import "
-        "Headfold",
+        "demo: loading the export in plain transformers, in a process without Headfold",
         flush=True,
     )
     subprocess.run([sys.executable, str(shipped(READER)), exported], check=True)
@@ -60,13 +59,12 @@ def _load_in_llama_cpp(promoted: Path, recipe: str, out: Path) -> None:
 
     engine = find_spec("xllamacpp") is not None
     loaded = (
-        "loaded there and compared"
+        "loaded and compared there"
         if engine
-        else "not loaded there, for lack of it: pip install xllamacpp"
+        else "not loaded, as llama.cpp is not installed: pip install xllamacpp"
     )
     print(
-        f"demo: the best model of the smallest cache, by {recipe}, as one file for llama.cpp, "
-        f"{loaded}",
+        f"demo: exporting the best model of the smallest cache ({recipe}) for llama.cpp, {loaded}",
         flush=True,
     )
     record = export_checkpoint(

@@ -80,9 +80,9 @@ def search_note(config: SearchConfig, folder: SearchFolder) -> str:
         sizes = [f"{heads} KV heads" for heads in search.kv_heads]
     return (
         f"Search `{folder.root.name}` on `{Path(config.model.path).name}`: {recipes} at "
-        f"{', '.join(sizes)} of the checkpoint's KV cache.\n\n"
-        "Each trial and each promotion is a run below it; loss over KV bytes of all: "
-        f"`headfold ui {folder.root}`"
+        f"{', '.join(sizes)} of the KV cache.\n\n"
+        "Trials and promotions are child runs. Tables and figures: artifact `report.html`, or "
+        f"`{folder.report}`. Charts: `headfold ui {folder.root}`"
     )
 
 
@@ -174,5 +174,5 @@ def _trial_note(record: TrialRecord, folder: Path) -> str:
     choices = [f"{axis} {part}" for axis, part in parts.items() if part not in (None, "none")]
     return (
         f"Trial `{record.trial_id}` of search `{folder.name}`: {record.label} at "
-        f"{percent(record.kv_ratio)} of the checkpoint's KV cache.\n\n{', '.join(choices)}"
+        f"{percent(record.kv_ratio)} of the KV cache.\n\n{', '.join(choices)}"
     )

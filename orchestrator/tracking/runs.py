@@ -52,8 +52,9 @@ KIND = "mlflow.experimentKind"
 """Tag of an experiment by which MLflow's page opens it on its runs, and not on traces."""
 TRAINING = "custom_model_development"
 _DESCRIPTION = (
-    "Searches of Headfold: a run a search, with a child for each trial and each promotion. "
-    "Trainings: a run each."
+    "One run per search; its trials and promotions are child runs. One run per training. Tables "
+    "and figures of a search are in the artifact `report.html` of its run; `headfold ui FOLDER` "
+    "opens its charts."
 )
 
 
@@ -81,10 +82,10 @@ def open_client(uri: str) -> Any:
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # it may hold a secret
     # An address that nobody serves must fail in seconds
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("mlflow").setLevel(logging.WARNING)
     from mlflow import MlflowClient
 
+    for name in ("alembic", "mlflow"):  # after the import, which sets the level to INFO
+        logging.getLogger(name).setLevel(logging.WARNING)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 

@@ -1,4 +1,4 @@
-"""The front of a search in engine bytes: heads and formats of the cache beside each other."""
+"""The front of a search in engine bytes: fewer heads compared with smaller cache formats."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from attention.ratios import percent
 from orchestrator.reporting.figures.drawing import (
     INK,
     KV_BYTES_LABEL,
+    label_points,
     legend_below,
     single_axes,
     styled,
@@ -49,7 +50,15 @@ def caches_figure(points: Sequence[CachePoint]) -> Figure | None:
         sizes = [point["kv_bytes_per_token"] for point in formats]
         heights = [axis.at(point["loss_increase"]) for point in formats]
         large = 11 if name == ORIGINAL_ROLE else 6
-        axes.plot(sizes, heights, lw=0.8, alpha=0.8, ms=large, **styles[name])
+        (line,) = axes.plot(sizes, heights, lw=0.8, alpha=0.8, ms=large, **styles[name])
+        label_points(
+            line,
+            (
+                f"{p['name']}, {p['cache_format']}: {p['kv_bytes_per_token']:,} bytes per token, "
+                f"loss {p['loss_increase']:+.4f}"
+                for p in formats
+            ),
+        )
         handles[name] = Line2D([], [], ls="", ms=6.5, **styles[name])
     best = engine_front(points)
     (handles["front"],) = axes.plot(
@@ -66,7 +75,7 @@ def caches_figure(points: Sequence[CachePoint]) -> Figure | None:
             fontsize=8,
             xytext=(-2, -5),
             textcoords="offset points",
-            rotation=40,  # two formats may lie close beside each other
+            rotation=40,  # two formats may be close to each other
             rotation_mode="anchor",
             ha="right",
             va="top",

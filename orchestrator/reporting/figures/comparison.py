@@ -121,9 +121,9 @@ def tokens_figure(rows: Sequence[ComparisonRow], original: OriginalRecord) -> Fi
             for axes in (whole, close):
                 handles[name] = _draw_curve(axes, row["curve"], first_step, styles[name])
         _zoom(close, shown, original)
-        title = f"{percent(kv_ratio)} of the checkpoint's KV cache"
+        title = f"{percent(kv_ratio)} of the KV cache"
         whole.set_title(title, fontsize=10, loc="left")
-        close.set_title("from close by", fontsize=10, loc="left")
+        close.set_title("detail", fontsize=10, loc="left")
         for axes in (whole, close):
             line = axes.axhline(original["loss"], color=MUTED, ls="--", lw=1.2)
             handles["original model"] = line

@@ -84,7 +84,7 @@ def _pairs(trials: Sequence[TrialRecord]) -> dict[float, list[tuple[float, float
 
 @styled
 def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Draw the rank before training against the rank at the last rung, a mark a trial.
+    """Draw the rank before training against the rank at the last rung, one mark per trial.
 
     Returns:
         None where no KV ratio has enough trials that were trained to the end.
@@ -92,7 +92,9 @@ def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     agreements = proxy_agreement(trials)
     if not agreements:
         return None
-    figure, axes = single_axes(4.6, "rank untrained (rung 0), 1 is best", "rank at the last rung")
+    figure, axes = single_axes(
+        4.6, "rank before training (rung 0), 1 is best", "rank at the last rung"
+    )
     highest = 1
     handles = {}
     pairs = _pairs(trials)
@@ -103,7 +105,7 @@ def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
         firsts, lasts = ranks
         axes.plot(firsts, lasts, ls="", ms=6, alpha=0.8, **style)
         rho = f"rho = {agreement['rho']:+.2f}, {agreement['trials']} trials"
-        name = f"{percent(kv_ratio)} of the checkpoint's KV: {rho}"
+        name = f"{percent(kv_ratio)} of the KV cache: {rho}"
         handles[name] = Line2D([], [], ls="", **style)
         highest = max(highest, len(firsts))
     for axis in (axes.xaxis, axes.yaxis):
@@ -149,7 +151,7 @@ def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     is_long = (means > _SHORT_PHASE * means.sum(1, keepdims=True)).any(0)
     widths = {name: means[:, i] for i, name in enumerate(phases) if is_long[i]}
     widths["other"] = means[:, ~is_long].sum(1)
-    figure, axes = single_axes(1.3 + 0.28 * len(arms), "seconds a trial, mean")
+    figure, axes = single_axes(1.3 + 0.28 * len(arms), "mean seconds per trial")
     handles = {}
     left = np.zeros(len(arms))
     for index, (name, width) in enumerate(widths.items()):
@@ -183,7 +185,7 @@ def working_intervals(trial: TrialRecord) -> list[Interval]:
 
 @styled
 def timeline_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Draw when each trial worked, a row a trial by its start.
+    """Draw when each trial worked, one row per trial by its start.
 
     A bar goes up to each rung; a mark shows where a trial was stopped or failed. Of many trials
     those that got furthest are drawn.

@@ -1,4 +1,4 @@
-"""What all figures share: colours of light and dark pages, style, legends, files."""
+"""What all figures share: colours of light and dark pages, style, legends, values, files."""
 
 from __future__ import annotations
 
@@ -87,12 +87,13 @@ styled = matplotlib.rc_context(STYLE)
 KV_BYTES_LABEL = "KV cache, bytes per token"
 LOSS_LABEL = "held-out loss, nats per token"
 SIDE_TITLES = {"key": "keys", "value": "values"}
+_POINTS = "|"  # between the words of points in the name of a group
 WIDTH = 7.0  # inches
 NARROW_WIDTH = 3.9  # for a narrow page
 
 
 def styles_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return a colour and a marker for each name; twelve colours come back with other markers."""
+    """Return a colour and a marker for each name; after twelve, colours repeat."""
     styles = {}
     for index, name in enumerate(dict.fromkeys(names)):
         colour = COLOURS[index % len(COLOURS)]
@@ -139,6 +140,29 @@ def legend_below(figure: Figure, handles: Mapping[str, Any], columns: int = 4) -
         )
 
 
+def label_points(artist: Any, values: Iterable[str]) -> None:
+    """Give each marker of a plot or scatter plot the words that a page shows when it is pointed at.
+
+    Args:
+        artist: A line with markers, or a collection of points.
+        values: The words for each of its points, in order.
+    """
+    artist.set_gid(_POINTS + _POINTS.join(value.replace(_POINTS, " ") for value in values))
+
+
+def _with_values(text: str) -> str:
+    """Return an SVG whose labelled markers have their words as an attribute."""
+    before, *groups = re.split(rf' id="{re.escape(_POINTS)}([^"]*)"', text)
+    parts = [before]
+    for values, following in zip(groups[::2], groups[1::2], strict=True):
+        words = values.split(_POINTS)
+        named = (f'<use data-value="{value}" ' for value in words)
+        parts.append(
+            re.sub("<use ", lambda _, named=named: next(named), following, count=len(words))
+        )
+    return "".join(parts)
+
+
 def svg(figure: Figure, label: str) -> str:
     """Return the figure as an SVG element of the width and colours of its page.
 
@@ -150,6 +174,7 @@ def svg(figure: Figure, label: str) -> str:
     figure.savefig(stream, format="svg", metadata={"Date": None}, transparent=True)
     text = stream.getvalue()
     text = text[text.index("<svg") :]
+    text = _with_values(text)
     # Names of groups, the same in every figure, which nothing refers to
     text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
     for name, (light, _) in THEME.items():

@@ -49,7 +49,7 @@ class IncreaseAxis:
         axis = axes.yaxis if which == "y" else axes.xaxis
         ticks = self._ticks()
         label = _BAND_LABEL
-        if which == "x":  # where ticks want short words
+        if which == "x":  # where there is room for short words only
             label = label.replace(" or ", " or\n")
         axis.set_ticks([self.floor, *ticks], [label, *(f"+{x:g}" for x in ticks)])
         axis.set_ticks([], minor=True)
@@ -67,6 +67,6 @@ class IncreaseAxis:
         """Draw the factor of the perplexity, exp(increase), on the right."""
         other = axes.secondary_yaxis("right")
         ticks = self._ticks()
-        other.set_yticks(ticks, [f"x{math.exp(x):.3g}" for x in ticks])
+        other.set_yticks(ticks, [f"\N{MULTIPLICATION SIGN}{math.exp(x):.3g}" for x in ticks])
         other.set_yticks([], minor=True)
-        other.set_ylabel("perplexity, times the original's")
+        other.set_ylabel("perplexity relative to the original")

@@ -151,7 +151,7 @@ def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
             if entry["kv_ratio_asked"] == ratio:
                 x = axis.at(entry["loss_increase"])
                 axes.plot(x, names.index(entry["recipe"]) + shift, ls="", ms=7, **style)
-        label = f"{percent(ratio)} of the checkpoint's KV"
+        label = f"{percent(ratio)} of the KV cache"
         handles[label] = Line2D([], [], ls="", **style)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)

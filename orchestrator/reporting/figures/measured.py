@@ -88,7 +88,7 @@ def _draw_similarity(axes: Any, row: int, raw: float, aligned: float) -> None:
 
 @matplotlib.rc_context({**STYLE, "font.size": 9})
 def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Draw each arm's relaxation over its steps: a row an arm, a panel a quantity, a line a trial.
+    """Draw each arm's relaxation over its steps: a row per arm, a panel per quantity.
 
     Returns:
         None if no trial was relaxed.
@@ -122,7 +122,7 @@ def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
             axes.set_visible(False)
     figure.supxlabel("step of the relaxation", fontsize=9)
     lines = [Line2D([], [], color=colour) for colour in colours.values()]
-    labels = [f"{percent(kv_ratio)} of the checkpoint's KV" for kv_ratio in colours]
+    labels = [f"{percent(kv_ratio)} of the KV cache" for kv_ratio in colours]
     figure.legend(lines, labels, loc="outside upper right", ncols=len(lines), frameon=False)
     return figure
 

@@ -20,6 +20,7 @@ from orchestrator.reporting.figures.drawing import (
     NARROW_WIDTH,
     PAPER,
     WIDTH,
+    label_points,
     legend_below,
     single_axes,
     styled,
@@ -70,6 +71,7 @@ def front_figure(
         handles["promoted"] = _draw_promoted(axes, axis, models, original)
     own_size = original["kv_bytes_per_token"]
     star = axes.scatter(own_size, axis.floor, marker="*", s=190, color=INK, zorder=4)
+    label_points(star, [_words("original model", own_size, original["loss"], original)])
     handles["original model"] = star
     shown = {own_size, *(t.kv_bytes_per_token for t in scored)}
     shown |= {model["kv_bytes_per_token"] for model in models}
@@ -79,6 +81,11 @@ def front_figure(
         axis.perplexity(axes)
     legend_below(figure, handles, columns=2 if narrow else 4)
     return figure
+
+
+def _words(name: str, size: int | None, loss: float, original: OriginalRecord) -> str:
+    increase = f"loss {loss:.3f} ({loss - original['loss']:+.3f})"
+    return f"{name}: {size or 0:,} bytes per token, {increase}"
 
 
 def _draw_trials(
@@ -102,7 +109,7 @@ def _draw_trials(
         if not arm:
             continue
         colour = style["color"]
-        axes.scatter(
+        drawn = axes.scatter(
             *zip(*(points[t.trial_id] for t in arm), strict=True),
             facecolors=[PAPER if t.step < last_step else colour for t in arm],
             edgecolors=colour,
@@ -111,11 +118,12 @@ def _draw_trials(
             linewidths=1.4,
             zorder=3,
         )
+        label_points(drawn, (_words(t.name, t.kv_bytes_per_token, t.loss, original) for t in arm))
         handles[name] = Line2D([], [], ls="", ms=6.5, **style)
     if any(t.step < last_step for t in trials):
         hollow = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
         handles["hollow: stopped earlier"] = hollow
-    # In the band below, the best of each size has its number
+    # In the band below, the best of each size is labelled with its number
     below = [t for t in trials if axis.is_none(t.loss - original["loss"])]
     below.sort(key=lambda t: t.loss)
     for trial in {t.kv_bytes_per_token: t for t in reversed(below)}.values():
@@ -147,6 +155,8 @@ def _draw_promoted(
         ring = axes.scatter(
             *point, s=170, facecolors="none", edgecolors=INK, linewidths=1.6, zorder=4
         )
+        name = model.get("name") or model["recipe"]
+        label_points(ring, [f"promoted: {_words(name, size, model['loss'], original)}"])
         if model is lowest[size]:
             below = axis.is_none(increase)
             axes.annotate(
@@ -176,7 +186,7 @@ def _set_size_axis(axes: Any, sizes: Collection[int], own: int, max_ticks: int) 
 
 @styled
 def rungs_figure(trials: Sequence[TrialRecord], original: OriginalRecord) -> Figure:
-    """Draw the loss increase over training steps, one line a trial.
+    """Draw the loss increase over training steps, one line per trial.
 
     Solid for the largest KV ratio, dashed for the next.
     """
@@ -196,10 +206,12 @@ def rungs_figure(trials: Sequence[TrialRecord], original: OriginalRecord) -> Fig
     for trial, steps, increases in curves:
         name = family(trial.recipe)
         heights = [axis.at(increase) for increase in increases]
-        axes.plot(steps, heights, ls=dashes[trial.kv_ratio], ms=5, lw=1.4, **styles[name])
+        (line,) = axes.plot(steps, heights, ls=dashes[trial.kv_ratio], ms=5, lw=1.4, **styles[name])
+        points = zip(steps, increases, strict=True)
+        label_points(line, (f"{trial.name}, step {step}: loss {x:+.3f}" for step, x in points))
         handles[name] = Line2D([], [], ls="", ms=5, **styles[name])
     for ratio, dash in dashes.items():
-        label = f"{percent(ratio)} of the checkpoint's KV"
+        label = f"{percent(ratio)} of the KV cache"
         handles[label] = Line2D([], [], ls=dash, color=INK)
     legend_below(figure, handles)
     return figure
@@ -207,7 +219,7 @@ def rungs_figure(trials: Sequence[TrialRecord], original: OriginalRecord) -> Fig
 
 @styled
 def budgets_figure(plans: Mapping[str, AttentionPlan]) -> Figure:
-    """Draw the key heads and value heads kept in each layer, one row a plan and side."""
+    """Draw the key heads and value heads kept in each layer, one row per plan and side."""
     rows = {
         f"{name}  {side}": [getattr(layer, f"{side}_heads") for layer in plan.layers]
         for name, plan in plans.items()

@@ -19,6 +19,7 @@ from orchestrator.reporting.inspection_tables import (
     best_entry,
     fit_note,
     lead,
+    next_step,
     recipe_table,
     sensitive_sites,
 )
@@ -26,31 +27,29 @@ from orchestrator.reporting.pages.page import PagePart, PageSection, Picture, St
 from orchestrator.reporting.tables import Table, facts_table
 
 _SENSITIVITY = (
-    "Only one place is changed at a time: the keys, or the values, of one layer are fused into so "
-    "few heads, and the number in the cell is by how much the model's loss increases. Dark places "
-    "need their heads; light ones can give them up almost for free. From calibration text; where "
-    "the recipe fits layers, for the fitted layer."
+    "Loss increase when only the keys, or only the values, of one layer are fused into this many "
+    "heads, on calibration text (after the fit where the recipe fits layers). Dark: the layer "
+    "needs its heads. Light: fewer heads cost almost nothing."
 )
 _BUDGETS = (
-    "Key heads and value heads kept in each layer when the places above are weighed against each "
-    "other: the least sum of increases at this KV ratio. Dark: many."
+    "Number of key heads and value heads kept in each layer: the choice with the lowest sum of the "
+    "increases above at this KV ratio. Dark: many."
 )
 _PAIRS = (
-    "Each square is one pair of KV heads of a layer; red: they point the same way, blue: opposite "
-    "ways, white: nothing in common. Aligned: after the best turn of one head that leaves the "
-    "model as it is (keys before RoPE: a rotation in each rotary pair; values: any rotation). "
-    "Heads of a red square lose little by being pooled. Mean cosine over calibration tokens."
+    "Mean cosine similarity of each pair of KV heads of a layer over calibration tokens: red = "
+    "same direction, blue = opposite, white = unrelated. Aligned: after the best rotation that "
+    "does not change the model (keys before RoPE: a rotation in each rotary pair; values: any "
+    "rotation). Red pairs can be merged at little cost."
 )
 _RECIPES = (
-    "The whole checkpoint converted by each recipe, refined where the recipe says so, before any "
-    "training, as convert does it: increase of the loss on held-out text, on a logarithmic axis. "
-    "Groups of equal size serve as plain GQA anywhere; other recipes may need this package to run."
+    "Loss increase on held-out text of the whole model, converted by each recipe as `headfold "
+    "convert` does, without training. Log scale."
 )
 _AGREEMENT = (
-    "The same exchanges of two heads scored twice: by the error of the layer's own output, which "
-    "is cheap, and by the loss of the whole model. Rank: Spearman's correlation, 1 for the same "
-    "order, 0 for no relation. Spread: largest minus smallest loss in nats per token; where it is "
-    "tiny, the order of the losses is mostly noise."
+    "The same exchanges of two heads, scored by the error of the layer output (cheap) and by the "
+    "loss of the whole model. Rank: Spearman's correlation, 1 = same order, 0 = no relation. "
+    "Spread: largest minus smallest loss, nats per token; where it is tiny, the order of the "
+    "losses is mostly noise."
 )
 _ALT_SITES = 16  # of a picture that its description names
 
@@ -64,7 +63,7 @@ def build_page(record: Mapping[str, Any]) -> str:
         pairs += f" {drawn} of {record['layers']} layers are drawn."
     plans = {}
     for budget in record["budgets"]:
-        label = f"{percent(budget['kv_ratio'])} of the checkpoint's KV,"
+        label = f"{percent(budget['kv_ratio'])} of the KV cache,"
         plans[label] = AttentionPlan.from_dict(budget["plan"])
     sensitivity = Picture(
         inspection.sensitivity_figure(record), _sensitivity_alt(record), _SENSITIVITY
@@ -76,15 +75,15 @@ def build_page(record: Mapping[str, Any]) -> str:
     heads = [
         PageSection("Where the loss is sensitive", picture=sensitivity),
         PageSection("Heads kept at each KV ratio", picture=budgets),
-        PageSection("Which heads are alike", picture=similarity),
+        PageSection("Similar heads", picture=similarity, wide=True),
     ]
     if record["agreement"]:
-        title = "Cheap score against the whole model"
+        title = "Layer-output score compared with the loss of the model"
         heads.append(PageSection(title, text=_AGREEMENT, tables=[agreement_table(record)]))
     made = "How this was made"
     parts = [
-        PagePart("What a conversion costs", _cost_sections(record)),
-        PagePart("What the heads are like", heads),
+        PagePart("Cost of a conversion", _cost_sections(record)),
+        PagePart("Heads", heads),
         PagePart(made, [PageSection(made, tables=[_provenance(record)])]),
     ]
     return render_page(f"Headfold: {name}", f"Headfold inspection: {name}", lead(record), parts)
@@ -95,14 +94,16 @@ def _cost_sections(record: Mapping[str, Any]) -> list[PageSection]:
     figure = inspection.recipes_figure(record)
     if figure is None:
         return []
-    alt = f"Loss increase of each recipe. {_RECIPES} The table of recipes has the numbers."
+    alt = f"Loss increase of each recipe. {_RECIPES} The numbers are in the table of recipes."
     stats = []
     for ratio in dict.fromkeys(budget["kv_ratio_asked"] for budget in record["budgets"]):
         if (best := best_entry(record, ratio)) is not None:
             stats += _best_stats(record, best)
+    command = next_step(record)
+    commands = [] if command is None else [("Next: convert the model", command)]
     return [
-        PageSection("Best at each KV ratio", stats=stats),
-        PageSection("What each recipe costs", picture=Picture(figure, alt, _RECIPES)),
+        PageSection("Best at each KV ratio", stats=stats, commands=commands),
+        PageSection("Loss increase of each recipe", picture=Picture(figure, alt, _RECIPES)),
         PageSection("Recipes", tables=[recipe_table(record)], wide=True),
     ]
 
@@ -145,7 +146,7 @@ def _budgets_alt(record: Mapping[str, Any]) -> str:
         keys = ", ".join(map(str, budget["key"][:_ALT_SITES]))
         values = ", ".join(map(str, budget["value"][:_ALT_SITES]))
         budgets.append(f"{percent(budget['kv_ratio'])}: keys {keys}; values {values}")
-    return f"Heads kept in each layer, from the first on. {'. '.join(budgets)}."
+    return f"Heads kept in each layer, first layer first. {'. '.join(budgets)}."
 
 
 def _provenance(record: Mapping[str, Any]) -> Table:
@@ -154,13 +155,13 @@ def _provenance(record: Mapping[str, Any]) -> Table:
     return facts_table(
         {
             "checkpoint": record["model"],
-            "recipe of the single places": f"{recipe['name']}: grouping {recipe['grouping']}, "
+            "recipe of the sensitivity": f"{recipe['name']}: grouping {recipe['grouping']}, "
             f"fusion {recipe['fusion']}",
             "text": f"calibrated on {record['calibration_tokens']:,} tokens of "
             f"{record['calibration_data']}, measured on {eval_text_of(record)}, in sequences of "
             f"{record['sequence_length']}",
             "seed": record["seed"],
-            "number format": record["dtype"],
+            "dtype": record["dtype"],
             "cache": record["cache"],
             "time": ", ".join(seconds),
         }

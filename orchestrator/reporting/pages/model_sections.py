@@ -23,13 +23,16 @@ _GPU_MEMORY = 80 * 2**30
 """Bytes of memory of the GPU that the page counts sequences for."""
 _CONTEXT = 4096
 """Tokens of these sequences, of a model that takes as many."""
+_MIN_WEIGHTS = 10**9
+"""Bytes; of a smaller model the number says nothing."""
 _MODEL_NAMES = {"checkpoint": "this model", "original": "original", "baseline": "baseline"}
 """By their names in records, in the order in which they are read."""
-_HOLDS = "Which engines hold the model in its own bytes."
-_CHECKED = "What engines that loaded it have shown."
+_SUPPORT = "Engines that load the model without a larger KV cache."
+_CHECKED = "Checks in the engines that have loaded it."
 _POSITIONS = "Loss by position, nats per token."
 _RECALL = (
-    "Recall of a hidden line by context and depth: share right of four values, what hiding adds."
+    "Recall of a hidden line by context length and depth: share of cases in which the hidden "
+    "value is the most likely of four, and gain in log-probability over another hidden value."
 )
 
 
@@ -59,13 +62,14 @@ def model_part(
     return PagePart(
         f"Promoted: {model['label']}, {percent(model['kv_ratio'])} of the KV cache",
         [
-            PageSection("At a glance", stats=stats),
-            PageSection("How to serve it", commands=_commands(model)),
+            PageSection("Quality and size", stats=stats),
+            PageSection("Serve it", commands=_commands(model)),
             PageSection("Engines", tables=_engines(model, candidate)),
             PageSection("Tasks (± standard error)", tables=tasks),
             PageSection("Long contexts", tables=long_context),
-            PageSection("What it writes", samples=samples, wide=True),
+            PageSection("Generated text", samples=samples, wide=True),
         ],
+        folded=True,
     )
 
 
@@ -88,40 +92,44 @@ def _quality(
         remark = f"{percent(round(size / own, 4))}; original {own:,}"
         stats.append(Stat("KV cache, bytes per token", f"{size:,}", remark))
     if (baseline := candidate.get("baseline_loss")) is not None:
-        remark = f"{baseline - original_loss:+.3f}, trained as long"
-        stats.append(Stat("loss of the baseline", number(baseline), remark))
+        remark = f"{baseline - original_loss:+.3f}; same number of training steps"
+        stats.append(Stat("baseline, held-out loss", number(baseline), remark))
         step = candidate.get("best_step")
         steps = candidate.get("steps")
-        remark = f"the best of {steps}" if step else f"{steps} more made it no better"
-        stats.append(Stat("training steps", f"{step}", remark))
+        remark = (
+            f"of {steps}" if step else f"the untrained conversion; {steps} steps did not improve it"
+        )
+        stats.append(Stat("best training step", f"{step}", remark))
     left = candidate.get("relaxation_remaining")
     if left is not None and relaxation_left(left):
-        remark = f"{left:.0%} of its way was left when heads were fused"
+        remark = f"{left:.0%} was left when heads were fused"
         stats.append(Stat("relaxation", "unfinished", remark))
     return stats
 
 
 def _sequences(model: PromotedModel, original: OriginalRecord) -> list[Stat]:
-    """Return how many sequences fit beside the weights, if the checkpoint is still there."""
+    """Return how many sequences fit with the weights of a model of a GB or more, if it is there."""
     folder = Path(model["path"] or "")
     size = model["kv_bytes_per_token"]
     if not size or not (folder / "config.json").is_file():
         return []
     context = min(_CONTEXT, Checkpoint.open(folder).geometry.max_positions)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if weights < _MIN_WEIGHTS:
+        return []
     sequences = sequences_that_fit(_GPU_MEMORY, weights, size, context)
-    remark = "beside the weights"
+    remark = "with the weights"
     if "parameters" in original:
         own_weights = original["parameters"] * BYTES[original["dtype"]]
         own_size = original["kv_bytes_per_token"]
         if before := sequences_that_fit(_GPU_MEMORY, own_weights, own_size, context):
-            remark = f"{sequences / before:.3g} x; original {before:,}"
-    name = f"sequences of {context:,} tokens on a GPU of {_GPU_MEMORY // 2**30} GiB"
+            remark = f"{sequences / before:.3g} times the {before:,} of the original"
+    name = f"sequences of {context:,} tokens in {_GPU_MEMORY // 2**30} GiB of GPU memory"
     return [Stat(name, f"{sequences:,}", remark)]
 
 
 def sequences_that_fit(memory: int, weights: int, kv_bytes_per_token: int, context: int) -> int:
-    """Return how many sequences of `context` tokens fit in `memory` beside the weights, in bytes.
+    """Return how many sequences of `context` tokens fit in `memory` bytes with the weights.
 
     What an engine needs besides is not counted.
     """
@@ -139,20 +147,20 @@ def _commands(model: PromotedModel) -> list[tuple[str, str]]:
 
 
 def _engines(model: PromotedModel, candidate: Mapping[str, Any]) -> list[Table]:
-    """Return which engines hold the model, and what those that were tried have shown."""
+    """Return which engines load the model, and the checks of those that were tried."""
     rows = []
     for service in model["serve"]:
         if "why_not" in service:
             rows.append((service["engine"], "no", "", service["why_not"]))
         else:
             target = service.get("target")
-            how = f"export to target {target}" if target else "as it is"
+            how = f"headfold export --target {target}" if target else "as it is"
             rows.append(
                 (service["engine"], "yes", f"{service.get('kv_bytes_per_token', 0):,}", how)
             )
     tables = []
     if rows:
-        tables.append(Table(("engine", "holds it", "KV bytes/token", "how"), rows, intro=_HOLDS))
+        tables.append(Table(("engine", "supported", "KV bytes/token", "how"), rows, intro=_SUPPORT))
     for folder in dict.fromkeys(filter(None, (candidate.get("served"), model["path"]))):
         report = Path(folder) / EXPORT
         if report.is_file() and (checks := engine_checks(read_json(report))).rows:

@@ -1,8 +1,9 @@
-"""A self-contained HTML page, through the template `page.html`. No script, no network.
+"""A self-contained HTML page, through the template `page.html`. No network.
 
 It has parts of headed sections, for any width from 360 px on, for light and dark, for keyboards and
-for screen readers: what is wider than the page scrolls in a box of its own, and every picture has a
-description in words.
+for screen readers: what is wider than the page scrolls in its own box, and every picture has a
+description in words. The script of the page (`page.js`) sorts and filters tables, copies commands
+and shows the values of points; without it all content is there.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A heading and what stands under it, in this order.
+    """A heading and the content under it, in this order.
 
     Attributes:
         title: The heading.
@@ -103,11 +104,15 @@ class PagePart:
     """A part of a page: its heading, its sections, and a sentence above them.
 
     Sections with nothing in them are left out, and so is a part without any.
+
+    Attributes:
+        folded: Whether only its heading is shown until it is opened.
     """
 
     title: str
     sections: Sequence[PageSection]
     text: str = ""
+    folded: bool = False
 
 
 def render_page(title: str, heading: str, lead: str, parts: Sequence[PagePart]) -> str:
@@ -136,6 +141,10 @@ def _slug(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
+def _asset(name: str) -> Markup:
+    return Markup((Path(__file__).parent / name).read_text(encoding="utf-8"))
+
+
 _environment = jinja2.Environment(
     loader=jinja2.PackageLoader("orchestrator.reporting.pages", "."),
     autoescape=True,
@@ -148,5 +157,6 @@ _environment.globals |= {
     "prose": PROSE,
     "left": LEFT,
     "theme": drawing.THEME,
-    "stylesheet": Markup((Path(__file__).parent / "page.css").read_text(encoding="utf-8")),
+    "stylesheet": _asset("page.css"),
+    "script": _asset("page.js"),
 }

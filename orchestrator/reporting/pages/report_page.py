@@ -1,18 +1,21 @@
-"""One self-contained page of a search: promoted models, the front, its course, how to repeat it."""
+"""One self-contained page of a search.
+
+First a table of the promoted models and the picture of the front; then, folded, each model, the
+trials and how to repeat the search.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 from attention.base.text import number
 from attention.base.timing import clock
 from attention.io.files import write_whole
-from attention.ratios import percent
 from orchestrator.reporting.comparison import NO_VALUE, ComparisonRow, compare_arms
 from orchestrator.reporting.figures.search import front_figure
+from orchestrator.reporting.overview import overview_table
 from orchestrator.reporting.pages.model_sections import model_part
 from orchestrator.reporting.pages.page import (
     PagePart,
@@ -22,29 +25,34 @@ from orchestrator.reporting.pages.page import (
     render_page,
 )
 from orchestrator.reporting.pages.search_sections import search_sections
-from orchestrator.reporting.promoted_models import PROMOTED, PromotedModel, promoted_models
+from orchestrator.reporting.promoted_models import (
+    PROMOTED,
+    PromotedModel,
+    best_service,
+    promoted_models,
+)
 from orchestrator.reporting.repeat_command import command_of
 from orchestrator.reporting.tables import facts_table
 from orchestrator.storage import records
+from orchestrator.storage.cache_points import read_cache_points
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import read_json
 from orchestrator.storage.outputs import check_file, write_page
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import OriginalRecord, TrialRecord, best_per_budget
+from orchestrator.storage.records import OriginalRecord, TrialRecord
 
 _MAX_COMMANDS = 30  # points of the front that the page has a command for
 _ALT_POINTS = 12  # points of a picture that its description names
 
 _FRONT_CAPTION = (
-    "Every trial at the best step that was measured, which may be the untrained conversion; a ring "
-    "is a promoted model at the best step of its full training. The upright axis is logarithmic; "
-    "what is not above the original model stands in the band below, the best of each size with its "
-    "number."
+    "One point per trial, at its best measured step (which may be the untrained conversion). "
+    "Rings are promoted models. Log scale; models at or below the loss of the original are in the "
+    "grey band."
 )
 _REPEAT_TEXT = (
-    "Each command runs one trial to the last rung, from the stored settings of this search. Equal "
-    "versions, processors and numbers of workers give an equal plan and losses that differ by "
-    "rounding."
+    "Each command runs one trial to the last rung with the stored settings of this search. With "
+    "the same versions, processors and number of workers, the plan is the same and losses differ "
+    "by rounding only."
 )
 
 
@@ -106,44 +114,43 @@ def _build_page(
         promotion = _read(folder.promotion)
         entries = promotion.get("candidates", {})
         candidates = records.without_probes(trials)
-        models = promoted_models(promotion)
-        lead = _lead(candidates, original, models)
+        models = promoted_models(promotion, read_cache_points(folder))
+        lead = _lead(candidates, original)
         front_section = _front_section(candidates, original, list(entries.values()))
-        parts = [model_part(model, entries[model["trial_id"]], original) for model in models]
-        if parts:  # the best model and the picture of all stand beside each other on top
-            glance, *others = parts[0].sections
-            parts[0] = replace(parts[0], sections=[glance, front_section, *others])
-        else:
-            parts = [PagePart("Loss increase against KV cache", [front_section])]
+        parts = [
+            _overview(folder, candidates, original, models),
+            PagePart(front_section.title, [front_section]),
+            *(model_part(model, entries[model["trial_id"]], original) for model in models),
+        ]
         sections = search_sections(folder, trials, original, rows, list(entries.values()))
-        parts.append(PagePart("How it was found", sections))
+        parts.append(PagePart("Trials and measurements", sections, folded=True))
     again = [_repeat_section(folder, trials), *_provenance(folder, original)]
-    parts.append(PagePart("How to repeat it", again))
+    parts.append(PagePart("How to repeat it", again, folded=bool(parts)))
     name = folder.root.name
     return render_page(f"Headfold: {name}", f"Headfold search: {name}", lead, parts)
 
 
-def _lead(
+def _lead(candidates: Sequence[TrialRecord], original: OriginalRecord) -> str:
+    """Return the original model and the size of the search in a sentence."""
+    name = Path(str(original.get("model", "the model"))).name
+    return (
+        f"{len(candidates)} trials on {name}, whose held-out loss is {original['loss']:.3f} nats "
+        f"per token with {original['kv_bytes_per_token']:,} bytes of KV cache per token."
+    )
+
+
+def _overview(
+    folder: SearchFolder,
     candidates: Sequence[TrialRecord],
     original: OriginalRecord,
     models: Sequence[PromotedModel],
-) -> str:
-    """Return the original model, and the best at each KV ratio, in two sentences."""
-    if models:
-        best = [(m["kv_ratio"], m["loss_increase"], m["label"]) for m in models]
-    else:
-        trials = best_per_budget(candidates).items()
-        best = [(ratio, t.loss - original["loss"], t.label) for ratio, t in trials]
-    results = [
-        f"{percent(ratio)} of the KV cache: loss {number(increase, '+.3f')} by {label}"
-        for ratio, increase, label in best
-    ]
-    name = Path(str(original.get("model", "the model"))).name
-    return (
-        f"Original model {name}: {original['loss']:.3f} nats per token held out, "
-        f"{original['kv_bytes_per_token']:,} KV bytes per token. {len(candidates)} trials. "
-        f"{'Promoted' if models else 'Best trials'}: {'; '.join(results) or 'none'}."
-    )
+) -> PagePart:
+    """Return the table of the results, and the command that serves one."""
+    title = "Promoted models" if models else "Best trials (nothing was promoted)"
+    table = overview_table(folder.root, candidates, original, models)
+    service = best_service(models)
+    commands = [] if service is None else [(f"Serve in {service[0]}", service[1])]
+    return PagePart(title, [PageSection(title, tables=[table], commands=commands, wide=True)])
 
 
 def _front_section(
@@ -161,7 +168,7 @@ def _front_section(
     alt = (
         "Increase of the held-out loss, on a logarithmic axis, against KV bytes per token. "
         f"Original model: {original['loss']:.3f} at {original['kv_bytes_per_token']:,} bytes. "
-        f"Front, from the smallest cache on: {'; '.join(points) or 'none'}. "
+        f"Front, smallest cache first: {'; '.join(points) or 'none'}. "
         f"Promoted: {'; '.join(models) or 'none'}."
     )
     picture = Picture(
@@ -170,15 +177,15 @@ def _front_section(
         _FRONT_CAPTION,
         front_figure(trials, original, promoted, narrow=True),
     )
-    return PageSection("Loss increase against KV cache", picture=picture, tall=True)
+    return PageSection("Loss increase against KV cache", picture=picture, wide=True)
 
 
 def _repeat_section(folder: SearchFolder, trials: Sequence[TrialRecord]) -> PageSection:
-    """Return facts of each point of the front, and the command that runs it again."""
+    """Return facts of each point of the front, and the command that repeats it."""
     points = records.front(trials)[:_MAX_COMMANDS]
     again = [_repetition(trial, folder) for trial in points]
     text = _REPEAT_TEXT if again else ""
-    return PageSection("Each point of the front again", text=text, again=again, wide=True)
+    return PageSection("Commands for each point of the front", text=text, again=again, wide=True)
 
 
 def _repetition(trial: TrialRecord, folder: SearchFolder) -> Repetition:
@@ -196,7 +203,8 @@ def _repetition(trial: TrialRecord, folder: SearchFolder) -> Repetition:
             "MLflow run": trial.run_id or NO_VALUE,
         },
         "command": command_of(trial, str(folder.snapshot)),
-        "why_not": f"No command makes this plan; it lies in trials/{trial.trial_id}/plan.json.",
+        "why_not": "The searcher made this plan, so no command repeats it; it is in "
+        f"trials/{trial.trial_id}/plan.json.",
     }
 
 

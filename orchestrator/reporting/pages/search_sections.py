@@ -27,46 +27,43 @@ from orchestrator.storage.records import OriginalRecord, TrialRecord, best_per_b
 _ALT_PLANS = 12  # whose heads the description of a picture names
 
 _CURVES = (
-    "Increase of the held-out loss over the original model at each rung, a line a trial. The "
-    "upright axis is logarithmic; what is not above the original model stands in the band below."
+    "Increase of the held-out loss over the original model at each rung, one line per trial. Log "
+    "scale; values at or below the loss of the original are in the grey band."
 )
-_KEPT = "The number in a cell counts the key heads, or the value heads, that a layer keeps."
+_KEPT = "Number of key heads and of value heads kept in each layer."
 _BYTES = (
-    "Each arm at its best learning rate: mean over seeds, bars of one standard deviation. The "
-    "upright axis is logarithmic but for its part next to 0; arms of one KV ratio stand a little "
-    "apart sideways, so that their bars can be told from each other."
+    "Each arm at its best learning rate: mean over seeds, bars of one standard deviation. Log "
+    "scale, linear close to 0; arms of one KV ratio are shifted sideways so that their bars do "
+    "not overlap."
 )
 _TOKENS = (
-    "Mean over seeds at the best learning rate, with a band or bar of one standard deviation; the "
-    "tokens of a relaxation count. Dashed: a relaxation went on there, so nothing was measured in "
-    "between."
+    "Mean over seeds at the best learning rate, with a band or bar of one standard deviation. "
+    "Tokens include those of a relaxation. Dashed: during a relaxation, in which nothing is "
+    "measured."
 )
 _CACHES = (
-    "Keys and values rounded as each engine rounds them, in bytes of the engine. A thin line joins "
-    "the cache formats of one model, the thick one what no other model and format beats. The "
-    "original model in a format is a switch of the engine, without any conversion."
+    "Keys and values are rounded as in each engine; bytes are those of the engine. A thin line "
+    "joins the cache formats of one model, the thick line is the front. The original model with "
+    "another cache format needs no conversion, only an option of the engine."
 )
 _RELAXATIONS = (
-    "One line a trial. Nothing of this is part of the converted model: it is how its weights were "
-    "reached."
+    "One line per trial. A relaxation is part of the training only; the converted model does not "
+    "contain it."
 )
 _SIMILARITY = (
-    "Cosine of two heads' vectors of one token, mean over calibration tokens and over the pairs of "
-    "a group: as they are, and after the best map of one head that leaves the model as it is (keys "
+    "Cosine similarity of the vectors of two heads, mean over calibration tokens and the pairs of "
+    "a group: as they are, and after the best rotation that does not change the model (keys "
     "before RoPE: a rotation in each rotary pair; values: any rotation)."
 )
 _PROXY = (
-    "Of the trials that were trained to the last rung, by KV ratio; rho is Spearman's rank "
-    "correlation. Trials that were stopped early are not among them, nor relaxations, of which "
-    "rung 0 measures a model that they never train from: "
+    "Trials that were trained to the last rung, by KV ratio; rho is Spearman's rank correlation. "
+    "Trials that were stopped early are left out, and so are relaxations, whose training does not "
+    "start from the model measured at rung 0: "
 )
-_TIMELINE = (
-    "A row a trial: pale until it is measured untrained, full while its workers train; a stroke is "
-    "a rung."
-)
+_TIMELINE = "One row per trial: pale = planning and conversion, solid = training, tick = rung."
 _PHASES = (
-    "A trial's own process plans, converts and measures; 'train' is what its workers take, with "
-    "measuring and saving. Starts of processes and waiting are in none of them."
+    "'train' is the time of the workers, with measuring and saving; the other phases run in the "
+    "process of the trial. Process starts and waiting are not included."
 )
 
 
@@ -109,7 +106,7 @@ def search_sections(
             ),
         ]
     figure = search.rungs_figure(candidates, original)
-    curves = Picture(figure, f"{_CURVES} The table of trials has the numbers.", _CURVES)
+    curves = Picture(figure, f"{_CURVES} The numbers are in the table of trials.", _CURVES)
     best = {t.name: t.trial_id for t in best_per_budget(candidates).values()}
     return [
         PageSection("Trials", tables=[table], wide=True),
@@ -125,7 +122,7 @@ def search_sections(
 def _arm_sections(rows: Sequence[ComparisonRow], original: OriginalRecord) -> list[PageSection]:
     sections = [PageSection("Comparison", tables=[comparison_table(rows)], wide=True)]
     if any(row["loss"]["mean"] is not None for row in rows):
-        pointer = "The table of the comparison has the numbers."
+        pointer = "The numbers are in the table of the comparison."
         figure = comparison.bytes_figure(rows, original)
         picture = Picture(figure, f"{_BYTES} {pointer}", _BYTES)
         sections.append(PageSection("Loss increase of each arm against KV cache", picture=picture))
@@ -136,7 +133,7 @@ def _arm_sections(rows: Sequence[ComparisonRow], original: OriginalRecord) -> li
 
 
 def _measured_sections(trials: Sequence[TrialRecord]) -> list[PageSection]:
-    """Return what trials have measured of themselves, as far as they have."""
+    """Return relaxations and similarities, as far as trials have recorded them."""
     relaxations = " ".join(filter(None, (_RELAXATIONS, records.unfinished_note(trials))))
     similarity = measured.similarity_figure(trials)
     return [
@@ -200,12 +197,12 @@ def _course_sections(trials: Sequence[TrialRecord]) -> list[PageSection]:
     regrets = []
     for ratio, agreement in course.proxy_agreement(trials).items():
         regrets.append(
-            f"at {percent(ratio)} the best untrained ends {agreement['regret']:.3f} nats above the "
-            f"best of {agreement['trials']:.0f}"
+            f"at {percent(ratio)} the trial that is best untrained ends {agreement['regret']:.3f} "
+            f"nats above the best of {agreement['trials']:.0f}"
         )
     proxy = f"{_PROXY}{'; '.join(regrets)}."
     return [
         _section("Rank before training against final rank", course.proxy_figure(trials), proxy),
         _section("When trials ran", course.timeline_figure(trials), _TIMELINE),
-        _section("Where the time went", course.phases_figure(trials), _PHASES),
+        _section("Time by phase", course.phases_figure(trials), _PHASES),
     ]

@@ -57,11 +57,40 @@ def test_a_log_gets_a_line_every_ten_seconds(at: Clock, capsys: pytest.CaptureFi
     ]
 
 
+def test_a_log_gets_what_has_changed_and_a_line_every_half_minute(
+    at: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with show_progress("search"), stage("trials", 10, "rungs") as shown:
+        for seconds, done, note in (
+            (10, 1, "1 running; best 50% +0.10"),
+            (10, 1, "1 running; best 50% +0.10"),  # nothing new
+            (10, 2, "1 running; best 50% +0.08"),
+            (10, 2, "1 running; best 50% +0.08"),
+            (20, 2, "1 running; best 50% +0.08"),
+        ):
+            at.now += seconds
+            shown.to(done, note)
+    assert capsys.readouterr().err.splitlines() == [
+        "trials: 1 of 10 rungs, 1:30 left; 1 running; best 50% +0.10",
+        "trials: 2 of 10 rungs, 2:00 left; best 50% +0.08",
+        "trials: 2 of 10 rungs, 1:49 left",
+    ]
+
+
+def test_no_time_left_is_given_before_a_twentieth_is_done(at: Clock) -> None:
+    with stage("training", 240, "steps") as shown:
+        at.now += 40
+        shown.to(2)
+        assert str(shown) == "training: 2 of 240 steps, elapsed 0:40"
+        shown.to(12)
+        assert shown.left == pytest.approx(760)
+
+
 def test_what_was_done_before_does_not_make_it_seem_faster(at: Clock) -> None:
     with stage("tokenising", 100, "tokens", start=80) as told:
         assert str(told) == "tokenising: 80 of 100 tokens"
         at.now += 3
-        assert str(told) == "tokenising: 80 of 100 tokens, 0:03 so far"
+        assert str(told) == "tokenising: 80 of 100 tokens, elapsed 0:03"
         at.now -= 3
         at.now += 10
         told.to(90)
@@ -102,7 +131,9 @@ def test_a_log_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch, capsys:
         with stage("starting Ray"):
             time.sleep(1.3)
     said = capsys.readouterr().err.splitlines()
-    for line, words in zip(said, ("convert: 0:0", "calibrating: 0 of 4 layers", "starting Ray: 0:0"), strict=True):
+    for line, words in zip(
+        said, ("convert: elapsed 0:0", "calibrating: 0 of 4 layers", "starting Ray: elapsed 0:0"), strict=True
+    ):
         assert line.startswith(words)
 
 

@@ -19,7 +19,7 @@ from typer.main import get_command
 from orchestrator.main import app
 
 TOLD_AT_ONCE = ("no --out: ", "estimate: ", "text: none was named")  # by convert, before it reads weights or texts
-SLOW = re.compile(r"\w+: \d+:\d\d so far")  # after ten seconds, on a busy machine
+SLOW = re.compile(r"\w+: elapsed \d+:\d\d")  # after ten seconds, on a busy machine
 LONG = ("a task that nobody knows",)  # is looked for in the harness's thousands of files; test_tasks.py does so too
 MARKS = ((pytest.mark.xfail(strict=False), PENDING), (pytest.mark.extended, LONG))
 VERBS = get_command(app).commands  # type: ignore[attr-defined]

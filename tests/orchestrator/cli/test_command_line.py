@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from command_line import run_here
+from typer.main import get_command
 
 from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator import main
+from orchestrator.cli.help_panels import GROUPS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = [sys.executable, str(REPOSITORY / "orchestrator" / "main.py")]
@@ -61,6 +63,7 @@ def test_the_script_runs_from_anywhere_and_hides_no_library(tmp_path: Path) -> N
 LIGHT = """
 import contextlib, io, json, sys
 from orchestrator import main
+from orchestrator.cli.help_panels import GROUPS
 
 results = []
 for arguments in json.load(sys.stdin):
@@ -273,3 +276,15 @@ def test_an_export_that_grows_the_cache_ends_with_2_and_both_numbers(
     assert not (tmp_path / "out").exists()
     assert run_here(*options, "--allow-larger-cache") == 0
     assert "a stock Llama checkpoint, which transformers and vLLM load as it is" in capfd.readouterr().out
+
+
+def test_every_verb_is_in_a_group_with_two_examples_whose_options_exist() -> None:
+    verbs = get_command(main.app).commands  # type: ignore[attr-defined]
+    assert [verb for group in GROUPS.values() for verb in group] == list(verbs)
+    for name, verb in verbs.items():
+        examples = [line for line in verb.epilog.split("\n\n") if line.startswith("headfold ")]
+        assert len(examples) == 2
+        options = {option for parameter in verb.params for option in parameter.opts}
+        for example in examples:
+            words = example.split()
+            assert words[1] == name and {word for word in words if word.startswith("--")} <= options

@@ -34,7 +34,7 @@ def test_the_stage_of_a_task_is_shown_where_it_is_waited_for(
     monkeypatch.setattr(progress, "SAY_SECONDS", 0.5)
     with progress.show_progress("search"):
         assert on_cluster(OPTIONS, "original model", work, 3 * PUBLISH_SECONDS) == "done"
-    assert "so far; calibrating: 1 of 4 layers, " in capsys.readouterr().err
+    assert "; calibrating: 1 of 4 layers, " in capsys.readouterr().err
 
 
 def test_nothing_is_kept_of_what_has_ended(ray_cluster: None) -> None:

@@ -103,9 +103,9 @@ def test_several_ratios_say_where_they_were_rounded_down(grouped: Path, capsys: 
     assert record["kv_bytes_per_token_original"] == 2 * record["points"][0]["kv_bytes_per_token"]
     assert run("convert", grouped, "--recipe", "gqa", "--kv-ratio", "0.7,0.25") == 0
     said = capsys.readouterr().out
-    assert "50% of the checkpoint's KV cache (requested 70%, using 50%: 4 of 8 KV heads)" in said
-    assert "25% of the checkpoint's KV cache:" in said
-    assert "128 KV bytes per token, 512 before" in said
+    assert "50% of the KV cache (requested 70%, using 50%: 4 of 8 KV heads)" in said
+    assert "gqa at 25% of the KV cache\n" in said
+    assert "128 bytes per token, 512 before; 7,812,500 tokens per GB, 1,953,125 before" in said
 
 
 def test_an_estimate_of_several_ratios_rounds_down_as_the_conversion_does(grouped: Path) -> None:

@@ -112,7 +112,7 @@ def test_the_page_tells_the_course_and_how_to_repeat(folder: SearchFolder) -> No
     write_json(folder.original, {"loss": 1.9, "kv_bytes_per_token": 8192})
     write_journal(folder.root, trials)
     page = Path(write_report(folder.root)["report"]).read_text()
-    for word in ("rho = +1.00", "When trials ran", "Where the time went", "feedbeef", "0123abcd", "headfold search"):
+    for word in ("rho = +1.00", "When trials ran", "Time by phase", "feedbeef", "0123abcd", "headfold search"):
         assert word in page
 
 

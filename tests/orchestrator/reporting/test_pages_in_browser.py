@@ -88,5 +88,50 @@ def test_keyboard_reaches_what_scrolls_and_the_skip_link(browser: Browser, pages
     box = page.locator("div.scroll", has=page.locator("table")).first
     box.focus()
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    assert page.evaluate("document.activeElement.className") == "scroll"
+    assert page.evaluate("document.activeElement.classList.contains('scroll')")
     page.close()
+
+
+def test_a_table_is_filtered_and_sorted_by_keyboard(browser: Browser, pages: dict[str, Path]) -> None:
+    page = opened(browser, pages["report"], 1600, "light")
+    page.evaluate("document.querySelectorAll('details').forEach(folded => folded.open = true)")
+    field = page.locator("input[type=search]").first
+    table = page.locator(".filter + .scroll table").first
+    everything = table.locator("tbody tr").count()
+    field.fill("headfold_gqa 25%")
+    assert table.locator("tbody tr:visible").count() == 1 < everything
+    field.fill("")
+    table.get_by_role("button", name="loss", exact=True).focus()
+    for order in ("ascending", "descending"):
+        page.keyboard.press("Enter")
+        head = table.locator(f"th[aria-sort={order}]")
+        assert head.inner_text().startswith("loss")
+        column = head.evaluate("head => head.cellIndex")
+        cells = table.locator(f"tbody tr > :nth-child({column + 1})").all_inner_texts()
+        losses = [float(text) for text in cells if text[:1].isdigit()]
+        assert len(losses) >= 8 and losses == sorted(losses, reverse=order == "descending")
+    page.close()
+
+
+def test_points_show_their_values_and_commands_are_copied(browser: Browser, pages: dict[str, Path]) -> None:
+    page = opened(browser, pages["report"], 1600, "light")
+    page.locator("figure > .scroll").first.focus()
+    tip = page.locator(".tip")
+    assert not tip.is_visible()
+    page.keyboard.press("ArrowRight")
+    assert "1,024 bytes per token, loss" in tip.inner_text()
+    page.keyboard.press("ArrowLeft")  # before the first is the last
+    assert tip.inner_text().startswith("original model: 4,096 bytes")
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+    page.get_by_role("button", name="Copy").first.click()
+    page.get_by_role("button", name="Copied").or_(page.get_by_role("button", name="Selected")).wait_for()
+    page.close()
+
+
+def test_a_cut_table_says_that_it_scrolls(browser: Browser, pages: dict[str, Path]) -> None:
+    for width, cut in ((360, True), (1600, False)):
+        page = opened(browser, pages["report"], width, "light")
+        box = page.locator("div.scroll", has=page.locator("table")).first
+        assert box.evaluate("box => getComputedStyle(box, '::before').content.includes('Scroll')") == cut
+        page.close()

@@ -16,7 +16,7 @@ from verbs import export_checkpoint
 
 from attention.io import checkpoint
 from orchestrator.promotion.state import PromoteOutcome
-from orchestrator.reporting.console import print_promoted
+from orchestrator.reporting.console import print_ending
 from orchestrator.reporting.pages.model_sections import sequences_that_fit
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.reporting.promoted_models import engine_services, promoted_models
@@ -99,17 +99,21 @@ def test_the_smallest_cache_comes_first_on_screen_page_and_in_json(
     assert models[0]["loss_increase"] == pytest.approx(0.052) and models[0]["perplexity"] == pytest.approx(
         math.exp(2.271)
     )
-    print_promoted(promotion)
-    told = capsys.readouterr().out
-    assert told.count(f"promoted {demo_dir}") == 2 and told.index("+0.052") < told.index("-0.009")
-    assert f"vllm serve {demo_dir}\n" in told and "--target gguf" in told
+    print_ending(promotion, [], search.root, str(search.report))
+    assert capsys.readouterr().out.splitlines() == [
+        f"promoted {demo_dir}  (25% of the KV cache, loss +0.052, headfold_gqa)",
+        f"promoted {demo_dir}  (50% of the KV cache, loss -0.009, headfold_gqa)",
+        f"serve    vllm serve {demo_dir}",
+        f"report   {search.report}",
+        f"MLflow   headfold ui {search.root}",
+    ]
     outcome = SearchOutcome(search.root, "", ORIGINAL, [], "gqa", promotion)
     assert outcome.to_dict()["promoted"] == models
     assert PromoteOutcome(search.root, promotion, ("t0003",)).to_dict()["promoted"] == models
     page = Path(write_report(search.root)["report"]).read_text()
-    heads = (f'id="promoted-headfold-gqa-{share}-of-the-kv-cache-{place}"' for place, share in ((1, 25), (2, 50)))
+    heads = (f'id="promoted-headfold-gqa-{share}-of-the-kv-cache-{place}"' for place, share in ((3, 25), (4, 50)))
     first, second = (page.index(head) for head in heads)
-    assert first < second < page.index("How it was found</h2>")
+    assert first < second < page.index("Trials and measurements</h2>")
     for shown in (">2.271<", f">{math.exp(2.271):.2f}<", ">1,024<", "0.594 ± 0.062", "def read_lines(path):"):
         assert shown in page[first:second]
 

@@ -114,7 +114,7 @@ def test_the_page_tells_front_trials_promotion_and_how_it_was_made(folder: Searc
     ):
         assert word in text
     assert "<b>bad</b>" not in page
-    assert "<script" not in page
+    assert page.count("<script") == page.count("<script>") == 1 and "alert(1)</script>" not in page
     assert written["bytes"] < 3_000_000
 
 

@@ -80,7 +80,7 @@ def test_the_field_s_names_and_only_numbers_that_the_table_knows() -> None:
 
 def test_the_page_opens_on_runs(tmp_path: Path, tracker: Tracker) -> None:
     made = tracker.client.get_experiment(tracker.experiment_id)
-    assert made.tags[KIND] == TRAINING and "run a search" in made.tags["mlflow.note.content"]
+    assert made.tags[KIND] == TRAINING and "One run per search" in made.tags["mlflow.note.content"]
     older = tracker.client.create_experiment("of an earlier version")
     assert Tracker.open(None, "of an earlier version", tmp_path).experiment_id == older
     assert tracker.client.get_experiment(older).tags[KIND] == TRAINING
