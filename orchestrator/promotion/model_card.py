@@ -25,7 +25,7 @@ def write_promoted_card(
     assert trained is not None and gate is not None
     steps = trained.step or 0
     text, datasets = _training_text(config) if steps else (None, [])
-    base: dict[str, Any] = {**base_of(read_json(original)["model"])}
+    base: Any = base_of(read_json(original)["model"])
     facts = CardFacts(
         recipe=entry.label,
         kv_ratio=entry.used_kv_ratio or entry.kv_ratio,

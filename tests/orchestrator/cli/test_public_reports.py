@@ -256,12 +256,12 @@ def test_mlx_lm_knows_all_settings_of_the_decilm_export(number: int, folder: Pat
     blocks = json.loads((folder / "exported" / "config.json").read_text())["block_configs"]
     ffn = {"no_op": False, "replace_with_linear": False, "ffn_mult": 12.0}
     assert all(block["ffn"] == ffn for block in blocks)
-    assert re.search(r"\| mlx-lm .*\| run: .*`ffn_mult`", page("engines.md"))
+    assert re.search(r"\| mlx-lm .*\| run: .*`ffn_mult`", page("reference/engines.md"))
 
 
 @of_report(5)
 def test_what_sglang_loads_is_documented(number: int) -> None:
-    assert re.search(r"\| SGLang .*\| read: .*\| read: refused .*Variable GQA", page("engines.md"))
+    assert re.search(r"\| SGLang .*\| read: .*\| read: refused .*Variable GQA", page("reference/engines.md"))
 
 
 @of_report(6)
