@@ -23,7 +23,7 @@ DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 
 from model_configs import model_configs  # noqa: E402
-from support import with_table  # noqa: E402
+from support import recipe_table, table, with_table  # noqa: E402
 from typer.main import get_command  # noqa: E402
 
 from orchestrator.config.schema import SearchConfig  # noqa: E402
@@ -227,7 +227,8 @@ def pages() -> dict[str, str]:
         "reference/commands.md": commands_page(),
         "python.ipynb": notebook(),
         **model_configs(),
-        "families.md": with_table((DOCS / "families.md").read_text(encoding="utf-8")),
+        "families.md": with_table((DOCS / "families.md").read_text(encoding="utf-8"), table()),
+        "../README.md": with_table((DOCS / "../README.md").read_text(encoding="utf-8"), recipe_table()),
     }
 
 

@@ -1,4 +1,5 @@
-"""The table of supported families in docs/families.md, from what the code answers: `python docs/reference.py`."""
+"""The table of supported families in docs/families.md and that of the recipes in README, from what the code answers;
+`python docs/reference.py` writes them."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from attention.geometry import HeadGeometry
 from attention.io.layers.windows import check_windows
 from attention.io.targets import TargetError, target
 from attention.plan import AttentionPlan, LayerPlan
+from search_spaces.recipes.choice import ENGINE_NAMES, choose_recipe
+from search_spaces.recipes.recipe import RecipeError
 
 START, END = "<!-- support: written by docs/reference.py -->\n", "<!-- support: end -->"
 NAMES: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -97,10 +100,30 @@ def table() -> str:
     return HEAD + "".join(f"| {'; '.join(names)} | {' | '.join(cells)} |\n" for cells, names in rows.items())
 
 
-def with_table(page: str) -> str:
-    """A page with the table as it is today. Raises ValueError for one that has no place for it."""
+def recipe_table() -> str:
+    """What `--recipe auto --for ENGINE` takes, a line for all families for which it takes the same."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for family in sorted(families(), key=list(NAMES).index):
+        for name, settings in NAMES[family]:
+            config = families()[family].config_class(**settings)
+            recipes = tuple(_recipe_for(config, engine) for engine in ENGINE_NAMES)
+            if any(recipes):
+                rows.setdefault(recipes, []).append(name)
+    head = f"| model | {' | '.join(ENGINE_NAMES.values())} |\n|{'---|' * (1 + len(ENGINE_NAMES))}\n"
+    return head + "".join(f"| {'; '.join(names)} | {' | '.join(cells)} |\n" for cells, names in rows.items())
+
+
+def _recipe_for(config: Any, engine: str) -> str:
+    try:
+        return f"`{choose_recipe(config, geometry_of(config), engine).recipe}`"
+    except RecipeError:
+        return ""
+
+
+def with_table(page: str, content: str) -> str:
+    """A page with a table as it is today. Raises ValueError for one that has no place for it."""
     before, start, rest = page.partition(START)
     _, end, after = rest.partition(END)
     if not (start and end):
         raise ValueError(f"expected {START.strip()} and {END} on the page")
-    return f"{before}{START}\n{table()}\n{END}{after}"
+    return f"{before}{START}\n{content}\n{END}{after}"

@@ -21,7 +21,7 @@ BEST_FIRST = ("headfold", "headfold_layers", "headfold_gqa")
 ENGINE_TARGETS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "llama.cpp": ("gguf",),
-    "transformers": ("transformers", "gqa"),
+    "transformers": ("transformers", "per_layer", "gqa"),
 }
 """Engines, and the export targets that they load, the one that holds most plans first."""
 

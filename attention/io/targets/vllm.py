@@ -69,7 +69,8 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Return the KV heads of each layer in the export.
 
     Each layer has a count of its own, as DeciLM or as in target per_layer; a GPT-NeoX has one for
-    all, as in target phi, and so has what neither of the two takes, as in target gqa.
+    all, as in target phi, and so has what neither of the two takes, as in target gqa: a model with
+    windows, for one.
 
     Raises:
         TargetError: For composition, for families without groups, and for counts with no small
@@ -109,7 +110,12 @@ def has_own_counts(config: Any, plan: AttentionPlan) -> bool:
 
 
 def _other(config: Any, plan: AttentionPlan) -> ModuleType:
-    """Return the target that writes what is no DeciLM: per_layer where it takes the plan."""
+    """Return the target that writes what is no DeciLM: per_layer where it takes the plan.
+
+    With windows vLLM was seen to allocate other bytes than those of the counts.
+    """
+    if window_of(config):
+        return gqa
     try:
         per_layer.held(config, plan)
     except TargetError:

@@ -32,7 +32,8 @@ QWEN3 = Qwen3Config(tie_word_embeddings=False)
         (Qwen3Config(tie_word_embeddings=True), None, "headfold_layers"),
         (Qwen3Config(tie_word_embeddings=True), "llama.cpp", "headfold_layers"),
         (GraniteConfig(), None, "headfold_layers"),
-        (Gemma2Config(), "transformers", "headfold_gqa"),
+        (Gemma2Config(), "transformers", "headfold_layers"),
+        (Gemma2Config(), "vllm", "headfold_gqa"),
         (GPT2Config(), None, "headfold"),
     ],
 )
