@@ -164,7 +164,7 @@ class PromotionSteps:
                 original_loss=self.session.context.original_loss,
             )
             if best.step == 0:
-                note = f"no training made it better; what counts is the {best.what}"
+                note = f"training did not improve it; the {best.what} is kept"
                 print(f"promotion: {trial.name}: {note}", flush=True)
         self.save()
         self._track(entry)

@@ -20,7 +20,7 @@ WANTED = {"walk", "grouping", "calibration", "conversion", "decode-layer", "deco
 
 # Clusters, processes, calibrations, models that are trained first
 LONG = {"worker-pool", "estimates", "memory", "memory-limits", "moments", "real-width", "texts"}
-LONG |= {"families", "fit-decay"}
+LONG |= {"families", "fit-decay", "objectives"}
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_each_change_has_its_row_and_its_use() -> None:
     assert [{name for name, *_ in hunks(diff)} for diff in changes().values()] == promised()
 
 
-@pytest.mark.parametrize("heading", [heading if heading == "A grouping" else extended(heading) for heading in SHOWN])
+@pytest.mark.parametrize("heading", [extended(heading) for heading in SHOWN])
 def test_a_change_touches_these_files_alone_and_shows(heading: str, copy: Path, tmp_path: Path) -> None:
     root, diff = tmp_path / "copy", changes()[heading]
     shutil.copytree(copy, root)

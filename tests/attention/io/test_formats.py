@@ -233,7 +233,7 @@ def test_the_dtype_is_that_of_the_config_or_else_of_the_files(tiny_model: Tiny, 
             LAYERED,
             ["headfold"],
             "different numbers of KV heads.*`headfold export .*out --target vllm --out .*out-vllm` writes it for "
-            "vLLM at the same 192 KV bytes per token .--target gguf for llama.cpp, --target transformers",
+            "vLLM at the same 192 KV bytes per token .--target gguf for llama.cpp, --target per_layer for transformers",
         ),
         ("llama", LOPSIDED, ["headfold"], "different sizes.*--target gqa --out .*at the same 256 KV bytes"),
         (

@@ -150,7 +150,7 @@ def test_a_ratio_joins_the_folder_of_several(
     (place / "all" / "notes.txt").write_text("mine")
     before = snapshot(place)
     assert converting("0.125", "--out", "all") == 0
-    assert "checkpoint: all/kv-0.125" in capfd.readouterr().out
+    assert "checkpoint all/kv-0.125" in capfd.readouterr().out
     after = snapshot(place)
     changed = {name for name in after if before.get(name) != after[name]}
     assert {name.split("/")[1] for name in changed} == {"kv-0.125", "curve.json", "curve.png"}
@@ -180,7 +180,7 @@ def test_convert_without_out_says_so_before_the_work(
     monkeypatch.setattr(checkpoints, "load_model", stop)
     assert converting("0.5") == 130
     told = capfd.readouterr().err
-    assert "nothing of it will be saved" in told
+    assert "the converted model is measured and not saved" in told
     assert told.endswith("headfold: interrupted; nothing was written\n")
     assert list(place.iterdir()) == []
 

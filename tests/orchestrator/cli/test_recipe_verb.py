@@ -19,9 +19,9 @@ def test_recipes_lists_each_with_its_paper_cost_and_engines(tmp_path: Path, caps
     printed = capsys.readouterr().out
     record = json.loads(file.read_text())
     assert [row["name"] for row in record["recipes"]] == list(RECIPES)
-    assert record["auto"] == "headfold_gqa"
+    assert record["auto"] == "headfold_layers"
     assert record["family"] == "qwen3"
-    assert "headfold_gqa (auto)" in printed
+    assert "headfold_layers (auto)" in printed
     assert "arXiv:2406.06567" in printed
     assert all(row["cost"] for row in record["recipes"])
 

@@ -144,7 +144,7 @@ def test_every_verb_takes_lists_of_ratios_and_of_heads(
         found["inspect", words[0]] = [(p["kv_ratio"], p["kv_bytes_per_token"]) for p in points]
     own = 2 * 2 * 4 * 8 * 4  # keys and values, layers, KV heads, head dim, bytes
     assert set(map(tuple, found.values())) == {((0.5, own // 2), (0.25, own // 4))}
-    assert "of the checkpoint's" in capsys.readouterr().out
+    assert "without any conversion: a cache in fp8 (vLLM)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

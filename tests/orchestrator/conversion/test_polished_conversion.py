@@ -64,7 +64,7 @@ def test_the_command_prints_the_training_and_its_estimate(
     command = ["convert", "--model", str(demo_dir), "--recipe", "gqa", "--kv-ratio", "0.5", *sizes]
     command += ["--data", texts["calibration_data"], "--polish", "1", "--polish-weights", "all"]
     assert run_here(*command, "--json", str(tmp_path / "record.json")) == 0
-    assert "polish: 1 steps of all weights, 512 tokens" in capsys.readouterr().out
+    assert "polish     1 steps of all weights, 512 tokens" in capsys.readouterr().out
     assert read_result(tmp_path / "record.json")["polish"]["weights"] == "all"
 
 

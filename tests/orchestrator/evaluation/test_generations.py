@@ -52,7 +52,7 @@ def test_the_verb_prints_and_records_both(tmp_path: Path, demo_dir: Path, capsys
     assert record["texts"]["checkpoint"] == record["texts"]["original"] != ""
     printed = capsys.readouterr().out
     assert record["texts"]["original"].splitlines()[0] in printed
-    assert "tokens are the original's" in printed
+    assert "tokens are equal to those of the original" in printed
 
 
 def test_prompts_of_a_file_or_as_they_are(tmp_path: Path) -> None:

@@ -81,8 +81,8 @@ def test_the_best_measured_step_is_shipped(
     assert tracker.client.get_model_version_by_alias("small", "kv50").tags["shipped"] == what
     console.print_promotion(state)
     printed = capsys.readouterr().out
-    assert f"the {what}, exported for stock transformers" in printed
-    assert ("no training made it better" in printed) == (best == 0)
+    assert f"{what}, for stock transformers: " in printed
+    assert ("training did not improve it; the untrained conversion is kept" in printed) == (best == 0)
     row = next(line.split() for line in printed.splitlines() if line.split()[:2] == ["headfold", "50%"])
     numbers = [f"{losses[0]:.3f}", f"{min(losses):.3f}", str(best), "2.249", "2.800", "2.000"]
     assert row[:9] == ["headfold", "50%", "4", *numbers]

@@ -61,7 +61,7 @@ def test_a_model_in_our_own_format_is_not_called_exported(
     assert not list(folder.storage.rglob("exported"))
     assert "not stock" in tracker.client.get_model_version_by_alias("small", "kv50").tags["format"]
     console.print_promotion(state)
-    assert "in Headfold's own format, which stock transformers does not load" in capsys.readouterr().out
+    assert "Headfold format (`headfold export` writes it for engines)" in capsys.readouterr().out
 
 
 def test_a_refused_candidate_is_kept_with_its_reasons_and_not_registered(

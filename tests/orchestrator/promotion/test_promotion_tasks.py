@@ -13,6 +13,7 @@ import yaml
 from journals import write_journal
 from transformers import PreTrainedModel
 
+from attention.checkpoint import Checkpoint
 from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
@@ -139,18 +140,19 @@ def test_the_gate_refuses_a_drop_that_is_too_large(
 
 
 def test_what_cannot_be_compared_is_refused_before_anything_starts(tasks: Path, demo_dir: Path) -> None:
-    check_tasks(parsed(tasks, demo_dir, max_task_drop=0.05))
+    model = Checkpoint.open(demo_dir)
+    check_tasks(parsed(tasks, demo_dir, max_task_drop=0.05), model)
     with pytest.raises(ConfigError, match=r"max_task_drop 0.1 needs tasks"):
         parse_config(parsed(tasks, demo_dir).model_dump() | {"promotion": {"max_task_drop": 0.1}})
     with pytest.raises(ConfigError, match=r"promotion\.tasks: 'gone' is no folder"):
-        check_tasks(parsed(Path("gone"), demo_dir))
+        check_tasks(parsed(Path("gone"), demo_dir), model)
     file = tasks / "next_line.yaml"
     task = yaml.safe_load(file.read_text())
     task["metric_list"] = [{"metric": "brier_score", "aggregation": "brier_score", "higher_is_better": False}]
     file.write_text(yaml.safe_dump(task))
-    check_tasks(parsed(tasks, demo_dir))
+    check_tasks(parsed(tasks, demo_dir), model)
     with pytest.raises(ConfigError, match=r"max_task_drop: task 'next_line' has no accuracy.*brier_score"):
-        check_tasks(parsed(tasks, demo_dir, max_task_drop=0.05))
+        check_tasks(parsed(tasks, demo_dir, max_task_drop=0.05), model)
 
 
 def test_text_and_long_contexts_of_a_finalist_stand_beside_the_others(

@@ -194,7 +194,7 @@ def test_records_and_tables_tell_of_a_copy(tmp_path: Path, capsys: pytest.Captur
     console.print_trials(trials, {"loss": 2.0})
     printed, table = capsys.readouterr().out, trial_table(trials, {"loss": 2.0})
     for shown in (printed, str(table)):
-        assert "same as a" in shown and "Led to the same model as another trial, and not trained again: 1" in shown
+        assert "same as a" in shown and "Trials with the same model as another one, not trained again: 1" in shown
     with pytest.raises(ConfigError, match="'b' led to the same model as a; promote that one"):
         _chosen(
             trials, ["b"], None, parse_config({"name": "x", "model": {"path": "m"}, "search": {"kv_ratios": [0.5]}})
