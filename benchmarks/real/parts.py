@@ -30,6 +30,7 @@ PROMPTS = (
 )
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 """The chat template of the model, around one question."""
+TURN_END = "<|im_end|>"
 CHOSEN = ("headfold_layers", "headfold_wide")
 """Recipes whose conversions later parts look at."""
 
@@ -279,6 +280,6 @@ def _speeds(ratios: Mapping[str, Any]) -> list[float]:
 
 
 def _cell(text: str, most: int = 160) -> str:
-    """Return a text in one line, shortened."""
-    line = " ".join(text.split()).replace("|", "/")
+    """Return an answer up to its end in one line, shortened."""
+    line = " ".join(text.partition(TURN_END)[0].split()).replace("|", "\\|")
     return line if len(line) <= most else f"{line[:most].rsplit(' ', 1)[0]} …"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.real import __main__ as command
-from benchmarks.real import figure
+from benchmarks.real import figure, parts
 from benchmarks.real.page import PAGE, RECORDS, TITLES, page
 from benchmarks.real.workspace import CommandError, Workspace
 from benchmarks.records import Records
@@ -99,6 +99,14 @@ def test_the_picture_has_each_model_and_format_once(tmp_path: Path) -> None:
     assert drawn == [(0.188, 0.169), (0.531, figure.LEAST), (0.667, 0.082), (0.667, 3.395)]
 
 
+def test_an_answer_ends_where_the_model_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"generations": [{"texts": {"checkpoint": "a | b<|im_end|>\n<|im_start|>", "original": "x\ny"}}]}
+    monkeypatch.setattr(parts, "chosen", lambda work: {"headfold_wide": "folder"})
+    monkeypatch.setattr(Workspace, "run", lambda self, name, *words: answers)
+    rows = list(parts.generations(Workspace(tmp_path)))
+    assert [(row["model"], row["answer"]) for row in rows] == [("headfold_wide", "a \\| b"), ("original", "x y")]
+
+
 @pytest.mark.extended
 @pytest.mark.timeout(3000)
 def test_the_public_model_is_converted_and_loads_in_llama_cpp(tmp_path: Path) -> None:
@@ -107,11 +115,11 @@ def test_the_public_model_is_converted_and_loads_in_llama_cpp(tmp_path: Path) ->
     words = ["--quick", "--folder", str(tmp_path)]
     script = [sys.executable, str(REPOSITORY / "examples" / "real" / "smollm2.py"), *words]
     done = subprocess.run(script, capture_output=True, text=True, timeout=2900)
-    parts = Records.read(tmp_path / "records.json").parts
-    if "cannot be downloaded" in parts["fetch"]["reason"]:
-        pytest.skip(parts["fetch"]["reason"])
+    recorded = Records.read(tmp_path / "records.json").parts
+    if "cannot be downloaded" in recorded["fetch"]["reason"]:
+        pytest.skip(recorded["fetch"]["reason"])
     assert done.returncode == 0, done.stderr
-    assert {part["status"] for part in parts.values()} == {"done"}, done.stdout
+    assert {part["status"] for part in recorded.values()} == {"done"}, done.stdout
     for ratio, used in (("0.67", 60 / 90), ("0.5", 45 / 90)):
         found = json.loads((tmp_path / f"kv-{ratio}.json").read_text())
         assert found["kv_ratio"] == pytest.approx(used)
