@@ -95,9 +95,9 @@ class ComparisonConfig(FirstConfig):
         plain, fitted = self._rates()
         arms = [self._arm(_NAMED[name], fitted) for name in names]
         arms += [
-            self._refined_arm(_NAMED[name], fitted)
+            self._refined_arm(_NAMED[name].recipe, changed, fitted)
             for name in names
-            if refined(_NAMED[name]) is not None
+            if (changed := refined(_NAMED[name])) is not None
         ]
         seeds = SEEDS[:1] if self.smoke else SEEDS
         lines = [
@@ -134,9 +134,8 @@ class ComparisonConfig(FirstConfig):
         remark = "    # the baseline" if recipe.name == BASELINE else ""
         return (recipe.name if len(entries) == 1 else f"{{{', '.join(entries)}}}") + remark
 
-    def _refined_arm(self, named: NamedRecipe, fitted: str) -> str:
-        """Return a paper's conversion with our local fit."""
-        recipe = named.recipe
+    def _refined_arm(self, recipe: Recipe, changed: Recipe, fitted: str) -> str:
+        """Return a paper's conversion with our local fit: `recipe` as `refined` changed it."""
         relaxation = "relaxation: none, " if recipe.relaxation != "none" else ""
         # Recovery as all other arms have it: what a relaxation needs is not for the fit
         settings = [
@@ -144,7 +143,6 @@ class ComparisonConfig(FirstConfig):
             for knob in ("distillation", "decay")
             if recipe.knobs("recovery")[knob] != "as_configured"
         ]
-        changed = recipe.with_changes(relaxation="none", refinement="fit_heal")
         params = ", ".join(filter(None, [*settings, self._brief_params(changed)]))
         return (
             f"{{recipe: {recipe.name}, label: {recipe.name}_refined, "

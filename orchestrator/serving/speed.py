@@ -116,7 +116,7 @@ def engine_speed(
     sources = {"checkpoint": path} | ({} if original is None else {"original": original})
     paths = {key: _resolved(name, key) for key, name in sources.items()}
     for key, name in paths.items():  # both, before the first is exported
-        if not (Path(name) / REPORT_FILE).is_file():
+        if not _is_export(name):
             context_lengths(lengths, checkpoints.open_checkpoint(name, key).geometry.max_positions)
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
         models = {
@@ -145,8 +145,11 @@ def engine_speed(
 
 def _resolved(name: str | Path, key: str) -> str | Path:
     """Return the path of an export as it is, and of another model that of its plain copy."""
-    is_export = (Path(name) / REPORT_FILE).is_file()
-    return name if is_export else checkpoints.resolve_model(name, key=key)
+    return name if _is_export(name) else checkpoints.resolve_model(name, key=key)
+
+
+def _is_export(name: str | Path) -> bool:
+    return (Path(name) / REPORT_FILE).is_file()
 
 
 def exported(
@@ -163,7 +166,7 @@ def exported(
     It is as it is if it is an export for the engine, else exported to `out`, by the target with the
     smallest cache unless one is named.
     """
-    is_export = (Path(name) / REPORT_FILE).is_file()
+    is_export = _is_export(name)
     folder = Path(name) if is_export else out
     if not is_export:
         source = Checkpoint.open(name)
