@@ -133,7 +133,8 @@ gpu: $(STAMP) ## on one GPU: kernel, conversion, a training step, ZeRO offload, 
 	@$(BIN)/python -m benchmarks.gpu --device $(DEVICE) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RECORDS),--records $(RECORDS)) $(ARGS)
 
 real: $(STAMP) ## download SmolLM2-135M, convert it, measure, search: hours on two cores; resumable; writes docs/real.md
-	@$(BIN)/python -m benchmarks.real $(if $(TEXT),--text $(TEXT)) $(ARGS)
+	@$(BIN)/python -m benchmarks.real $(if $(TEXT),--text $(TEXT)) \
+	  $(if $(CALIBRATION_TEXT),--calibration-text $(CALIBRATION_TEXT)) $(ARGS)
 
 simulate: $(STAMP) ## 2,000 trials on 64 simulated workers: what the driver takes; then early stopping compared (docs/scale.md)
 	@$(BIN)/python -m benchmarks.simulation scale

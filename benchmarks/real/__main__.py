@@ -34,9 +34,15 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=names, help="a part to run; repeatable")
     parser.add_argument("--again", action="append", choices=names, default=[], help="a part to run although it is done")
     parser.add_argument("--text", help="a text to measure on too, e.g. the test file of WikiText-2")
+    parser.add_argument("--calibration-text", help="another text of that kind, e.g. WikiText-2's validation file")
     parser.add_argument("--quick", action="store_true", help="little text and short fits, recorded in the folder alone")
     parser.add_argument("--page", action="store_true", help="only write docs/real.md and its picture from the records")
     return parser.parse_args(words)
+
+
+def source(text: str | None) -> str | None:
+    """Return a source of text as it is named in any folder: files by their absolute path."""
+    return str(Path(text).absolute()) if text and Path(text).exists() else text
 
 
 def measure(name: str, work: Workspace) -> PartRecord:
@@ -76,8 +82,7 @@ def main(words: list[str] | None = None) -> int:
     folder = given.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     file = given.records or (folder / "records.json" if given.quick else RECORDS)
-    text = given.text and str(Path(given.text).absolute() if Path(given.text).exists() else given.text)
-    work = Workspace(folder, given.quick, text)
+    work = Workspace(folder, given.quick, source(given.text), source(given.calibration_text))
     try:
         records = Records.open(file.absolute(), {"device": f"{os.cpu_count()} CPU cores", "software": versions()})
     except RecordsError as error:

@@ -22,6 +22,7 @@ TITLES = {
     "long_context": "Recall in long contexts",
     "generations": "Ten questions",
     "other_text": "Another text",
+    "calibration": "Calibration text of the same kind and of another",
     "search": "A search with a short distillation",
 }
 """Of the parts of `benchmarks.real.parts`, in the order in which they run."""
@@ -37,6 +38,8 @@ ABOUT = {
     "one of four values is the likeliest. Chance is 25%.",
     "generations": "Greedy, through the chat template; the answers of the original beside those of each conversion.",
     "other_text": "A text that neither calibration nor the local fit has seen.",
+    "calibration": "`headfold_wide` at two thirds, always from 8,192 calibration tokens, measured on the built-in text "
+    "and on another kind of text.",
     "search": "`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
     "towards the original's predictions.",
 }
@@ -62,7 +65,7 @@ HOW = """
 ```bash
 make real                        # all parts, some hours on two cores; the same command goes on after a kill
 make real ARGS="--only formats"  # one part, with what it needs
-make real TEXT=wiki.test.txt     # measure on a text of yours too
+make real TEXT=wiki.test.txt CALIBRATION_TEXT=wiki.valid.txt  # measure and calibrate on your own texts too
 python examples/real/smollm2.py  # the model, and a size and nothing else
 ```
 

