@@ -34,6 +34,7 @@ from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import RECIPES, Recipe
 from search_spaces.recipes.catalogue import recipe as named_recipe
+from search_spaces.similarity.cka import redundancy
 from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
 from trainers.evaluation import evaluate, perplexity
@@ -102,6 +103,8 @@ class InspectionRecord(OriginalFacts):
     """Of each layer and side the loss increases by head count, when only that site is fused."""
     similarity: list[Mapping[str, Any]]
     """Mean cosines of the stored heads of a layer, `raw` and `aligned`, `[U, U]`."""
+    redundancy: list[Mapping[str, Any]]
+    """Of each layer the mean linear CKA of pairs of query heads, of stored key and value heads."""
     budgets: list[BudgetRecord]
     cache_formats: list[FormatRecord]
     """The checkpoint as it is, with its cache in the formats of engines."""
@@ -168,6 +171,10 @@ def measure_heads(
         "recipe": request.recipe.to_dict(),
         "sensitivity": [{"layer": layer, **sides} for layer, sides in enumerate(curves)],
         "similarity": similarity,
+        "redundancy": [
+            {"layer": layer} | redundancy(heads, [unit[0] for unit in context.units])
+            for layer, heads in enumerate(context.heads)
+        ],
         "budgets": [_budget(ratio, plan, curves, request) for ratio, plan in plans.items()],
         "cache_formats": formats,
         "recipes": costs,

@@ -5,6 +5,8 @@ Legend: H heads, d head dim, D model dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -25,13 +27,39 @@ def cka_similarity(
     Not centred, as the paper prints it. Rows are the model's dims, so that a rotation inside a head
     changes nothing.
     """
-    weight_HdD = projection(heads, side)[0].double()
+    return weight_cka(projection(heads, side)[0])
+
+
+def weight_cka(weight_HdD: Tensor) -> Tensor:
+    """Return the linear CKA of each pair of projections, `[H, H]` float64."""
+    weight_HdD = weight_HdD.double()
     count, width, _ = weight_HdD.shape
     flat = weight_HdD.flatten(0, 1)
     gram = (flat @ flat.T).view(count, width, count, width)
     square = gram.pow(2).sum((1, 3))
     scale = square.diagonal().sqrt()
     return square / torch.outer(scale, scale).clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def redundancy(heads: LayerHeads, units: Sequence[int]) -> dict[str, float | None]:
+    """Return the mean CKA over the pairs of distinct heads of a layer (Chen 2024 (DHA), Fig. 3b).
+
+    Args:
+        heads: Lifted heads: keys and values of every query head.
+        units: One query head of each stored KV head.
+
+    Returns:
+        By "query", "key" and "value"; None for a layer that stores a single head.
+    """
+
+    def mean(weight_HdD: Tensor) -> float | None:
+        count = len(weight_HdD)
+        if count < 2:
+            return None
+        return float((weight_cka(weight_HdD).sum() - count) / (count * (count - 1)))
+
+    stored = list(units)
+    return {"query": mean(heads.q), "key": mean(heads.k[stored]), "value": mean(heads.v[stored])}
 
 
 @SIMILARITY.part(

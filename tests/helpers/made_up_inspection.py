@@ -43,6 +43,7 @@ def made_up_inspection(layers: int, heads: int) -> dict[str, Any]:
         "recipe": {"name": "headfold", "grouping": "exact", "fusion": "least_squares"}, "seed": 0, "dtype": "float32",
         "sensitivity": [{"layer": i, "key": curve(), "value": curve()} for i in range(layers)],
         "similarity": [{"layer": i, "key": matrices(), "value": matrices()} for i in range(layers)],
+        "redundancy": [{"layer": i, "query": 0.1, "key": 0.3, "value": 0.2} for i in range(layers)],
         "budgets": [budget],
         "cache_formats": [
             {

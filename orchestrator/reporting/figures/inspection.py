@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 
 from attention.ratios import percent
 from orchestrator.reporting.figures.drawing import (
+    COLOURS,
     SIDE_TITLES,
     STYLE,
     legend_below,
@@ -111,6 +112,26 @@ def pairs_figure(record: Mapping[str, Any]) -> Figure:
         axes.set_title(f"{SIDE_TITLES[side]},\n{names[kind]}", fontsize=9.5)
     bar = figure.colorbar(image, ax=grid, shrink=min(1.0, 3 / len(layers)), pad=0.02)
     _finish_colorbar(bar, "mean cosine of two heads")
+    return figure
+
+
+@styled
+def redundancy_figure(record: Mapping[str, Any]) -> Figure:
+    """Draw the mean CKA of the pairs of heads of each layer: a line each of queries, keys, values.
+
+    A side of one head per layer has no line.
+    """
+    layers = record["redundancy"]
+    figure, axes = single_axes(3.2, "layer", "mean CKA of two heads")
+    lines = {}
+    titles = {"query": "Queries", **SIDE_TITLES}
+    for colour, (side, title) in zip(COLOURS, titles.items(), strict=False):
+        means = [np.nan if layer[side] is None else layer[side] for layer in layers]
+        if not np.isnan(means).all():
+            (lines[title],) = axes.plot(means, marker="o", ms=4, color=colour)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylim(bottom=0)
+    legend_below(figure, lines)
     return figure
 
 

@@ -41,6 +41,10 @@ _PAIRS = (
     "does not change the model (keys before RoPE: a rotation in each rotary pair; values: any "
     "rotation). Red pairs can be merged at little cost."
 )
+_REDUNDANCY = (
+    "Mean linear CKA of the weights of two heads of a layer, over all pairs: 1 = the same up to a "
+    "rotation inside the head, 0 = unrelated. It compares weights alone, and needs no text."
+)
 _RECIPES = (
     "Loss increase on held-out text of the whole model, converted by each recipe as `headfold "
     "convert` does, without training. Log scale."
@@ -72,10 +76,16 @@ def build_page(record: Mapping[str, Any]) -> str:
     similarity = Picture(
         inspection.pairs_figure(record), f"A map of colours for each layer. {pairs}", pairs
     )
+    redundancy = Picture(
+        inspection.redundancy_figure(record),
+        f"A line over the layers each. {_REDUNDANCY}",
+        _REDUNDANCY,
+    )
     heads = [
         PageSection("Where the loss is sensitive", picture=sensitivity),
         PageSection("Heads kept at each KV ratio", picture=budgets),
         PageSection("Similar heads", picture=similarity, wide=True),
+        PageSection("Redundancy of each layer's heads", picture=redundancy),
     ]
     if record["agreement"]:
         title = "Layer-output score compared with the loss of the model"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_up_inspection import made_up_inspection
+from safetensors.torch import load_file
 from verbs import convert_checkpoint, inspect_checkpoint
 
 from attention.conversion.refinement.local import FIT_STEPS
@@ -79,9 +81,14 @@ def test_what_is_told_of_the_demo_checkpoint(
         for side in ("key", "value"):
             raw, aligned = (np.array(layer[side][kind]) for kind in ("raw", "aligned"))
             assert raw.shape == (8, 8) and (aligned >= raw - 1e-3).all() and aligned.mean() > raw.mean() + 0.1
+    model = load_file(demo_dir / "model.safetensors")
+    for layer, found in enumerate(record["redundancy"]):
+        for side, letter in (("query", "q"), ("key", "k"), ("value", "v")):
+            heads = model[f"model.layers.{layer}.self_attn.{letter}_proj.weight"].double().view(8, -1, 256).numpy()
+            assert found[side] == pytest.approx(slow_cka(heads), abs=1e-9)
 
     page = build_page(record)
-    assert "keys of layer 0" in page and "stdlib-llama" in page
+    assert "keys of layer 0" in page and "Redundancy of each layer" in page and "stdlib-llama" in page
     print_inspection(record)
     told = capsys.readouterr().out
     assert "Loss increase" in told and f"{keys[0]['1']:+.3f}" in told
@@ -93,6 +100,16 @@ def test_what_is_told_of_the_demo_checkpoint(
     second = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL | {"compare": ["gqa"]})
     for name in ("sensitivity", "budgets", "similarity"):
         assert second[name] == record[name]
+
+
+def slow_cka(heads: np.ndarray) -> float:
+    """The mean linear CKA of pairs of weights `[H, d, D]` by its definition, rows of the model's dims."""
+    pairs = []
+    for i, j in itertools.permutations(range(len(heads)), 2):
+        x, y = heads[i].T, heads[j].T
+        cross = np.linalg.norm(x.T @ y, "fro") ** 2
+        pairs.append(cross / (np.linalg.norm(x.T @ x, "fro") * np.linalg.norm(y.T @ y, "fro")))
+    return float(np.mean(pairs))
 
 
 @pytest.mark.extended
