@@ -16,6 +16,7 @@ from typing import Any, NotRequired, TypedDict
 import torch
 from gguf import GGUFReader
 
+from attention.base.progress import stage
 from attention.checkpoint import Checkpoint
 from attention.io.export import REPORT_FILE, LargerCacheError
 from attention.io.targets import EngineSupport, TargetError, targets
@@ -247,8 +248,9 @@ def rounds(
 ) -> dict[str, list[SpeedAnswer]]:
     """Return the answers of each model, of every round; the order is reversed each time."""
     answers: dict[str, list[SpeedAnswer]] = {key: [] for key in models}
-    for turn in range(ROUNDS):
-        for key in sorted(models, reverse=bool(turn % 2)):
+    turns = [key for turn in range(ROUNDS) for key in sorted(models, reverse=bool(turn % 2))]
+    with stage(f"speed in {engine.name}", len(turns), "runs") as progress:
+        for key in turns:
             model = models[key]
             question = SpeedQuestion(
                 folder=model.folder,
@@ -261,6 +263,7 @@ def rounds(
                 own_code=model.own_code,
             )
             answers[key].append(engine.time(python, question))
+            progress.step()
     return answers
 
 
