@@ -38,8 +38,7 @@ ABOUT = {
     "one of four values is the likeliest. Chance is 25%.",
     "generations": "Greedy, through the chat template; the answers of the original beside those of each conversion.",
     "other_text": "A text that neither calibration nor the local fit has seen.",
-    "calibration": "`headfold_wide` at two thirds, always from 8,192 calibration tokens, measured on the built-in text "
-    "and on another kind of text.",
+    "calibration": "`headfold_wide` at two thirds by what it was calibrated on, measured on two kinds of text.",
     "search": "`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
     "towards the original's predictions.",
 }

@@ -203,20 +203,31 @@ def calibration(work: Workspace) -> Iterator[Row]:
             "two texts of one kind are needed: TEXT=..., e.g. the test file of WikiText-2, to measure on, and "
             "CALIBRATION_TEXT=..., e.g. its validation file, to calibrate on"
         )
-    sources = {"the other text": work.calibration_text, "both, half and half": work.mixed(work.calibration_text)}
-    folders = {"the built-in text": chosen(work)["headfold_wide"]}
-    for number, (label, source) in enumerate(sources.items()):
-        options = ["--recipe", "headfold_wide", "--kv-ratio", "0.67", *work.texts, *work.short_fits]
-        out = f"calibrated-{number}"
-        work.run(f"convert-{out}", "convert", "--model", GGUF, *options, "--data", source, "--out", out, "--overwrite")
-        folders[label] = out
-    for number, (label, folder) in enumerate(folders.items()):
-        row = {"calibrated on": label}
-        for column, text in (("built-in text", "builtin"), ("other text", work.text)):
-            options = [*beside_original(work), "--eval-data", text]
-            found = work.run(f"calibration-{number}-{column.split()[0]}", "evaluate", folder, *options)
-            row |= {f"increase on the {column}": _increase(found), f"KL on the {column}": f"{found['kl']:.3f}"}
-        yield row
+    other = work.calibration_text
+    mixed = work.mixed(other)
+    rows = [("built-in text", 1, converted(work, "headfold_wide")["points"][0], "headfold_wide")]
+    texts = {
+        "calibrated-4": ("built-in text", "builtin", 4),
+        "calibrated-other": ("other text", other, 1),
+        "calibrated-both": ("both, half and half", mixed, 1),
+        "calibrated-both-4": ("both, half and half", mixed, 4),
+        "calibrated-8": ("built-in text", "builtin", 8),
+    }
+    for name, (label, source, times) in texts.items():
+        options = [*work.held_out, "--calibration-tokens", str(times * work.tokens), "--data", source, *work.short_fits]
+        options += ["--recipe", "headfold_wide", "--kv-ratio", "0.67", "--eval-data", "builtin"]
+        found = work.run(name, "convert", "--model", GGUF, *options, "--out", name, "--overwrite")
+        rows.append((label, times, found, name))
+    for label, times, found, name in rows:
+        measured = work.run(f"text-{name}", "evaluate", found["out"], *beside_original(work), "--eval-data", work.text)
+        yield {
+            "calibrated on": label,
+            "tokens": f"{times * work.tokens:,}",
+            "increase on the built-in text": _increase(found),
+            "KL on it": f"{found['kl']:.3f}",
+            "increase on the other text": _increase(measured),
+            "KL on that": f"{measured['kl']:.3f}",
+        }
 
 
 def search(work: Workspace) -> Iterator[Row]:

@@ -47,18 +47,19 @@ class Workspace:
     calibration_text: str | None = None
 
     @property
-    def _tokens(self) -> str:
-        return "2048" if self.quick else "8192"
+    def tokens(self) -> int:
+        """Tokens to calibrate on, and to measure on."""
+        return 2048 if self.quick else 8192
 
     @property
     def held_out(self) -> list[str]:
         """Options on the text that is measured on."""
-        return ["--sequence-length", "512", "--eval-tokens", self._tokens]
+        return ["--sequence-length", "512", "--eval-tokens", str(self.tokens)]
 
     @property
     def texts(self) -> list[str]:
         """Options on the text that is calibrated and measured on."""
-        return [*self.held_out, "--calibration-tokens", self._tokens]
+        return [*self.held_out, "--calibration-tokens", str(self.tokens)]
 
     @property
     def short_fits(self) -> list[str]:

@@ -15,10 +15,12 @@ from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.layer_source import check_layerwise
 from orchestrator.conversion.request import ConversionRequest
+from orchestrator.conversion.short_fits import SAMPLE_TOKENS, shortly_fitted
 from orchestrator.resources.estimate import ConversionEstimate, Estimate, Machine
 from orchestrator.resources.size import Conversion
 from orchestrator.storage.paths import disk_free
 from search_spaces.planning.widths import with_width
+from search_spaces.recipes.recipe import Recipe
 
 EQUAL_COUNTS = ("uniform", "single")
 """Allocations that give every layer the same head count."""
@@ -29,6 +31,7 @@ def estimate_conversions(
     *,
     elsewhere: Machine | None = None,
     tensor_parallel: int | None = None,
+    compared: Sequence[tuple[Recipe, float]] = (),
 ) -> list[ConversionEstimate]:
     """Return the estimate of each conversion of a request, in falling order of their budgets.
 
@@ -38,6 +41,7 @@ def estimate_conversions(
         request: The conversions.
         elsewhere: The machine to estimate for; by default this one.
         tensor_parallel: GPUs that an engine divides the heads among, to estimate what each holds.
+        compared: Recipes and KV ratios that are compared by short fits before the first conversion.
 
     Raises:
         ConfigError: For heads that cannot be divided so.
@@ -68,6 +72,22 @@ def estimate_conversions(
         if tensor_parallel is not None:
             point = replace(point, tensor_parallel=estimate_ranks(conversion, tensor_parallel))
         points.append(point)
+    if compared:
+        _, _, length = request.text_sizes
+        seconds = 0.0
+        for recipe, ratio in compared:
+            short = Conversion(
+                request.config,
+                shortly_fitted(recipe),
+                ratio,
+                SAMPLE_TOKENS,
+                SAMPLE_TOKENS,
+                length,
+                request.written,
+                working,
+            )
+            seconds += ConversionEstimate.of(short, machine).seconds
+        points[0] = replace(points[0], comparison_seconds=seconds)
     return points
 
 

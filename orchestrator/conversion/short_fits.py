@@ -29,7 +29,7 @@ from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
 from trainers.evaluation import evaluate
 
-_SAMPLE_TOKENS = 4096
+SAMPLE_TOKENS = 4096
 """Held-out tokens that conversions are compared on, and calibration tokens that they are fitted on
 for that."""
 _SHORT_FIT = 12
@@ -43,10 +43,10 @@ class ShortFits:
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
         held_out = store.texts.held_out
-        self._sample = held_out[: max(1, -(-_SAMPLE_TOKENS // held_out.shape[1]))]
+        self._sample = held_out[: max(1, -(-SAMPLE_TOKENS // held_out.shape[1]))]
         self._loss = evaluate(store.original, self._sample).loss
         calibration = store.texts.calibration
-        self._fitted_on = calibration[: max(2, _SAMPLE_TOKENS // calibration.shape[1])]
+        self._fitted_on = calibration[: max(2, SAMPLE_TOKENS // calibration.shape[1])]
 
     def increase(self, model: PreTrainedModel, pair: CachePair | None = None) -> float:
         """Return the loss increase of a model, with its cache in a format if one is given."""
@@ -56,7 +56,7 @@ class ShortFits:
     def converted(self, recipe: Recipe, budget: Fraction) -> PreTrainedModel:
         """Convert with a short fit; return the model with its heads as an engine holds them."""
         request, context = self._store.request, self._store.context
-        short = _short(recipe)
+        short = shortly_fitted(recipe)
         plan = make_plan(short, budget, context, np.random.default_rng(request.seed))
         converted = convert_with(short, self._store.original, plan, context.calibration, share=True)
         steps = steps_of_layers(short, plan.num_layers, context.increases.get(plan))
@@ -138,7 +138,7 @@ def best_by_short_fit(
     return best, increases
 
 
-def _short(recipe: Recipe) -> Recipe:
+def shortly_fitted(recipe: Recipe) -> Recipe:
     """Return a recipe with a short local fit and no finalists, which are fitted one by one."""
     changes: dict[str, int] = {}
     if (steps := recipe.knobs("refinement").get("fit_steps")) is not None:

@@ -112,6 +112,7 @@ class ConversionEstimate:
         flops: Operations of the way layer by layer.
         rate: Operations per second: of the GPU `gpu`, or else of a matrix product here.
         seconds: Of the way layer by layer, at that rate.
+        comparison_seconds: Of the short fits that recipes are compared by before, in memory alone.
         ceiling: What is used in place of a ratio that cannot be met, in words.
         on_gpu: Whether `available` is the memory of a GPU.
         elsewhere: Whether it is that of another machine.
@@ -135,6 +136,7 @@ class ConversionEstimate:
     flops: float
     rate: float
     seconds: float
+    comparison_seconds: float = 0.0
     ceiling: str = ""
     on_gpu: bool = False
     elsewhere: bool = False
@@ -203,7 +205,7 @@ class ConversionEstimate:
 
     @property
     def in_memory(self) -> Estimate:
-        return Estimate(self.resident, self.disk, self.seconds)
+        return Estimate(self.resident, self.disk, self.seconds + self.comparison_seconds)
 
     @property
     def layer_by_layer(self) -> Estimate:
@@ -224,7 +226,7 @@ class ConversionEstimate:
             "token"
         )
         layerwise = f"{self.layerwise / giga:.1f} GiB of {memory}, most of it {_STAGES[largest]}"
-        about = f"about {duration(self.seconds)}"
+        about = f"about {duration(self.in_memory.seconds)}"
         if self.gpu:
             time = f"{about} on one {self.gpu}, by what was measured on an H200 (docs/gpu.md)"
         else:

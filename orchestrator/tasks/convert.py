@@ -167,9 +167,28 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         return self.budget is not None and self.budget.automatic
 
     @cached_property
+    def competing(self) -> list[Recipe]:
+        """The recipe, and those that a short fit compares it with."""
+        request = self.request
+        return competing_recipes(request.checkpoint, request.recipe, self.options)
+
+    @property
+    def compared(self) -> list[tuple[Recipe, float]]:
+        """What short fits compare before the conversion: recipes and KV ratios."""
+        request = self.request
+        if self._several or self.options.layerwise:
+            return []
+        found = [
+            (recipe, ratio)
+            for ratio in request.kv_ratios
+            for recipe in equal_budgets(self.competing, ratio, request.checkpoint)
+        ]
+        return found if len(found) > 1 else []
+
+    @cached_property
     def estimate(self) -> RunEstimate:
         """What it takes, and with that whether it is done in memory, decided once."""
-        points = estimate_conversions(self.request)
+        points = estimate_conversions(self.request, compared=self.compared)
         layerwise = self.options.layerwise
         estimate = RunEstimate.of(points, self.out, several=self._several, layerwise=layerwise)
         if estimate.layerwise and self.options.polish:
@@ -260,10 +279,8 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         self, store: MemoryStore, budget: EngineBudget
     ) -> tuple[list[float], list[CombinationRecord]]:
         """Return the KV ratio of the best combination of bits and heads, and all combinations."""
-        request = self.request
-        recipes = competing_recipes(request.checkpoint, request.recipe, self.options)
-        with request.phases("compare"):
-            choice = choose_cache(store, budget.options, recipes)
+        with self.request.phases("compare"):
+            choice = choose_cache(store, budget.options, self.competing)
         choice.report(budget.shares[0])
         return [take_choice(store, choice)], choice.combinations
 
@@ -274,8 +291,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             The loss increase of each by a short fit; nothing where only one competes.
         """
         request = self.request
-        recipes = competing_recipes(request.checkpoint, request.recipe, self.options)
-        recipes = equal_budgets(recipes, kv_ratio, request.checkpoint)
+        recipes = equal_budgets(self.competing, kv_ratio, request.checkpoint)
         if len(recipes) == 1:
             return {}
         with request.phases("compare"):

@@ -135,6 +135,7 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
             self.request,
             elsewhere=self._elsewhere,
             tensor_parallel=self.options.tensor_parallel,
+            compared=self.conversion.compared,
         )
 
     def show(self, record: Mapping[str, Any]) -> None:
