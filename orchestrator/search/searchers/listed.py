@@ -72,14 +72,14 @@ class RandomSearcher(ListedSearcher):
 
 
 @SEARCHERS.part(
-    "random", source="Bergstra and Bengio 2012: the comparison that any cleverer searcher must beat"
+    "random", source="Bergstra and Bengio 2012: the baseline that any other searcher must beat"
 )
 def random(problem: SearchProblem) -> ResumableSearcher:
     """Return the searcher `random`."""
     return RandomSearcher(problem)
 
 
-@SEARCHERS.part("grid", source="exhaustive comparison, as papers print it")
+@SEARCHERS.part("grid", source="exhaustive comparison, as in papers")
 def grid(problem: SearchProblem) -> ResumableSearcher:
     """Return the searcher of the configured candidates alone. Raises ConfigError for samples."""
     if problem.samples:

@@ -108,7 +108,7 @@ def test_what_happened_while_the_store_was_away_is_told_when_it_is_back(
     store.away = True
     tell(sync, 1)
     assert (sync.put(trial(1, status=DONE)), sync.waiting) == (None, 1)
-    with pytest.raises(TrackingError, match="away"):
+    with pytest.raises(TrackingError, match="not reachable"):
         sync.registry()
     store.away = False
     tell(sync, 2)
@@ -177,7 +177,7 @@ def test_a_store_that_never_comes_is_told_and_is_no_error(
     sync = MlflowSync(lambda: Tracker.open(address, "tests", tmp_path), parent_run(tmp_path))
     sync.put(trial(0))
     assert not sync.flush() and sync.parent_id is None and sync.waiting == 2
-    assert caplog.text.count("MLflow is away") == 1 and "secret" not in caplog.text
+    assert caplog.text.count("MLflow is not reachable") == 1 and "secret" not in caplog.text
 
 
 def test_points_that_are_added_while_the_store_is_away_are_there_once_when_it_is_back(
