@@ -115,7 +115,7 @@ def test_a_terminal_is_updated_in_place(folder: SearchFolder) -> None:
     live.watch_search(folder, console=console, sleep=lambda seconds: next(looks)())
     text = out.getvalue()
     assert "\x1b[1A" in text, "the cursor never went up"
-    for word in ("front so far", "arm2", "+0.800", "failed: arm4", "CPU-hours", "50/s now"):
+    for word in ("current front", "arm2", "+0.800", "failed: arm4", "CPU-hours", "50/s now"):
         assert word in text
 
 
