@@ -123,7 +123,7 @@ def worker_process() -> int:
 
 @benchmark("worker-pool", devices=("cpu",))
 def worker_pool(scale: Scale) -> Iterator[Row]:
-    """Seconds to a trial's first training step on workers of the pool against workers of its own."""
+    """Seconds to a trial's first training step on workers of the pool against separate workers."""
     from orchestrator.cluster.pool_client import open_pool
 
     workers, plain_trials, warm_trials = scale.pick((1, 1, 3), (2, 4, 101))

@@ -69,7 +69,7 @@ HARD_CONCRETE = (
         "weight",
         "float",
         (
-            "weight of the constraint (Eq. 29) beside the loss; auto: 1 with a rate that is "
+            "weight of the constraint (Eq. 29) relative to the loss; auto: 1 with a rate that is "
             "a number, else from the steps"
         ),
         1e-3,

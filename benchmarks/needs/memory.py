@@ -2,8 +2,8 @@
 
     python -m benchmarks memory [--quick]
 
-The random checkpoint is written shard by shard and the conversion runs in a process of its own, so this process never
-holds the model either.
+The random checkpoint is written shard by shard and the conversion runs in a separate process, so
+this process never loads the model either.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ from orchestrator import main
 for arguments in json.loads(sys.argv[1]):
     try:
         main.run(arguments)
-    except SystemExit as ended:
-        if ended.code:
+    except SystemExit as exit:
+        if exit.code:
             raise
 """
 
 
 def verbs(*calls: Sequence[str]) -> None:
-    """Run verbs one after the other in one process of their own. Raises CalledProcessError if one fails."""
+    """Run verbs one after the other in a separate process. Raises CalledProcessError if one fails."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
     command = [sys.executable, "-c", VERBS, json.dumps(calls)]
     subprocess.run(command, check=True, env=environment, cwd=DEMO.parents[1], stdout=subprocess.DEVNULL)
@@ -118,4 +118,4 @@ def memory(scale: Scale) -> Iterator[Row]:
         peak, spent = done["peak_memory"] / GIGA, sum(done["seconds"].values())
         yield Row(f"{layers} layers, measured and estimated", peak, said["layerwise"] / GIGA, "GiB", about)
         yield Row(f"{layers} layers, against all in memory (estimated)", peak, said["resident"] / GIGA, "GiB")
-        yield Row(f"{layers} layers, time", spent, None, "s", "fit of 2 steps a layer, heal, 1,024 tokens")
+        yield Row(f"{layers} layers, time", spent, None, "s", "fit of 2 steps per layer, heal, 1,024 tokens")

@@ -1,4 +1,4 @@
-"""The folder of the measurements: the model, what each command wrote, and the JSON that it ended with."""
+"""The folder of the measurements: the model, what each command wrote, and its final JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Workspace:
     Attributes:
         folder: Some 3 GB in the end.
         quick: Little text and short fits, to try the commands out: the losses mean nothing.
-        text: Text to measure on beside the built-in one, e.g. WikiText-2; or None.
+        text: Text to measure on in addition to the built-in one, e.g. WikiText-2; or None.
     """
 
     folder: Path
@@ -62,7 +62,7 @@ class Workspace:
         return ["--set", "refinement.fit_steps=24"] if self.quick else []
 
     def run(self, name: str, *arguments: str) -> dict[str, Any]:
-        """Run `headfold ARGUMENTS --json NAME.json`, unless it has ended before, and return the JSON.
+        """Run `headfold ARGUMENTS --json NAME.json`, unless it has finished before, and return the JSON.
 
         It has the wall-clock time as `wall_seconds` in addition.
 
@@ -78,7 +78,7 @@ class Workspace:
             done = subprocess.run([*_headfold(), *words], cwd=self.folder, check=False, stdout=sys.stderr)
             seconds = time.monotonic() - started
             if not unfinished.is_file():
-                raise CommandError(f"`headfold {shlex.join(arguments)}` ended with exit code {done.returncode}")
+                raise CommandError(f"`headfold {shlex.join(arguments)}` exited with code {done.returncode}")
             result = json.loads(unfinished.read_text(encoding="utf-8")) | {"wall_seconds": seconds}
             write_whole(record, json.dumps(result, indent=1).encode())
             unfinished.unlink()

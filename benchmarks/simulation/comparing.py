@@ -22,7 +22,7 @@ from search_spaces import pareto
 FACTOR = 2.0
 SHARES = (0.1, 0.2, 0.3)
 MEAN_UP_TO = 0.4
-"""Share of all tokens; every rule goes on longer than that."""
+"""Share of all tokens; every rule continues longer than that."""
 RULES = ("front, epsilon-net", "front, crowding", "budget brackets", "weighted sum", "weighted sum, log excess")
 
 

@@ -27,7 +27,7 @@ from trainers.settings import AUTO_STRATEGY, Shape, Strategy
 REFRESH_SECONDS = 5.0
 AUTOSCALER_ENDED = (
     "the cluster's autoscaler is not running: its process on the head node (Ray's monitor) has "
-    "ended, and no node will be added; {} says why; restart it with `ray up --restart-only` and "
+    "stopped, and no node will be added; see {}; restart it with `ray up --restart-only` and "
     "the cluster's file"
 )
 _SIZES = ("CPU", "GPU")

@@ -446,7 +446,7 @@ def _is_excused(error: BaseException | None, message: str) -> bool:
 def _error_message(error: BaseException | None) -> str:
     """Return the errors of the workers; those that did more than lose another worker come last."""
     if error is None:
-        return "the group ended before its job was done"
+        return "the group stopped before its job was done"
     failures = [str(failure) for failure in getattr(error, "worker_failures", {}).values()]
     failures.sort(key=lambda failure: "onnection" not in failure)
     return "\n".join(failures) or f"{type(error).__name__}: {error}"

@@ -133,7 +133,7 @@ EvalData = Annotated[
 TextField = Annotated[
     str,
     typer.Option(
-        help="Field of a record that holds its text; conversations in messages are found without."
+        help="Field of a record that contains its text; not needed for conversations in messages."
     ),
 ]
 CalibrationTokens = Annotated[
@@ -335,7 +335,7 @@ class ConvertOptions(PolishOptions, ConversionOptions):
     layerwise: Annotated[
         bool | None,
         typer.Option(
-            help="Hold one decoder layer at a time, from disk to disk, and continue where it was "
+            help="Load one decoder layer at a time, from disk to disk, and continue where it was "
             "stopped (by default "
             "where the model would not fit in memory: see the verb estimate)."
         ),
@@ -496,7 +496,7 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
     cache_format: Annotated[
         str | None,
         typer.Option(
-            help="Measure checkpoint and baseline with a KV cache as an engine holds it: f16, "
+            help="Measure checkpoint and baseline with a KV cache in a format of an engine: f16, "
             "bf16, q8_0, q5_1, q4_0 (llama.cpp), fp8 (vLLM); or keys and values apart: q8_0,q4_0. "
             "The original keeps its own."
         ),
@@ -777,7 +777,7 @@ class ExportOptions:
     cache_format: Annotated[
         str | None,
         typer.Option(
-            help="Format that the engine is to hold the KV cache in, e.g. q8_0 or q8_0,q4_0 "
+            help="Format of the engine's KV cache, e.g. q8_0 or q8_0,q4_0 "
             "(llama.cpp), fp8 (vLLM): bytes and commands to serve it are those of this format."
         ),
     ] = None

@@ -94,7 +94,7 @@ class Server:
         if self.process is None or self.process.poll() is not None:
             if self.process is not None:
                 print(
-                    f"MLflow ended with exit code {self.process.returncode}, starting it again",
+                    f"MLflow exited with code {self.process.returncode}; restarting it",
                     flush=True,
                 )
             environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}

@@ -94,7 +94,7 @@ def serve_page(folder: SearchFolder, port: int) -> None:
     try:
         server.wait()
         raise ConfigError(
-            f"MLflow's server ended with exit code {server.returncode}; see its output above"
+            f"MLflow's server exited with code {server.returncode}; see its output above"
         )
     except KeyboardInterrupt:
         pass

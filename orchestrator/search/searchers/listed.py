@@ -84,7 +84,7 @@ def grid(problem: SearchProblem) -> ResumableSearcher:
     """Return the searcher of the configured candidates alone. Raises ConfigError for samples."""
     if problem.samples:
         raise ConfigError(
-            f"search.num_samples: got {problem.samples}, but the grid searcher draws no candidates "
-            "of its own; set it to 0, or choose searcher optuna or random"
+            f"search.num_samples: got {problem.samples}, but the grid searcher draws no "
+            "candidates; set it to 0, or choose searcher optuna or random"
         )
     return ListedSearcher(problem)

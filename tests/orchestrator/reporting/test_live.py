@@ -102,7 +102,7 @@ def test_lines_come_only_when_something_has_changed(folder: SearchFolder) -> Non
     live.watch_search(folder, console=Console(file=out, width=400, soft_wrap=True), sleep=lambda seconds: next(looks)())
     lines = out.getvalue().splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("mine running") and "3/8 ended" in lines[0] and "50%" in lines[0]
+    assert lines[0].startswith("mine running") and "3/8 finished" in lines[0] and "50%" in lines[0]
     assert lines[1].startswith("mine ended")
     assert "\x1b" not in out.getvalue()
 

@@ -115,7 +115,9 @@ def test_what_happened_while_the_store_was_away_is_told_when_it_is_back(
     assert sync.waiting == 0 and sync.registry().uri == plain.uri
     assert sync.put(trial(1, status=DONE)) in {r.info.run_id for r in plain.client.search_runs([plain.experiment_id])}
     check(plain, 3)
-    assert [r.getMessage().count("is not reachable") + r.getMessage().count("is reachable again") for r in caplog.records] == [1, 1]
+    assert [
+        r.getMessage().count("is not reachable") + r.getMessage().count("is reachable again") for r in caplog.records
+    ] == [1, 1]
 
 
 @pytest.mark.parametrize("deaf", [False, True])

@@ -126,7 +126,7 @@ def test_a_part_of_the_weights_on_the_command_line(
     ("changes", "message"),
     [
         ({"tuning": "some"}, "train.tuning: got 'some'"),
-        ({"overrides": ["train.tuning=kv"]}, "train.tuning: it has an option of its own; give it as --tuning"),
+        ({"overrides": ["train.tuning=kv"]}, "train.tuning: it has its own option; give it as --tuning"),
         ({"overrides": ["train.distillation=kl"]}, "train.distillation: it needs the model.*--original"),
         ({"original": "/none"}, "original: no checkpoint at '/none'"),
         ({"steps": 0}, "steps: got 0"),
