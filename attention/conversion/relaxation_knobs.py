@@ -41,7 +41,7 @@ LAGRANGIAN = (
     Knob(
         "per_dimension",
         "bool",
-        "one coefficient a head dimension, and not one a head (sec. 4.3)",
+        "one coefficient per head dimension, not one per head (sec. 4.3)",
         default=True,
     ),
     Knob("base", "float", "b of the margin, Eq. 8", 0.0, 1.0, default=0.999),

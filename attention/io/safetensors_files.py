@@ -104,7 +104,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             if name in stored:
                 raise WeightsError(
                     f"{folder}: {name} is in both {stored[name].file} and {file}; save the model "
-                    f"anew"
+                    f"again"
                 )
             stored[name] = tensor
     for name, file in weight_map.items():

@@ -357,7 +357,7 @@ class EstimateOptions(PolishOptions, BudgetOptions, RecipeOptions, SizeOptions, 
     search: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG] [KEY=VALUE]...", help="Of a search: its YAML file and changes to it."
+            metavar="[CONFIG] [KEY=VALUE]...", help="For a search: its YAML file and changes to it."
         ),
     ] = None
     config: Annotated[Path | None, typer.Option(help="The same YAML file.")] = None
@@ -473,8 +473,8 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
         str | Sequence[str] | None,
         Typed(str | None),
         typer.Option(
-            help="Text to continue greedily, side by side: a file (one prompt a line, or .jsonl), "
-            "or a prompt."
+            help="Text to continue greedily, side by side: a file (one prompt per line, or "
+            ".jsonl), or a prompt."
         ),
     ] = None
     context_lengths: Annotated[
@@ -631,7 +631,7 @@ class ReportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """Watch a search: trials, front so far, spent and left. Reads files only."""
+    """Watch a search: trials, current front, time spent and left. Reads files only."""
 
     search: SearchPath
     every: Annotated[float, typer.Option(min=0.2, help="Refresh interval in seconds.")] = 2.0

@@ -20,7 +20,10 @@ PAGES = (
 have strings of their code."""
 CODE = ("headfold", "attention", "search_spaces", "trainers", "orchestrator", "benchmarks")
 """Where the strings of the code are checked."""
-COUNTED = "tokens|nats|heads|bytes|steps|operations|sequences|parameters|seconds"
+COUNTED = (
+    "tokens|tokens/s|nats|heads|bytes|steps|operations|sequences|parameters|seconds|moves?|prompt|calls|events|CPUs"
+)
+UNITS = "second|sequence|token|parameter|layer|head|step|trial|search|run|node|worker|site|line"
 WORDS = {
     r"\bcomes? along\b": "bundled",
     r"\bof the checkpoint's(?= KV\b|$)": "of the KV cache",
@@ -35,7 +38,8 @@ WORDS = {
     r"\blies (?:in|on|at|within|outside)(?= )|\blie beside\b": "is in",
     r"(?:^|\d) so far\b": "elapsed",
     r"\bgo(?:es)? on\b": "continues",
-    rf"\b(?:{COUNTED}) an? (?:second|sequence|token|parameter|layer|head|step|trial|search|run|node)\b": "per",
+    r"\bin (?:the|their) place of\b": "instead of",
+    rf"\b(?:{COUNTED}) an? (?:{UNITS})\b": "per",
 }
 """Expressions, and what to say instead."""
 
@@ -89,7 +93,8 @@ def test_strings_of_the_code_have_usual_words() -> None:
 def test_words_of_the_list_are_found() -> None:
     text = (
         "0:42 so far. It comes along. 64 tokens a second of the checkpoint's KV; a user is told to go on in its place. "
-        "A file beside it lies in a folder of its own, on the way; what has ended was held, and wants memory."
+        "A file beside it lies in a folder of its own, on the way; what has ended was held, and wants it in the place of "
+        "memory."
     )
     assert len(found(text)) == len(WORDS)
     usual = "64 tokens per second, half of the checkpoint's own KV cache; a held-out loss, held out, as measured so far"

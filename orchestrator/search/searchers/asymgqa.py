@@ -260,7 +260,7 @@ def _spread(
         )
         raise ConfigError(
             f"search.num_samples: got {samples}, but {chains} chain(s) for each budget, with "
-            f"{walked}, make {len(targets)} probes with one move a site and "
+            f"{walked}, make {len(targets)} probes with one move per site and "
             f"{iterations * len(targets)} with grouping.iterations {iterations}; choose a number "
             "between them, or other searcher.chains or grouping.iterations in search.params"
         )
