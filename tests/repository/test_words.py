@@ -93,8 +93,8 @@ def test_strings_of_the_code_have_usual_words() -> None:
 def test_words_of_the_list_are_found() -> None:
     text = (
         "0:42 so far. It comes along. 64 tokens a second of the checkpoint's KV; a user is told to go on in its place. "
-        "A file beside it lies in a folder of its own, on the way; what has ended was held, and wants it in the place of "
-        "memory."
+        "A file beside it lies in a folder of its own, on the way; what has ended was held, and wants it in the place "
+        "of memory."
     )
     assert len(found(text)) == len(WORDS)
     usual = "64 tokens per second, half of the checkpoint's own KV cache; a held-out loss, held out, as measured so far"
