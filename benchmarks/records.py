@@ -95,7 +95,7 @@ def sections(
 
 
 def ended(part: PartRecord, when: str) -> str:
-    """Return when a part ended, and why it has no numbers if it has none."""
+    """Return when a part finished, and why it has no numbers if it has none."""
     if part["status"] == "done":
         return when
     word = "Skipped" if part["status"] == "skipped" else "**Failed**"

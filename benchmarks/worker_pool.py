@@ -2,8 +2,8 @@
 
     python -m benchmarks worker-pool [--quick]
 
-Both inside Ray Tune, one trial at a time, in one Ray of this machine. The first trial on a group of the pool starts it,
-and has a row of its own.
+Both inside Ray Tune, one trial at a time, in one Ray of this machine. The first trial on a group of
+the pool starts it, and has a separate row.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def demo_context(folder: Path, workers: int, rungs: tuple[int, ...]) -> TrialCon
 
 
 def timed(config: dict[str, Any], context: TrialContext) -> None:
-    """A trial that writes down when it started and ended."""
+    """A trial that records its start and end."""
     from ray import tune
 
     started = time.time()

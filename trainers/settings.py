@@ -200,7 +200,7 @@ class TrainSettings(StrictModel):
     even if GPUs are requested, so that a search of a GPU cluster can be rehearsed where Ray only
     counts them."""
     seed: Seed = 0
-    """Of adapters before training and of dropout; those of plans and texts are in `search`."""
+    """Random seed of adapters and of dropout; those of plans and texts are in `search`."""
 
     @model_validator(mode="before")
     @classmethod

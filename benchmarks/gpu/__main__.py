@@ -142,7 +142,7 @@ def _record(answer: dict[str, Any], seconds: float) -> PartRecord:
 
 
 def _said(records: Records, names: list[str], left_over: list[str]) -> int:
-    """Print how it stands; the exit code: 1 if a part has failed, 3 if the same command is to go on."""
+    """Print how it stands; the exit code: 1 if a part has failed, 3 if the same command is to be run again."""
     for name in names:
         part = records.parts.get(name)
         state = "missing" if part is None else f"{part['status']} {part['reason']}".strip()

@@ -278,8 +278,9 @@ def _logits(model: Any, states: Tensor, ids: Tensor, reference: Final) -> None:
 def _operations(model: Any, config: LlamaConfig, length: int) -> dict[str, float]:
     """Operations of one sequence: of the trunk's forward pass, and of the logits of student and teacher.
 
-    The trunk's are 2 N per token and those of causal attention; the student's head is run twice forward, since its
-    logits are made again on the way back, and back, the teacher's twice too.
+    The trunk's are 2 N per token and those of causal attention; the student's head is run twice
+    forward, since its logits are recomputed in the backward pass, and once backward, the teacher's
+    twice forward too.
     """
     head = config.vocab_size * config.hidden_size
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -397,7 +398,7 @@ def search(device: Device) -> Iterator[Number]:
 
 
 def _headfold(*words: str) -> int:
-    """Run a command in a process of its own, what it prints on stderr; its exit code."""
+    """Run a command in a separate process, what it prints on stderr; its exit code."""
     command = [sys.executable, "-m", "orchestrator.main", *words]
     return subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode
 

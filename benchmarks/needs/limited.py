@@ -42,8 +42,8 @@ def run_limited(
     folder: Path, function: Callable[..., Any], *arguments: Any, limit: float, files: int = 0, ranks: int = 1
 ) -> list[Limited]:
     """`function(*arguments)` in a process with at most `limit` bytes, in the new `folder`; with several `ranks` in as
-    many that can meet (RANK, WORLD_SIZE). `files`: bytes of checkpoints that may be mapped besides. Raises
-    RuntimeError, with what it said last, if one fails."""
+    many that can meet (RANK, WORLD_SIZE). `files`: bytes of checkpoints that may be mapped in
+    addition. Raises RuntimeError, with its last output, if one fails."""
     folder.mkdir(parents=True)
     (folder / "call").write_bytes(pickle.dumps((function, arguments, int(limit), files, str(folder / "meeting"))))
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WORLD_SIZE": str(ranks)}
@@ -58,7 +58,7 @@ def run_limited(
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Until all have ended; as soon as one fails the others, which wait for it, are ended too."""
+    """Wait until all have finished; as soon as one fails the others, which wait for it, are stopped."""
     left = dict(enumerate(running))
     try:
         while left:

@@ -108,7 +108,8 @@ def measured(
 def memory(scale: Scale) -> Iterator[Row]:
     """Peak resident memory of a conversion layer by layer against the estimate made before it."""
     sizes = ["--calibration-tokens", "1024", "--eval-tokens", "512", "--sequence-length", "256"]
-    # A few steps hold as much memory as many. Neighbours cost no time to group; merging holds the most memory.
+    # A few steps take as much memory as many. Neighbours cost no time to group; merging takes the
+    # most memory.
     sizes += ["--set", "refinement.fit_steps=2"]
     for layers, grouping in ((scale.pick(2, 19), "neighbour"), (scale.pick(1, 2), "merge")):
         config = llama(layers, scale.pick(NARROW, WIDE), tie_word_embeddings=False)

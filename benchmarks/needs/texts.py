@@ -40,7 +40,7 @@ def write_text(file: Path, megabytes: float) -> None:
 
 
 def make(source: str, tokens: int, cache: str) -> dict[str, Any]:
-    """Make the set on a Ray of CPUS CPUs of its own. Bytes of memory at the peak: of this process, the largest of the
+    """Make the set on a separate Ray of CPUS CPUs. Bytes of memory at the peak: of this process, the largest of the
     others."""
     import ray
 

@@ -168,7 +168,7 @@ def _simulated(
 
 
 def _drive(controller: Any, actors: VirtualActors, log: Any, measured: Measured) -> None:
-    """Until the search has ended, with a point of the measurement at every `window` trials begun."""
+    """Run until the search has finished, with a point of the measurement at every `window` trials begun."""
     started, reached = time.process_time(), 0
     measured.windows.append((0, 0.0, _resident(), measured.calls, 0))
     while not controller.is_finished():

@@ -191,9 +191,9 @@ class ResourcesSection(Section):
     """A search fails, and reports the requested and the present resources, if no node has had room
     for one of its processes for so many hours; 0: no limit."""
     tokens_per_second: PositiveFloat | None = None
-    """What one worker trains on, for estimates; none: measured where it can be."""
+    """Training speed of one worker, for estimates; none: measured where possible."""
     price_per_hour: PositiveFloat | None = None
-    """Of a GPU, or of a CPU where workers have no GPU, in whatever money, for estimates and bills.
+    """Price of a GPU, or of a CPU if workers have no GPU, in any currency, for estimates and costs.
     """
 
     @model_validator(mode="after")
@@ -217,8 +217,8 @@ class TrialTraining(TrainSettings):
     learning_rate: Annotated[float, Field(gt=0)] = DISTILLED_RATE
     """Peak of the schedule: a linear warm-up, then a cosine."""
     distillation: Literal["none", "kl", "kl_bild"] = "kl"
-    """What is learnt. kl: KL(original model ‖ model), kl_bild KL + BiLD (Jin 2024), none: language
-    modelling alone, for which no original model is in memory."""
+    """Objective of the training. kl: KL(original model ‖ model), kl_bild KL + BiLD (Jin 2024),
+    none: language modelling alone, which loads no original model."""
     distillation_weight: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Weight of the distillation in the loss; the language-modelling loss keeps the rest."""
 
@@ -232,8 +232,8 @@ class SearchConfig(Section):
     """A whole search."""
 
     name: Name
-    """Of the search: its folder in the storage, its run in MLflow. 1 to 64 letters, digits, '.',
-    '_' or '-'.
+    """Name of the search: of its folder in the storage, and of its run in MLflow. 1 to 64 letters,
+    digits, '.', '_' or '-'.
     """
     model: ModelSection
     data: DataSection = DataSection()

@@ -110,7 +110,7 @@ class ModelSection(Section):
     path: str = Field(min_length=1)
     """A folder with safetensors, a GGUF file, or a name on the hub."""
     teacher: str | None = Field(default=None, min_length=1)
-    """What is distilled from, e.g. the checkpoint after fine-tuning; none: the checkpoint itself.
+    """The model to distil from, e.g. the fine-tuned checkpoint; none: the checkpoint itself.
     """
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -151,7 +151,7 @@ class TextSection(Section):
     """A number of tokens of a text."""
 
     tokens: PositiveInt
-    """How many tokens."""
+    """Number of tokens."""
     source: str | None = None
     """Where they come from, as in `data.source`; none: `data.source` itself."""
 
@@ -322,9 +322,9 @@ class SearchSection(Section):
     promotion must beat.
     """
     seed: Seed = 0
-    """Of the searcher and the texts."""
+    """Random seed of the searcher and the texts."""
     seeds: Annotated[list[Seed], AfterValidator(distinct)] = []
-    """Of plans and trainings: every recipe runs with each; none: `seed`."""
+    """Random seeds of plans and trainings: every recipe runs with each; none: `seed`."""
 
 
 class RungsSection(Section):
