@@ -25,7 +25,7 @@ class Doctor(Task[DoctorOptions, DoctorRecord]):
         require(self.config, self.only)
         if self.options.storage is not None and self.options.config is not None:
             raise ConfigError(
-                f"storage: got {self.options.storage!r} with --config; change the config's: "
+                f"storage: got {self.options.storage!r} with --config; change it in the config: "
                 f"storage={self.options.storage}"
             )
         check_packages("doctor", *SEARCH_PACKAGES)

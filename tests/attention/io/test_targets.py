@@ -186,7 +186,7 @@ def test_vllm_refuses_counts_that_no_few_query_heads_hold(tiny_model: Tiny) -> N
     config = tiny_model("llama", num_attention_heads=heads, num_key_value_heads=heads, hidden_size=88).config
     maps = [tuple(min(h, count - 1) for h in range(heads)) for count in (5, 7, 11)]
     plan = AttentionPlan(tuple(LayerPlan(one, one) for one in maps), 8)
-    with pytest.raises(TargetError, match=r"layer 2 has 11 KV heads, and others \[5, 7\].*385.*target gguf"):
+    with pytest.raises(TargetError, match=r"layer 2 has 11 KV heads, other layers \[5, 7\].*385.*target gguf"):
         kv_heads_in("vllm", config, plan)
     assert kv_heads_in("gguf", config, plan) == (5, 7, 11)
 
