@@ -89,7 +89,7 @@ NAMED_RECIPES = (
             settings=(("grouping.equal_sizes", False),),
             source="Chen 2024 (DHA): searched groups and budgets, learned per-dimension fusion",
         ),
-        "Give layers different key and value heads and learn how the heads of a group mix.",
+        "Give each layer its own key and value heads and learn how the heads of a group mix.",
         ("DHA",),
     ),
     NamedRecipe(
