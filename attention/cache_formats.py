@@ -105,8 +105,8 @@ class CachePair:
         pair = cls(CACHE_FORMATS[names[0]], CACHE_FORMATS[names[-1]])
         if not pair.engines:
             raise CacheFormatError(
-                f"no engine holds keys in {names[0]} beside values in {names[-1]}: vLLM has one "
-                "format for both, and llama.cpp holds "
+                f"no engine supports keys in {names[0]} with values in {names[-1]}: vLLM has one "
+                "format for both, and llama.cpp supports "
                 + ", ".join(
                     name for name, each in CACHE_FORMATS.items() if LLAMA_CPP in each.engines
                 )

@@ -81,7 +81,7 @@ class AttentionPlan:
                     0 <= s.head < heads and 0 <= s.source_head < heads
                 ):
                     raise PlanError(
-                        f"{name}: {s} lies outside {len(self.layers)} layers of {heads} heads"
+                        f"{name}: {s} is outside {len(self.layers)} layers of {heads} heads"
                     )
             if shares != resolve_shares(shares):
                 raise PlanError(
@@ -89,8 +89,8 @@ class AttentionPlan:
                 )
         if self.shares and (self.query_shares or self.key_shares or self.value_shares):
             raise PlanError(
-                "shares are of whole heads: query_shares, key_shares and value_shares must be "
-                "empty beside"
+                "shares are of whole heads: with head_shares, query_shares, key_shares and "
+                "value_shares must be empty"
             )
         for index in sorted({i for s in self.head_shares for i in (s.layer, s.source_layer)}):
             if not self.layers[index].is_identity:

@@ -1,4 +1,4 @@
-"""Caches as engines hold them: bytes, and losses by our runtime and by llama.cpp.
+"""Caches in the formats of engines: bytes, and losses by our runtime and by llama.cpp.
 
     python -m benchmarks.cache_formats MODEL [--data TEXT | --eval-data TEXT] [--file MODEL.gguf]
 

@@ -32,7 +32,7 @@ def calibration(scale: Scale) -> Iterator[Row]:
     }
     taken = medians(works, scale.pick(1, 3), scale.device)
     note = f"{sequences.numel()} tokens, demo width"
-    yield Row("moments a head", taken["ours"], taken["rival"], "s", note)
+    yield Row("moments per head", taken["ours"], taken["rival"], "s", note)
 
 
 @benchmark("conversion")
@@ -54,7 +54,7 @@ def conversion(scale: Scale) -> Iterator[Row]:
     converted = convert(model, plan, fusion="least_squares", calibration=statistics)
     settings = {"fit_steps": scale.pick(2, 60)}
     once = medians({"fit": lambda: refine("fit_heal", model, converted, sequences, settings)}, 1, scale.device)
-    note = f"{settings['fit_steps']} Adam steps a layer, {sequences.numel()} tokens"
+    note = f"{settings['fit_steps']} Adam steps per layer, {sequences.numel()} tokens"
     yield Row("local fit and heal", once["fit"], taken["step"], "s", note)
 
 

@@ -149,4 +149,4 @@ def stepper(model: Any, layers: tuple[LayerPlan, ...], length: int, arm: str, ba
 
 def _rows(name: str, taken: dict[str, float]) -> Iterator[Row]:
     for rival, words in RIVALS.items():
-        yield Row(f"{name}, {words}", 1e3 * taken["ours"], 1e3 * taken[rival], "ms a step")
+        yield Row(f"{name}, {words}", 1e3 * taken["ours"], 1e3 * taken[rival], "ms per step")

@@ -1,4 +1,4 @@
-"""What engines hold of each kind of plan: `python -m benchmarks.engines docs/serving.md` (or no file: to the terminal).
+"""What engines store for each plan: `python -m benchmarks.engines docs/serving.md` (or no file: to the terminal).
 
 The demo checkpoint is converted, exported for each engine and checked there (`headfold export --check`); the table goes
 between the marks in the file. Without vLLM (`make engines`) it ends with what is missing.
@@ -26,7 +26,7 @@ DEMO = Path(__file__).resolve().parents[1] / "examples" / "stdlib-llama"
 BEGIN, END = "<!-- engines: made by `make engines` -->", "<!-- engines: end -->"
 TARGETS = {"transformers": "transformers", "vLLM": "vllm", "llama.cpp": "gguf"}
 HEAD = (
-    "| plan (KV heads of the four layers) | engine | target, written as | KV heads held | bytes per token: promised | "
+    "| plan (KV heads of the four layers) | engine | target, written as | KV heads | bytes per token: promised | "
     "reported | tokens in 1 GiB | same tokens | log-probabilities differ by |\n|---|---|---|---|---|---|---|---|---|\n"
 )
 

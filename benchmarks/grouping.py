@@ -58,7 +58,7 @@ def _every_count(scale: Scale) -> Row:
     if not np.allclose(together(), apart()):
         raise RuntimeError("one programme for all counts and one for each do not find the same")
     taken = medians({"ours": together, "apart": apart}, 1)
-    note = "rival: a programme of its own for each"
+    note = "rival: a separate programme for each"
     return Row(f"{heads} heads, one count after the other", 1e3 * taken["ours"], 1e3 * taken["apart"], "ms", note)
 
 

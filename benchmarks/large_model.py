@@ -1,6 +1,6 @@
 """A model of the shape of Llama-2-7B with random weights: calibrated, converted to a quarter of its cache, decoding.
 
-What it takes on an accelerator: seconds, peak memory, and milliseconds a token at 4k and 32k tokens of context. On a
+What it takes on an accelerator: seconds, peak memory, and milliseconds per token at 4k and 32k tokens of context. On a
 CPU it runs in its smallest size only, to see that it works.
 """
 
@@ -34,7 +34,7 @@ def large_model(scale: Scale) -> Iterator[Row]:
     sequences = tokens(*scale.pick((2, 16), (16, 1024)), shape["vocab_size"])
     note = f"{sequences.numel()} tokens"
     statistics, seconds, peak = _measured(
-        # A moment a head of all layers: 69 GB of host memory while they are summed.
+        # One moment per head of all layers: 69 GB of host memory while they are summed.
         lambda: calibrate(model, sequences, sample_tokens=0, batch_size=2),
         scale.device,
     )
@@ -59,7 +59,7 @@ def large_model(scale: Scale) -> Iterator[Row]:
             arms = {arm: stepper(own, held, length, arm) for arm, (own, held) in models.items()}
             taken = medians(arms, scale.pick(1, 5), scale.device, dict.fromkeys(arms, scale.pick(1, 8)))
             for rival, words in RIVALS.items():
-                yield Row(f"{length} tokens, {words}", 1e3 * taken["ours"], 1e3 * taken[rival], "ms a token")
+                yield Row(f"{length} tokens, {words}", 1e3 * taken["ours"], 1e3 * taken[rival], "ms per token")
 
 
 def _measured(work: Callable[[], T], device: str) -> tuple[T, float, str]:

@@ -176,7 +176,7 @@ def fit_decay(scale: Scale) -> Iterator[Row]:
 
 
 def estimated_increases(context: PlanningContext, fit_steps: int, refined_steps: int) -> np.ndarray:
-    """Loss increase in nats a token of each layer with fewer key heads alone, by layer and number of heads: estimated
+    """Loss increase in nats per token of each layer with fewer key heads alone, by layer and number of heads: estimated
     after `fit_steps` of local fit, for a refinement of `refined_steps`."""
     chosen = recipe("headfold", **{"allocation.fit_steps": fit_steps, "refinement.fit_steps": refined_steps})
     context.curves.clear()

@@ -1,4 +1,4 @@
-"""Records of measurements in parts: a JSON file with a record for each part that has ended."""
+"""Records of measurements in parts: a JSON file with a record for each finished part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Status = Literal["done", "skipped", "failed"]
 
 
 class PartRecord(TypedDict):
-    """A part that has ended. `reason`: why it was skipped or has failed; `rows`: of its table."""
+    """A finished part. `reason`: why it was skipped or has failed; `rows`: of its table."""
 
     status: Status
     reason: str
@@ -26,7 +26,7 @@ class PartRecord(TypedDict):
 
 
 class RecordsError(ValueError):
-    """Records that cannot be gone on with. The message says what to do."""
+    """Records that cannot be continued. The message says what to do."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Records:
 
     @classmethod
     def open(cls, file: Path, card: Mapping[str, str]) -> Records:
-        """The records of a card, new or to go on with. Raises RecordsError for those of another one."""
+        """The records of a card, new or continued. Raises RecordsError for those of another one."""
         if not file.exists():
             return cls(file, dict(card), {})
         records = cls.read(file)
@@ -63,7 +63,7 @@ class Records:
             raise RecordsError(f"{file} is no file of records ({error}); remove it, or name another") from None
 
     def add(self, name: str, part: PartRecord) -> None:
-        """Put a part that has ended into the file."""
+        """Write a finished part into the file."""
         self.parts[name] = part
         self.file.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": FORMAT, "card": self.card, "parts": self.parts}, indent=1)
@@ -82,7 +82,7 @@ def sections(
         records: Of the page.
         titles: Of all parts, in their order.
         about: What stands above the numbers of a part.
-        body: The numbers of a part that has ended.
+        body: The numbers of a finished part.
     """
     facts = "; ".join(f"{name} {value}" for name, value in records.card.items() if name != "device")
     done = sum(part["status"] == "done" for part in records.parts.values())
@@ -95,7 +95,7 @@ def sections(
 
 
 def ended(part: PartRecord, when: str) -> str:
-    """Return when a part ended, and why it has no numbers if it has none."""
+    """Return when a part finished, and why it has no numbers if it has none."""
     if part["status"] == "done":
         return when
     word = "Skipped" if part["status"] == "skipped" else "**Failed**"

@@ -27,7 +27,7 @@ def relaxations(scale: Scale) -> Iterator[Row]:
     taken = medians(works, scale.pick(1, 5), scale.device)
     for name in works:
         if name != "plain":
-            yield Row(name.replace("_", " "), taken[name], taken["plain"], "s a step")
+            yield Row(name.replace("_", " "), taken[name], taken["plain"], "s per step")
 
 
 def relaxed_step(part: Part, layers: int, batch: Tensor) -> Callable[[], None]:

@@ -170,7 +170,7 @@ def commit() -> str:
 
 def entry(results: Mapping[str, Iterable[Row]], command: str, device: str, load: float, seconds: float) -> str:
     """An entry of LOG.md. `load` is the machine's when the run began."""
-    busy = " Busy machine: times are long, ratios hold roughly." if load > BUSY else ""
+    busy = " Busy machine: times are long, ratios are roughly right." if load > BUSY else ""
     head = f"## {date.today()}: `{command}`"
     about = f"{machine(device)}; {versions()}; commit {commit()}; load {load:.1f} at the start; {seconds:.0f} s.{busy}"
     return f"{head}\n\n{about}\n\n{table(results)}\n"

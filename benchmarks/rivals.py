@@ -1,4 +1,4 @@
-"""Other ways to a smaller KV cache at equal bytes, beside ours, without training.
+"""Other ways to a smaller KV cache at equal bytes, compared with ours, without training.
 
     python -m benchmarks.rivals MODEL [--shares 0.5,0.25] [--data TEXT]
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks worker-pool [--quick]
 
-Both inside Ray Tune, one trial at a time, in one Ray of this machine. The first trial on a group of the pool starts it,
-and has a row of its own.
+Both inside Ray Tune, one trial at a time, in one Ray of this machine. The first trial on a group of
+the pool starts it, and has a separate row.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def demo_context(folder: Path, workers: int, rungs: tuple[int, ...]) -> TrialCon
 
 
 def timed(config: dict[str, Any], context: TrialContext) -> None:
-    """A trial that writes down when it started and ended."""
+    """A trial that records its start and end."""
     from ray import tune
 
     started = time.time()
@@ -123,7 +123,7 @@ def worker_process() -> int:
 
 @benchmark("worker-pool", devices=("cpu",))
 def worker_pool(scale: Scale) -> Iterator[Row]:
-    """Seconds to a trial's first training step on workers of the pool against workers of its own."""
+    """Seconds to a trial's first training step on workers of the pool against separate workers."""
     from orchestrator.cluster.pool_client import open_pool
 
     workers, plain_trials, warm_trials = scale.pick((1, 1, 3), (2, 4, 101))

@@ -33,7 +33,7 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # which are the p
 program = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 threading.Thread(target=end_with_parent, daemon=True).start()
 code = program.wait()
-if code < 0:  # ended by a signal: so is this
+if code < 0:  # killed by a signal: so is this
     signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
     os.kill(os.getpid(), -code)
 os._exit(code)

@@ -162,7 +162,7 @@ def _search_to_resume(
     check_format(folder.journal)
     if others := [f.root.name for f in SearchFolder.unended(storage, config.name) if f != folder]:
         print(
-            f"note: continues {folder.root.name}; not ended either: {', '.join(others)} "
+            f"note: continues {folder.root.name}; also unfinished: {', '.join(others)} "
             "(--resume NAME)",
             flush=True,
         )
@@ -183,14 +183,14 @@ def _unended_search(config: SearchConfig, storage: Path) -> SearchFolder | None:
         SearchLock(newest.lock).acquire(f"search {newest.root.name!r}").release()
         if in_ray_job() and newest.readable and not _changed_sections(newest, config):
             print(
-                f"continues the search of this name that has not ended: {newest.root}",
+                f"continues the unfinished search of this name: {newest.root}",
                 flush=True,
             )
             warn_of_pickles(newest)
             return newest
     for folder in unended:
         how = f"the same command with --resume {folder.root.name} continues it"
-        print(f"note: {folder.root} has not ended; {how}", flush=True)
+        print(f"note: {folder.root} is unfinished; {how}", flush=True)
     return None
 
 

@@ -121,13 +121,13 @@ class TrainSettings(StrictModel):
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the steps in which the learning rate rises."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of the learning rate that is left in the end."""
+    """Final share of the learning rate."""
     batch_size: Annotated[int, Field(ge=1)] = 8
     """Sequences per step over all workers; a multiple of num_workers x micro_batch_size."""
     micro_batch_size: Annotated[int | None, Field(ge=1)] = None
-    """Sequences that one worker holds in memory at once; none: all of its share."""
+    """Sequences per forward pass of one worker; none: all of its share."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Norm that gradients are cut to."""
+    """Norm that gradients are clipped to."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What DeepSpeed splits over workers: 0 nothing, 1 optimiser state, 2 and gradients, 3 and
     weights."""
@@ -144,27 +144,25 @@ class TrainSettings(StrictModel):
     distillation_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Weight of the distillation in the loss; the language-modelling loss keeps the rest."""
     teacher_logits: Literal["live", "cached"] = "live"
-    """Where distillation kl has the original model's predictions from. live: it runs beside the
+    """Source of the original model's predictions for distillation kl. live: it runs during the
     training. cached: the `teacher_logits_k` likeliest tokens of each position are kept on disk,
     once for a text and an original, and no training loads it; the others count together, so that
     the divergence is a lower bound of the whole one, and reports have no KL. A relaxation always
-    runs it.
-    """
+    runs it."""
     teacher_logits_k: Annotated[int, Field(ge=1)] = 64
     """Tokens of each position that are kept with `teacher_logits: cached`."""
     tuning: Literal["full", "lora", "kv"] = "full"
-    """full trains all weights; lora adapters beside frozen weights, and the trained checkpoint has
-    them merged; kv the projections of keys and values alone. A relaxation always trains all
-    weights."""
+    """full trains all weights; lora adapters with frozen weights, merged in the trained checkpoint;
+    kv the projections of keys and values alone. A relaxation always trains all weights."""
     lora_rank: Annotated[int, Field(ge=1)] = 8
     """Rank of the adapters."""
     lora_alpha: Annotated[float, Field(gt=0)] = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     activation_checkpointing: bool | Literal["selective", "auto"] = "auto"
-    """Inner values of a decoder layer that are computed anew on the way back and not kept: none
-    (false), all of them (true), which takes a third more time and far less memory, or all but the
-    results of matrix products and attention (selective). auto: as few as the estimate says that a
-    search's GPUs have the memory for, and none elsewhere."""
+    """Activations inside a decoder layer that are recomputed in the backward pass instead of
+    stored: none (false), all of them (true), which takes a third more time and far less memory, or
+    all but the results of matrix products and attention (selective). auto: as few as the memory of
+    a search's GPUs allows by the estimate, and none elsewhere."""
     compile: bool = False
     """Compiles the decoder layers (torch.compile): fewer and larger kernels on a GPU, for some
     minutes at the first step. Not with zero_stage 3, whose hooks would break them up."""
@@ -173,8 +171,8 @@ class TrainSettings(StrictModel):
     Evaluation reads sequences as they are."""
     deepspeed: Annotated[dict[str, JsonValue], AfterValidator(_known)] = {}
     """Keys of DeepSpeed's own configuration that are merged into Headfold's last, e.g.
-    `{zero_optimization: {overlap_comm: false}}`; what a setting here says already is refused
-    there."""
+    `{zero_optimization: {overlap_comm: false}}`; keys that a setting here determines are refused.
+    """
     num_workers: Annotated[
         int,
         Field(
@@ -198,11 +196,11 @@ class TrainSettings(StrictModel):
     """How long workers wait for each other in a collective operation before they fail: more than
     the first one takes to write the weights of a large model to a slow folder."""
     device: Literal["auto", "cpu"] = "auto"
-    """What is computed on. auto: the GPUs that a process asked for, if it did. cpu: never a GPU,
-    also where GPUs are asked for, so that a search of a GPU cluster can be rehearsed where Ray
-    only counts them."""
+    """The device to compute on. auto: the GPUs that a process requested, if any. cpu: never a GPU,
+    even if GPUs are requested, so that a search of a GPU cluster can be rehearsed where Ray only
+    counts them."""
     seed: Seed = 0
-    """Of adapters before training and of dropout; those of plans and texts are in `search`."""
+    """Random seed of adapters and of dropout; those of plans and texts are in `search`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -328,7 +326,7 @@ class TrainSettings(StrictModel):
         )
 
     def device_with(self, gpus: float) -> str:
-        """Return what a process that asked for so many GPUs computes on."""
+        """Return the device of a process that requested so many GPUs."""
         return "cuda" if gpus and self.device == "auto" else "cpu"
 
     def rate(self, step: int, total_steps: int) -> float:

@@ -41,7 +41,7 @@ LAGRANGIAN = (
     Knob(
         "per_dimension",
         "bool",
-        "one coefficient a head dimension, and not one a head (sec. 4.3)",
+        "one coefficient per head dimension, not one per head (sec. 4.3)",
         default=True,
     ),
     Knob("base", "float", "b of the margin, Eq. 8", 0.0, 1.0, default=0.999),
@@ -69,7 +69,7 @@ HARD_CONCRETE = (
         "weight",
         "float",
         (
-            "weight of the constraint (Eq. 29) beside the loss; auto: 1 with a rate that is "
+            "weight of the constraint (Eq. 29) relative to the loss; auto: 1 with a rate that is "
             "a number, else from the steps"
         ),
         1e-3,

@@ -359,7 +359,7 @@ def _check_fields(fields: Mapping[str, Any], source: str | Path, trust_remote_co
     runs_code = kind not in supported and kind not in CONFIG_MAPPING
     if fields.get("auto_map") and not trust_remote_code and runs_code:
         raise CheckpointError(
-            f"{source}: a model of type {kind!r} is computed by Python files that lie beside it "
+            f"{source}: a model of type {kind!r} is computed by Python files next to it "
             "(auto_map in config.json), which Headfold does not run; supported are "
             f"{', '.join(sorted(families()))}. If it is an export, give the checkpoint that it was "
             "made from; if it is one of these under another name, set model_type in config.json "
@@ -376,10 +376,10 @@ def _check_fields(fields: Mapping[str, Any], source: str | Path, trust_remote_co
             f"{name} in {len(where)}: {', '.join(where[:8])}" for name, where in differing.items()
         )
         raise CheckpointError(
-            f"{source}: config.json gives layers settings of their own (per_layer_config: "
+            f"{source}: config.json gives layers different settings (per_layer_config: "
             f"{listed}), of which Headfold reads {KV_HEADS} alone; give the original model, whose "
-            f"layers are alike, and convert it by a recipe that gives each layer a count of its "
-            f"own (headfold_layers)"
+            f"layers are alike, and convert it by a recipe with a different count for each "
+            f"layer (headfold_layers)"
         )
 
 

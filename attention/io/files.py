@@ -52,7 +52,7 @@ def _created_beside(path: Path) -> Path:
             continue  # another thread's, or of a killed process that had this number
         return fresh
     raise FileExistsError(
-        f"too many unfinished files beside {str(path)!r}; remove {path.parent}/.{path.name}.*.new"
+        f"too many unfinished files next to {str(path)!r}; remove {path.parent}/.{path.name}.*.new"
     )
 
 

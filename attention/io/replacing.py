@@ -96,10 +96,10 @@ def _check_place(path: Path, reads: Iterable[str | Path], key: str) -> None:
                     f"{key}: {str(path)!r} is, or contains, what is read: {str(source)!r}"
                 )
             if _holds(source, path):
-                raise OutputError(f"{key}: {str(path)!r} lies within what is read: {str(source)!r}")
+                raise OutputError(f"{key}: {str(path)!r} is within what is read: {str(source)!r}")
     if (around := checkpoint_around(path)) is not None:
         raise OutputError(
-            f"{key}: {str(path)!r} lies within a checkpoint, {str(around)!r}; give a place outside"
+            f"{key}: {str(path)!r} is within a checkpoint, {str(around)!r}; give a place outside"
         )
     for name, where in (("the current folder", Path.cwd), ("your home folder", Path.home)):
         try:
@@ -141,9 +141,7 @@ def _check_kind(path: Path, key: str) -> None:
     if not stat.S_ISDIR(mode):
         raise OutputError(f"{key}: {str(path)!r} is a file; name a folder")
     if path.is_mount():
-        raise OutputError(
-            f"{key}: {str(path)!r} is a mount of its own; name a new folder within it"
-        )
+        raise OutputError(f"{key}: {str(path)!r} is a mount point; name a new folder within it")
 
 
 def _check_content(path: Path, overwrite: bool, key: str) -> None:

@@ -83,7 +83,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         raise WeightsError(
             f"{folder} holds an adapter (adapter_config.json); merge it first: peft's "
             f"`merge_and_unload()`, then "
-            "`save_pretrained` into a folder of its own"
+            "`save_pretrained` into a new folder"
         )
     if (folder / SINGLE).is_file():
         return tensors_of_file(folder, SINGLE)
@@ -103,8 +103,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         for name, tensor in tensors_of_file(folder, file).items():
             if name in stored:
                 raise WeightsError(
-                    f"{folder}: {name} lies in both {stored[name].file} and {file}; save the model "
-                    f"anew"
+                    f"{folder}: {name} is in both {stored[name].file} and {file}; save the model "
+                    f"again"
                 )
             stored[name] = tensor
     for name, file in weight_map.items():

@@ -38,9 +38,8 @@ def is_folder(source: str | Path) -> bool:
     if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise CheckpointError(
-                f"no checkpoint at {name!r}: the folder has no config.json; give the folder in "
-                f"which config.json and "
-                "the safetensors files lie"
+                f"no checkpoint at {name!r}: the folder has no config.json; give the folder "
+                "that contains config.json and the safetensors files"
             )
         return True
     expected = "expected a folder with config.json and safetensors, or a hub name"

@@ -127,7 +127,7 @@ def _reason(plan: AttentionPlan) -> str:
     if plan.is_shared:
         return "layers share weights"
     if any(layer.key_map != layer.value_map for layer in plan.layers):
-        return "keys and values have groups of their own"
+        return "keys and values have different groups"
     if len({layer.key_heads for layer in plan.layers}) > 1:
         return "layers have different numbers of KV heads"
     return (
@@ -170,7 +170,9 @@ def _way_out(
                 f"`{command}` lowers it to a stock one, at {takes} KV bytes per token instead of "
                 f"{before}"
             )
-    return "no stock format holds this plan: load it with attention.io.checkpoint.load of Headfold"
+    return (
+        "no stock format supports this plan: load it with attention.io.checkpoint.load of Headfold"
+    )
 
 
 def _more_work(padding: Mapping[str, float] | None) -> str:

@@ -70,7 +70,7 @@ def _read(source: str, cached: bool, config: Any) -> Any:
 
 def _none_at(source: str | Path) -> TokenizerError:
     return TokenizerError(
-        f"no tokenizer beside the checkpoint {str(source)!r}; copy tokenizer.json and "
+        f"no tokenizer in the checkpoint {str(source)!r}; copy tokenizer.json and "
         f"tokenizer_config.json (or "
         "tokenizer.model, or vocab.json with merges.txt) from the model's source into the folder"
     )

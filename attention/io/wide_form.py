@@ -115,8 +115,8 @@ def wide_config(config: Any, plan: AttentionPlan) -> tuple[PretrainedConfig, Att
     geometry = geometry_of(config)
     if family.name not in FAMILIES:
         raise WideFormError(
-            f"the stock form of a {family.name} has no head dim of its own, which heads "
-            f"{width} times as wide need; wide heads are held by {', '.join(FAMILIES)}; use a "
+            f"the stock form of a {family.name} has no separate head dim, which heads "
+            f"{width} times as wide need; wide heads are supported by {', '.join(FAMILIES)}; use a "
             "recipe of width 1"
         )
     if plan.is_shared:

@@ -1,7 +1,7 @@
 """Measure what one GPU does with Headfold: `python -m benchmarks.gpu [--device D] [--minutes M] [--again PART]`.
 
-Each part runs in a process of its own and is recorded when it has ended; a rerun goes on with what is missing or has
-failed. On a CUDA device docs/gpu.md is written from the records.
+Each part runs in a separate process and is recorded when it has finished; a rerun continues with
+missing and failed parts. On a CUDA device docs/gpu.md is written from the records.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu", "fgpu"), default="cuda")
     parser.add_argument("--records", type=Path, help="the file of records (default: that of the device)")
-    parser.add_argument("--minutes", type=float, help="end after so many minutes; the same command goes on")
-    parser.add_argument("--part-seconds", type=float, default=LIMIT_SECONDS, help="a part is ended after so many")
+    parser.add_argument("--minutes", type=float, help="stop after so many minutes; the same command continues")
+    parser.add_argument("--part-seconds", type=float, default=LIMIT_SECONDS, help="stop a part after so many seconds")
     parser.add_argument("--only", action="append", choices=names, help="a part to run; repeatable")
     parser.add_argument("--again", action="append", choices=names, default=[], help="a part to run although it is done")
     parser.add_argument("--engine", default="vllm", help="engine of the last part (default: vllm)")
@@ -52,7 +52,7 @@ def records_of(given: argparse.Namespace) -> Path:
 
 
 def child(given: argparse.Namespace, name: str, seconds: float) -> dict[str, Any]:
-    """What a process says of a part: `rows`, and `skipped`, `failed` or `late` (it was ended) with the reason."""
+    """What a process says of a part: `rows`, and `skipped`, `failed` or `late` (it was stopped) with the reason."""
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "rows.json"), Path(folder, "log")
         command = [sys.executable, "-m", "benchmarks.gpu.child", name, given.device, str(file), given.engine]
@@ -142,14 +142,14 @@ def _record(answer: dict[str, Any], seconds: float) -> PartRecord:
 
 
 def _said(records: Records, names: list[str], left_over: list[str]) -> int:
-    """Print how it stands; the exit code: 1 if a part has failed, 3 if the same command is to go on."""
+    """Print how it stands; the exit code: 1 if a part has failed, 3 if the same command is to be run again."""
     for name in names:
         part = records.parts.get(name)
         state = "missing" if part is None else f"{part['status']} {part['reason']}".strip()
         print(f"gpu: {name:20} {state}")
     print(f"gpu: records in {records.file}")
     if left_over:
-        print(f"gpu: {len(left_over)} part(s) are left; the same command goes on")
+        print(f"gpu: {len(left_over)} part(s) are left; run the same command again to continue")
         return 3
     return int(any(part["status"] == "failed" for name, part in records.parts.items() if name in names))
 

@@ -1,4 +1,4 @@
-"""One part in a process of its own: `python -m benchmarks.gpu.child NAME DEVICE FILE`; rows go to FILE as they come.
+"""One part in a separate process: `python -m benchmarks.gpu.child NAME DEVICE FILE`; rows go to FILE as they come.
 
 `--card` in place of a name writes what is measured. An engine's name may stand at the end, in the place of vLLM's.
 """

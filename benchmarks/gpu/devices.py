@@ -77,7 +77,7 @@ class Device:
 
     @property
     def peak_flops(self) -> float | None:
-        """Operations a second of dense bfloat16 products; None where they are not known."""
+        """Operations per second of dense bfloat16 products; None where they are not known."""
         return peak_flops() if self.name == "cuda" else None
 
 

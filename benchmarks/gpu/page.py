@@ -27,13 +27,13 @@ TITLES = {
 ABOUT = {
     "kernel": "Largest difference of the fused kernel from expanded attention in float32, over lengths up to 32,768.",
     "decode": "A new token over a cache of a quarter of the heads, keys and values apart, against three rivals. "
-    "torch's attention without cuDNN, which compiles anew for every length of the cache.",
+    "torch's attention without cuDNN, which recompiles for every length of the cache.",
     "decode-models": "The same for whole small models, batches of 1 and 4.",
     "convert-llama-3-8b": "Layer by layer with the shipped recipe and all its steps, to half of the model's own cache.",
     "step": "Width of Llama-3-8B with its vocabulary, 4 layers, 4,096 tokens, bfloat16, KL from the original.",
-    "offload": "Width of Llama-3-8B, 8 layers, 2,048 tokens, all weights trained, activations computed anew.",
-    "doctor": "Each check with its seconds, and what it says.",
-    "search": "The demo's checkpoint, two recipes at half of the heads, two trials beside each other, bfloat16.",
+    "offload": "Width of Llama-3-8B, 8 layers, 2,048 tokens, all weights trained, activations recomputed.",
+    "doctor": "Each check with its seconds and its result.",
+    "search": "The demo's checkpoint, two recipes at half of the heads, two trials at a time, bfloat16.",
     "vllm": "Width of Llama-3-8B, 8 layers, one sequence; without graphs.",
 }
 HEAD = """# On a GPU
@@ -48,22 +48,21 @@ On a machine with one CUDA GPU (an H100 or A100 with 80 GB has room for every pa
 
 ```bash
 make setup
-make gpu                # twelve parts; one that takes more than ten minutes is ended, and counts as failed
-make gpu MINUTES=10     # or in pieces: ends after ten minutes, and goes on when it is called again
+make gpu                # twelve parts; one that takes more than ten minutes is stopped and counts as failed
+make gpu MINUTES=10     # or in pieces: stops after ten minutes, and continues when called again
 ```
 
-Each part runs in a process of its own and is recorded in the records file of `benchmarks/gpu/` when it has ended; the
-same command goes on with what is missing or has failed, and writes this page. `make gpu ARGS="--again step"`
-runs a part again. The last part needs vLLM, in an environment of its own (`make engines VLLM_PACKAGE=vllm`, then
-`HEADFOLD_VLLM_PYTHON=engines/vllm/bin/python make gpu`); without it it is skipped. The records of another card belong
-into another file: `make gpu RECORDS=FILE`. `make gpu DEVICE=cpu` runs all parts in their smallest sizes, as a trial.
+Each part runs in a separate process and is recorded in the records file of `benchmarks/gpu/` when it has finished; the
+same command continues with missing and failed parts, and writes this page. `make gpu ARGS="--again step"`
+runs a part again. The last part needs vLLM, in its own environment (`make engines VLLM_PACKAGE=vllm`, then
+`HEADFOLD_VLLM_PYTHON=engines/vllm/bin/python make gpu`); without it the part is skipped. The records of another card
+need another file: `make gpu RECORDS=FILE`. `make gpu DEVICE=cpu` runs all parts in their smallest sizes, as a test.
 
-Whether a cluster will do is another question, and [`headfold doctor`](cluster.md#will-this-cluster-do) answers it in
-minutes.
+To check a cluster, use [`headfold doctor`](cluster.md#will-this-cluster-do), which takes minutes.
 """
-NOTHING = """**Nothing has been measured on a GPU yet.** No number of this documentation comes from one: the decode
+NOTHING = """**Nothing has been measured on a GPU yet.** No number in this documentation comes from one: the decode
 kernel was run in Triton's interpreter and compiled for A100 and H100, device placement is tested on an emulated device,
-and training with DeepSpeed on CPUs. What is written of speed and memory on GPUs is arithmetic.
+and training with DeepSpeed on CPUs. Statements on speed and memory on GPUs are calculated.
 
 What `make gpu` will measure:
 

@@ -1,6 +1,6 @@
 """The parts of `make gpu`: each takes less than ten minutes on an H100 and yields its numbers one by one.
 
-Legend: H query heads, G KV heads, d head dim, D model dim, L layers, T tokens a sequence, V vocabulary, N parameters.
+Legend: H query heads, G KV heads, d head dim, D model dim, L layers, T tokens per sequence, V vocabulary, N parameters.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def conversion(shape: str, device: Device) -> Iterator[Number]:
     layers = config.num_hidden_layers
     seconds = {phase: spent / layers for phase, spent in record["seconds"].items()}
     parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items() if spent >= 0.05)
-    yield Number("seconds a layer", sum(seconds.values()), "s", f"{parts}; {tokens} tokens of calibration")
+    yield Number("seconds per layer", sum(seconds.values()), "s", f"{parts}; {tokens} tokens of calibration")
     yield Number("peak of the device", device.peak_bytes / GIGA, "GiB", f"{parameters / 1e9:.2f}B parameters in all")
     yield Number("peak of the process on the host", memory_peak() / GIGA, "GiB")
     yield Number("loss after, over before", record["loss"] / record["original_loss"], "", "of random weights")
@@ -252,7 +252,7 @@ def _whole_step(
     whole = 4 * work["trunk"] + work["logits"]
     yield told(f"whole step by the engine, ZeRO 1{note}", spent, whole)
     yield told("of it optimiser and engine", max(1e-9, spent - before))
-    yield Number("tokens a second", ids.numel() / spent, "tokens/s")
+    yield Number("tokens per second", ids.numel() / spent, "tokens/s")
     engine.close()
 
 
@@ -278,8 +278,9 @@ def _logits(model: Any, states: Tensor, ids: Tensor, reference: Final) -> None:
 def _operations(model: Any, config: LlamaConfig, length: int) -> dict[str, float]:
     """Operations of one sequence: of the trunk's forward pass, and of the logits of student and teacher.
 
-    The trunk's are 2 N a token and those of causal attention; the student's head is run twice forward, since its
-    logits are made again on the way back, and back, the teacher's twice too.
+    The trunk's are 2 N per token and those of causal attention; the student's head is run twice
+    forward, since its logits are recomputed in the backward pass, and once backward, the teacher's
+    twice forward too.
     """
     head = config.vocab_size * config.hidden_size
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -351,7 +352,7 @@ def doctor(device: Device) -> Iterator[Number]:
         only = device.pick(["--only", "attention", "--only", "training"], [])
         code = _headfold("doctor", "--storage", str(Path(folder, "storage")), "--json", str(file), *only)
         if not file.exists():
-            raise RuntimeError(f"doctor ended with {code} and wrote no result")
+            raise RuntimeError(f"doctor exited with {code} and wrote no result")
         findings = json.loads(file.read_text(encoding="utf-8"))["findings"]
     for finding in findings:
         note = f"{finding['check']} {finding['status']}: {finding['result']}"
@@ -383,7 +384,7 @@ def search(device: Device) -> Iterator[Number]:
         code = _headfold("search", "configs/demo.yaml", f"storage={folder}/runs", "--json", str(file), *words)
         seconds = time.perf_counter() - started
         if code:
-            raise RuntimeError(f"the search ended with {code}")
+            raise RuntimeError(f"the search exited with {code}")
         outcome = json.loads(file.read_text(encoding="utf-8"))
     yield Number("the whole search", seconds, "s", f"{len(outcome['trials'])} trials, two promotions")
     for trial in outcome["trials"]:
@@ -397,7 +398,7 @@ def search(device: Device) -> Iterator[Number]:
 
 
 def _headfold(*words: str) -> int:
-    """Run a command in a process of its own, what it prints on stderr; its exit code."""
+    """Run a command in a separate process, what it prints on stderr; its exit code."""
     command = [sys.executable, "-m", "orchestrator.main", *words]
     return subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode
 

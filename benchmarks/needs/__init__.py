@@ -1,1 +1,1 @@
-"""What conversions, searches and texts need in memory, time and disk, measured against what is said of them."""
+"""Memory, time and disk that conversions, searches and texts need, measured against the estimates."""

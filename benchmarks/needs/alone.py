@@ -10,7 +10,7 @@ from trainers.jobs.train_job import TrainJob
 
 @dataclass
 class Alone:
-    """Whoever wants the job done always says to go on. By default there is no other worker."""
+    """The caller always answers that the job continues. By default there is no other worker."""
 
     rank: int = 0
     world_size: int = 1

@@ -65,7 +65,7 @@ train.trains = True  # type: ignore[attr-defined]
 
 
 def config_of(model: Path, storage: Path, large: bool) -> SearchConfig:
-    """A search of one candidate beside its baseline, one step long. A large model has no refinement, which runs it up
+    """A search of one candidate and its baseline, one step long. A large model has no refinement, which runs it up
     to each layer once more, and no teacher."""
     arm = {"recipe": "headfold_gqa", "changes": {"grouping": "neighbour"}, "params": {"refinement.fit_steps": 2}}
     if large:

@@ -1,4 +1,4 @@
-"""What `headfold estimate` says against what conversions take: seconds of the whole command, its peak memory, and the
+"""`headfold estimate` compared with what conversions take: seconds of the whole command, its peak memory, and the
 bytes that it writes.
 
     python -m benchmarks estimates --threads 2 [--quick]
@@ -43,7 +43,7 @@ DEMO_RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def timed(arguments: Sequence[str]) -> tuple[float, float]:
-    """Seconds and peak resident GiB of a command of its own. Raises RuntimeError if it fails."""
+    """Seconds and peak resident GiB of a separate command. Raises RuntimeError if it fails."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
     command = [sys.executable, "-m", "orchestrator.main", *arguments]
     none, started = subprocess.DEVNULL, time.perf_counter()
@@ -51,7 +51,7 @@ def timed(arguments: Sequence[str]) -> tuple[float, float]:
     _, status, usage = os.wait4(process.pid, 0)
     seconds, process.returncode = time.perf_counter() - started, os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {process.returncode}")
+        raise RuntimeError(f"{' '.join(arguments)} exited with {process.returncode}")
     return seconds, usage.ru_maxrss * 1024 / GIGA
 
 

@@ -1,10 +1,11 @@
-"""A function in a process of its own that cannot have more anonymous memory than a limit.
+"""A function in a separate process that cannot have more anonymous memory than a limit.
 
-It needs no rights and no control group, and is set once the libraries are there. Anonymous resident memory is looked at
-every hundredth of a second, and a process that has more than the limit ends. What is faster than that RLIMIT_DATA
-refuses: of what is mapped privately and writable, as large a limit, and room for what is counted there and is not
-anonymous memory: what the libraries have mapped and never touched (a gigabyte for Ray's threads), and the files of
-checkpoints, which safetensors maps like that.
+It needs no rights and no control group, and is set once the libraries are there. Anonymous resident
+memory is checked every hundredth of a second, and a process that has more than the limit ends. What
+is faster than that RLIMIT_DATA refuses: of what is mapped privately and writable, as large a limit,
+and room for what is counted there and is not anonymous memory: what the libraries have mapped and
+never touched (a gigabyte for Ray's threads), and the files of checkpoints, which safetensors maps
+like that.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def run_limited(
     folder: Path, function: Callable[..., Any], *arguments: Any, limit: float, files: int = 0, ranks: int = 1
 ) -> list[Limited]:
     """`function(*arguments)` in a process with at most `limit` bytes, in the new `folder`; with several `ranks` in as
-    many that can meet (RANK, WORLD_SIZE). `files`: bytes of checkpoints that may be mapped besides. Raises
-    RuntimeError, with what it said last, if one fails."""
+    many that can meet (RANK, WORLD_SIZE). `files`: bytes of checkpoints that may be mapped in
+    addition. Raises RuntimeError, with its last output, if one fails."""
     folder.mkdir(parents=True)
     (folder / "call").write_bytes(pickle.dumps((function, arguments, int(limit), files, str(folder / "meeting"))))
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WORLD_SIZE": str(ranks)}
@@ -57,7 +58,7 @@ def run_limited(
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Until all have ended; as soon as one fails the others, which wait for it, are ended too."""
+    """Wait until all have finished; as soon as one fails the others, which wait for it, are stopped."""
     left = dict(enumerate(running))
     try:
         while left:
@@ -65,7 +66,7 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
                 with suppress(subprocess.TimeoutExpired):
                     if process.wait(timeout=0.2):
                         said = (folder / f"said-{rank}").read_text(errors="replace")[-3000:]
-                        raise RuntimeError(f"rank {rank} of {folder.name} ended with {process.returncode}: {said}")
+                        raise RuntimeError(f"rank {rank} of {folder.name} exited with {process.returncode}: {said}")
                     del left[rank]
     finally:
         for process in left.values():

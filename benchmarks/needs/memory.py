@@ -2,8 +2,8 @@
 
     python -m benchmarks memory [--quick]
 
-The random checkpoint is written shard by shard and the conversion runs in a process of its own, so this process never
-holds the model either.
+The random checkpoint is written shard by shard and the conversion runs in a separate process, so
+this process never loads the model either.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ from orchestrator import main
 for arguments in json.loads(sys.argv[1]):
     try:
         main.run(arguments)
-    except SystemExit as ended:
-        if ended.code:
+    except SystemExit as exit:
+        if exit.code:
             raise
 """
 
 
 def verbs(*calls: Sequence[str]) -> None:
-    """Run verbs one after the other in one process of their own. Raises CalledProcessError if one fails."""
+    """Run verbs one after the other in a separate process. Raises CalledProcessError if one fails."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
     command = [sys.executable, "-c", VERBS, json.dumps(calls)]
     subprocess.run(command, check=True, env=environment, cwd=DEMO.parents[1], stdout=subprocess.DEVNULL)
@@ -108,7 +108,8 @@ def measured(
 def memory(scale: Scale) -> Iterator[Row]:
     """Peak resident memory of a conversion layer by layer against the estimate made before it."""
     sizes = ["--calibration-tokens", "1024", "--eval-tokens", "512", "--sequence-length", "256"]
-    # A few steps hold as much memory as many. Neighbours cost no time to group; merging holds the most memory.
+    # A few steps take as much memory as many. Neighbours cost no time to group; merging takes the
+    # most memory.
     sizes += ["--set", "refinement.fit_steps=2"]
     for layers, grouping in ((scale.pick(2, 19), "neighbour"), (scale.pick(1, 2), "merge")):
         config = llama(layers, scale.pick(NARROW, WIDE), tie_word_embeddings=False)
@@ -118,4 +119,4 @@ def memory(scale: Scale) -> Iterator[Row]:
         peak, spent = done["peak_memory"] / GIGA, sum(done["seconds"].values())
         yield Row(f"{layers} layers, measured and estimated", peak, said["layerwise"] / GIGA, "GiB", about)
         yield Row(f"{layers} layers, against all in memory (estimated)", peak, said["resident"] / GIGA, "GiB")
-        yield Row(f"{layers} layers, time", spent, None, "s", "fit of 2 steps a layer, heal, 1,024 tokens")
+        yield Row(f"{layers} layers, time", spent, None, "s", "fit of 2 steps per layer, heal, 1,024 tokens")

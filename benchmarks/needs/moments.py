@@ -53,4 +53,4 @@ def moments(scale: Scale) -> Iterator[Row]:
                     refine_with(chosen, model, converted, sequences)
                 increase = evaluate(converted, held_out).loss - loss
                 name = f"{ratio:.0%} of the cache, {stage}"
-                yield Row(f"{name}, {mixed}", increase, exact.setdefault(name, increase), "nats a token", note)
+                yield Row(f"{name}, {mixed}", increase, exact.setdefault(name, increase), "nats per token", note)

@@ -2,8 +2,8 @@
 
     python -m benchmarks texts [--quick]
 
-The text is generated. Each set is made on a Ray of two CPUs in processes of its own, whose peaks are read at the end,
-and then streamed once by a worker in another process.
+The text is generated. Each set is made on a separate Ray of two CPUs, whose peaks are read at the
+end, and then streamed once by a worker in another process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CPUS = 2
 
 
 def write_text(file: Path, megabytes: float) -> None:
-    """Documents of random words, about three bytes a token of the demo's vocabulary, one a line."""
+    """Documents of random words, about three bytes per token of the demo's vocabulary, one per line."""
     generator = np.random.default_rng(0)
     words = np.array(["".join(generator.choice(list("etaoinsrhl"), size)) for size in generator.integers(2, 9, 5000)])
     with file.open("w", encoding="utf-8") as stream:
@@ -40,7 +40,7 @@ def write_text(file: Path, megabytes: float) -> None:
 
 
 def make(source: str, tokens: int, cache: str) -> dict[str, Any]:
-    """Make the set on a Ray of CPUS CPUs of its own. Bytes of memory at the peak: of this process, the largest of the
+    """Make the set on a separate Ray of CPUS CPUs. Bytes of memory at the peak: of this process, the largest of the
     others."""
     import ray
 
@@ -84,7 +84,7 @@ print(json.dumps(getattr(texts, sys.argv[1])(*json.loads(sys.argv[2]))))
 
 
 def process(function: str, *arguments: Any) -> subprocess.Popen[str]:
-    """`make` or `stream` in a process of its own, whose last line is the result."""
+    """`make` or `stream` in a separate process, whose last line is the result."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-c", PROCESS, function, json.dumps(arguments)]

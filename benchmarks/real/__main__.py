@@ -1,7 +1,8 @@
 """Measure Headfold on a real public model: `python -m benchmarks.real [--only PART] [--again PART] [--text FILE]`.
 
-Each part is recorded when it has ended; a rerun goes on with what is missing or has failed, and docs/real.md and
-docs/images/real.png are written from the records. Within a part, commands that have ended are not run again.
+Each part is recorded when it has finished; a rerun continues with missing and failed parts, and
+docs/real.md and docs/images/real.png are written from the records. Within a part, finished commands
+are not run again.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ ABOUT = {
     "inspect": "What each layer loses with fewer KV heads, as a page with figures.",
     "formats": "The cache rounded as the engines round it (`headfold evaluate --cache-format`); bytes relative to the "
     "original's cache in 16 bits. *fp8* is vLLM's, the others are llama.cpp's; two names are of keys and of values.",
-    "llama.cpp": "`headfold export --target gguf --check`, and the speed of one sequence beside the original's.",
+    "llama.cpp": "`headfold export --target gguf --check`, and the speed of one sequence compared with the original.",
     "long_context": "A line with a value is hidden at five depths of held-out text; *recall* is how often the hidden "
     "one of four values is the likeliest. Chance is 25%.",
-    "generations": "Greedy, through the chat template; the answers of the original beside those of each conversion.",
+    "generations": "Greedy, through the chat template; the answers of the original and of each conversion.",
     "other_text": "A text that neither calibration nor the local fit has seen.",
     "calibration": "`headfold_wide` at two thirds by what it was calibrated on, measured on two kinds of text.",
     "search": "`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
@@ -47,14 +47,14 @@ HEAD = """# A public model: SmolLM2-135M-Instruct
 <!-- written by `make real` (benchmarks/real/page.py); do not edit -->
 
 [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) is small, but real: 30 layers, 9
-query heads on 3 KV heads of 64, a vocabulary of 49,152 tokens, a context of 8,192, a chat template. It comes as a 4-bit
-GGUF file in a Python package (Apache-2.0); the rounding of that file is in all numbers here, which compare the model
-with itself. No conversion on this page is trained, but those of the last part.
+query heads on 3 KV heads of 64, a vocabulary of 49,152 tokens, a context of 8,192, a chat template. It is a 4-bit
+GGUF file in a Python package (Apache-2.0); all numbers here include the rounding of that file, since they compare the
+model with itself. Only the conversions of the last part are trained.
 
 Unless a table says otherwise the text is the built-in mix of prose and code: 8,192 tokens to calibrate on and as many
-held-out ones to measure on, in sequences of 512. More calibration text loses less; [calibrate on your
-own](howto/own-data.md) for numbers about your own use. *Increase* is that of the held-out loss in nats per token, with
-the standard error of the paired difference. *Minutes* are of one command, for all its sizes, beside other work on the
+held-out ones to measure on, in sequences of 512. More calibration text loses less; [calibrate on your own
+text](howto/own-data.md) for numbers on your use. *Increase* is that of the held-out loss in nats per token, with
+the standard error of the paired difference. *Minutes* are of one command, for all its sizes, with other work on the
 same cores: an idle machine takes less.
 
 """
@@ -62,14 +62,14 @@ HOW = """
 ## How to measure it
 
 ```bash
-make real                        # all parts, some hours on two cores; the same command goes on after a kill
+make real                        # all parts, some hours on two cores; the same command continues after a kill
 make real ARGS="--only formats"  # one part, with what it needs
 make real TEXT=wiki.test.txt CALIBRATION_TEXT=wiki.valid.txt  # measure and calibrate on your own texts too
-python examples/real/smollm2.py  # the model, and a size and nothing else
+python examples/real/smollm2.py  # only the model at some sizes
 ```
 
-Each part runs the commands of `headfold` that a user would type, prints them, and is recorded when it has ended; the
-JSON of every command and the converted models lie in `runs/real`. `make real ARGS="--again formats"` records a part
+Each part runs the commands of `headfold` that a user would type, prints them, and is recorded when it has finished; the
+JSON of every command and the converted models are in `runs/real`. `make real ARGS="--again formats"` records a part
 again.
 """
 

@@ -106,7 +106,7 @@ def chosen(work: Workspace) -> Mapping[str, str]:
 
 
 def beside_original(work: Workspace) -> list[str]:
-    """Return options of an evaluation beside the original that times nothing."""
+    """Return options of an evaluation with the original, without speed."""
     return ["--original", GGUF, *work.held_out, "--speed-tokens", "0"]
 
 

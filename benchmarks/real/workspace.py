@@ -1,4 +1,4 @@
-"""The folder of the measurements: the model, what each command wrote, and the JSON that it ended with."""
+"""The folder of the measurements: the model, what each command wrote, and its final JSON."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Workspace:
         return file.name
 
     def run(self, name: str, *arguments: str) -> dict[str, Any]:
-        """Run `headfold ARGUMENTS --json NAME.json`, unless it has ended before, and return the JSON.
+        """Run `headfold ARGUMENTS --json NAME.json`, unless it has finished before, and return the JSON.
 
         It has the wall-clock time as `wall_seconds` in addition.
 
@@ -102,7 +102,7 @@ class Workspace:
             done = subprocess.run([*_headfold(), *words], cwd=self.folder, check=False, stdout=sys.stderr)
             seconds = time.monotonic() - started
             if not unfinished.is_file():
-                raise CommandError(f"`headfold {shlex.join(arguments)}` ended with exit code {done.returncode}")
+                raise CommandError(f"`headfold {shlex.join(arguments)}` exited with code {done.returncode}")
             result = json.loads(unfinished.read_text(encoding="utf-8")) | {"wall_seconds": seconds}
             write_whole(record, json.dumps(result, indent=1).encode())
             unfinished.unlink()

@@ -22,7 +22,7 @@ from search_spaces import pareto
 FACTOR = 2.0
 SHARES = (0.1, 0.2, 0.3)
 MEAN_UP_TO = 0.4
-"""Share of all tokens; every rule goes on longer than that."""
+"""Share of all tokens; every rule continues longer than that."""
 RULES = ("front, epsilon-net", "front, crowding", "budget brackets", "weighted sum", "weighted sum, log excess")
 
 
@@ -139,7 +139,7 @@ def compare(sets: Sequence[Sequence[Curve]], shares: Sequence[float] = SHARES) -
 
 def _line(rule: str, runs: list[Run], firsts: list[Run], wholes: list[Run], shares: Sequence[float]) -> Line:
     def shares_of(own: Sequence[Run], volume: Callable[[Run, int], float]) -> np.ndarray:
-        """Of a run's volume in that of all trials to the end; `volume` is told how many tokens those took."""
+        """Of a run's volume in that of all trials to the end; `volume` gets the number of tokens of those."""
         return np.array([volume(r, w.tokens[-1]) / w.volume[-1] for r, w in zip(own, wholes, strict=True)])
 
     def at(own: Sequence[Run], share: float) -> np.ndarray:

@@ -168,7 +168,7 @@ def _simulated(
 
 
 def _drive(controller: Any, actors: VirtualActors, log: Any, measured: Measured) -> None:
-    """Until the search has ended, with a point of the measurement at every `window` trials begun."""
+    """Run until the search has finished, with a point of the measurement at every `window` trials begun."""
     started, reached = time.process_time(), 0
     measured.windows.append((0, 0.0, _resident(), measured.calls, 0))
     while not controller.is_finished():
@@ -238,9 +238,9 @@ def _resident() -> float:
 
 
 def table(measured: Measured) -> str:
-    """Driver's CPU seconds a trial, memory, MLflow calls, events a trial, by trials begun; then the whole."""
+    """Driver's CPU seconds per trial, memory, MLflow calls, events per trial, by trials begun; then the whole."""
     lines = [
-        "| trials | driver CPU s a trial | resident MiB | MLflow calls a trial | events a trial |",
+        "| trials | driver CPU s per trial | resident MiB | MLflow calls per trial | events per trial |",
         "|---|---|---|---|---|",
     ]
     for before, now in itertools.pairwise(measured.windows):
@@ -258,9 +258,9 @@ def table(measured: Measured) -> str:
     for after in (0, FULL):
         if measured.trials - after >= 4 * measured.window:
             mean, change, error = measured.slope(after)
-            begun = f"from trial {after} on" if after else "in all"
+            begun = f"from trial {after} on" if after else "in total"
             lines.append(
-                f"driver CPU a trial {begun} {mean:.4f} s; change from the first to the last window {change:+.4f} s, "
+                f"driver CPU per trial {begun} {mean:.4f} s; change from the first to the last window {change:+.4f} s, "
                 f"standard error {error:.4f} s"
             )
     return "\n".join(lines)

@@ -18,7 +18,7 @@ CONTINUE, PAUSE, STOP = TrialScheduler.CONTINUE, TrialScheduler.PAUSE, TrialSche
 @dataclass(eq=False)
 class FakeTrial:
     """What a scheduler sees of a trial of Tune's. `curve`: the losses at the rungs that it reports; None: it skips.
-    `first`: what its report at rung 0 holds besides."""
+    `first`: further values of its report at rung 0."""
 
     trial_id: str
     curve: list[float | None]
@@ -43,7 +43,7 @@ def trial(number: int, curve: list[float | None], budget: float = 0.5, recipe: s
 
 @dataclass
 class VirtualTune:
-    """`seconds(trial, rung)`: how long a trial takes to a rung. `extra(trial, loss)`: what its reports hold besides.
+    """`seconds(trial, rung)`: how long a trial takes to a rung. `extra(trial, loss)`: further values of its reports.
     `jobs`: every (trial, rung) begun, in order; `events`: what the scheduler was told."""
 
     scheduler: RungScheduler
@@ -137,7 +137,7 @@ class VirtualTune:
 
 
 def told_again(tune: VirtualTune, scheduler: RungScheduler) -> VirtualTune:
-    """A search after a kill: a fresh scheduler hears all events, then gets the trials that had not ended."""
+    """A search after a kill: a fresh scheduler hears all events, then gets the unfinished trials."""
     back = VirtualTune(scheduler, tune.waiting, tune.workers, tune.seconds, tune.fails)
     back.trials, back.jobs, back.decisions, back.events = tune.trials, tune.jobs, tune.decisions, tune.events
     for kind, own, *rest in tune.events:

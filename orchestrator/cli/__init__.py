@@ -1,5 +1,5 @@
 """The verbs of the command line.
 
-Each is a thin shell over a function that a notebook can call, and imports it late: a verb's
-libraries take seconds to load, and `--help` must not.
+Each calls a function that a notebook can call too, and imports it late: the libraries of a verb
+take seconds to load, which `--help` must not.
 """

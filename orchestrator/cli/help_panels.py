@@ -1,4 +1,4 @@
-"""How `--help` is arranged: verbs in groups with two examples each, options in panels."""
+"""The layout of `--help`: verbs in groups with two examples each, options in panels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a verb is run: options, check, estimate, work, result, in the same way for all."""
+"""Run a verb: options, check, estimate, work, result, in the same way for all verbs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _VALUES = {int: "N", float: "X", Path: "PATH", str: "TEXT", list[str]: "TEXT"}
 
 
 def command(name: str, options: type, run: Callable[..., None], **more: Any) -> Callable[..., None]:
-    """Return the function that Typer makes a verb of: it calls `run` with an object of `options`.
+    """Return the function of a verb for Typer: it calls `run` with an object of `options`.
 
     Args:
-        name: What the verb is called.
+        name: Name of the verb.
         options: The class of its options, whose docstring is its help.
-        run: Takes the options, and what is in `more` by name.
-        more: Annotations of options that belong to the runner: `dry_run`, `json`.
+        run: Takes the options, and those in `more` by name.
+        more: Annotations of options of the runner: `dry_run`, `json`.
     """
 
     def verb(**values: Any) -> None:
@@ -51,7 +51,7 @@ def command(name: str, options: type, run: Callable[..., None], **more: Any) -> 
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter | None:
-    """Return the parameter of an option as Typer reads it; None for one for Python alone."""
+    """Return the parameter of an option for Typer; None for an option of Python alone."""
     kind, *extras = get_args(annotation) if get_args(annotation) else (annotation,)
     described = next((extra for extra in extras if isinstance(extra, ParameterInfo)), None)
     if described is None:
@@ -70,7 +70,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter | 
 
 
 def _metavar(kind: Any) -> str | None:
-    """Return the word for the value of an option; blank for a switch, None for named choices."""
+    """Return the metavar of an option; blank for a switch, None for named choices."""
     kinds = set(get_args(kind) or (kind,)) - {type(None)}
     if bool in kinds:
         return " "
@@ -82,8 +82,8 @@ def task_command(
 ) -> Callable[..., None]:
     """Return the function of a verb whose work is a task, which is loaded when the verb is run.
 
-    An option of the runner that the verb has of its own, such as a dry run of an upload, is the
-    task's affair.
+    An option of the runner that the verb defines itself, such as a dry run of an upload, is handled
+    by the task.
 
     Args:
         task: `module:Class`.
@@ -118,7 +118,7 @@ def _load(target: str) -> Any:
 
 
 def run_verb(task: Task[Any, Any], json: Path | None) -> None:
-    """Check a task, then say what it would take, or carry it out and print its result."""
+    """Check a task, then print its estimate, or run it and print its result."""
     from orchestrator.storage.outputs import check_results, write_result
 
     check_results(json, **task.outputs)

@@ -1,7 +1,7 @@
-"""What is wrong with a command line itself, in one message.
+"""Errors of the command line itself, in one message.
 
 That is an unknown verb or option, a missing or impossible value, or a package that the verb needs
-and this Python does not have. Typer takes three blocks, without the value that it refuses.
+and this Python does not have. Typer prints three blocks, without the refused value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def usage_message(error: Any, arguments: Sequence[str]) -> str | None:
     """Return the message for an error of Typer; None for any other error.
 
     Args:
-        arguments: Those of the command line.
+        arguments: Arguments of the command line.
     """
     if not hasattr(error, "format_message"):
         return None
@@ -52,7 +52,7 @@ def missing_package(error: BaseException, arguments: Sequence[str]) -> str | Non
     """Return the message for an import of a required package that is not installed.
 
     Args:
-        arguments: Those of the command line.
+        arguments: Arguments of the command line.
 
     Returns:
         None for any other error.
@@ -71,7 +71,7 @@ def _command(error: Any, arguments: Sequence[str]) -> str:
 
 
 def _values(names: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Return the values of an option, as they were typed."""
+    """Return the values of an option as typed."""
     values = []
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = argument.partition("=")

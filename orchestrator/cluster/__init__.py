@@ -1,1 +1,1 @@
-"""The Ray cluster of a search: its session, its capacity, and the pool of training workers."""
+"""The Ray cluster of a search: session, capacity, and the pool of training workers."""

@@ -27,7 +27,7 @@ from trainers.settings import AUTO_STRATEGY, Shape, Strategy
 REFRESH_SECONDS = 5.0
 AUTOSCALER_ENDED = (
     "the cluster's autoscaler is not running: its process on the head node (Ray's monitor) has "
-    "ended, and no node will be added; {} says why; restart it with `ray up --restart-only` and "
+    "stopped, and no node will be added; see {}; restart it with `ray up --restart-only` and "
     "the cluster's file"
 )
 _SIZES = ("CPU", "GPU")
@@ -36,11 +36,11 @@ _EPSILON = 1e-6  # of a CPU or GPU, by which sums of fractions may be off
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes that are alike.
+    """Nodes with the same resources.
 
     Attributes:
-        count: How many there are or can be.
-        resources: Of each, under Ray's names.
+        count: Number of nodes that there are or can be.
+        resources: Resources of each, by Ray's names.
     """
 
     count: int
@@ -61,7 +61,7 @@ _NodeKind = tuple[tuple[str, float], ...]
 
 
 def cluster_nodes() -> list[Nodes]:
-    """Return the nodes of the cluster, of an autoscaling one at its full size."""
+    """Return the nodes of the cluster; of an autoscaling cluster, at its full size."""
     nodes = Counter(_node_kind(node["Resources"]) for node in ray.nodes() if node["Alive"])
     for missing in addable_nodes():
         nodes[_node_kind(missing.resources)] += missing.count
@@ -71,8 +71,8 @@ def cluster_nodes() -> list[Nodes]:
 def addable_nodes() -> list[Nodes]:
     """Return the nodes that the autoscaler may still add.
 
-    Of each type as many as there are fewer than its most, whatever Ray finds on those that are
-    there: a node may have more `accelerator_type:` resources than its type says, and other CPUs.
+    Of each type, that is its maximum minus the present nodes, whatever Ray finds on those: a node
+    may have more `accelerator_type:` resources than its type states, and other CPUs.
     """
     types = node_types()
     present: dict[str, list[Mapping[str, float]]] = {name: [] for name in types}
@@ -95,8 +95,7 @@ def _type_of(
 ) -> str | None:
     """Return the name of a node's type among `types`.
 
-    A node whose start did not tell Ray its type is of one with as many GPUs, whose accelerators it
-    has.
+    A node that was started without its type gets one with as many GPUs and the same accelerators.
     """
     name = node_type_of(node)
     if name is not None or is_head(node):
@@ -113,18 +112,18 @@ def _type_of(
 
 
 def live_nodes() -> list[Nodes]:
-    """Return the nodes that are up."""
+    """Return the running nodes."""
     kinds = Counter(_node_kind(node["Resources"]) for node in ray.nodes() if node["Alive"])
     return [Nodes(count, dict(kind)) for kind, count in kinds.items()]
 
 
 def free_nodes() -> list[Nodes]:
-    """Return the nodes that are up, each with the resources that nobody uses."""
+    """Return the running nodes, each with its unused resources."""
     return [Nodes(1, dict(_node_kind(resources))) for resources in free_resources()]
 
 
 def _node_kind(resources: Mapping[str, float]) -> _NodeKind:
-    """Return the resources of a node that count here."""
+    """Return the resources of a node that are counted here."""
     counted = [
         (kind, float(amount))
         for kind, amount in resources.items()
@@ -141,7 +140,7 @@ def total(nodes: Sequence[Nodes], kind: str) -> float:
 def resolve_strategy(shape: Shape, nodes: Sequence[Nodes]) -> Shape:
     """Return a shape with a strategy that Ray knows.
 
-    Where it is left to the nodes, all workers lie on one if one can hold them.
+    If it is left to the nodes, all workers are placed on one node if one has room for them.
     """
     if shape.strategy != AUTO_STRATEGY:
         return shape
@@ -151,14 +150,14 @@ def resolve_strategy(shape: Shape, nodes: Sequence[Nodes]) -> Shape:
 
 
 def group_slots(nodes: Sequence[Nodes], shape: Shape) -> int:
-    """Return how many groups of workers of a shape fit the nodes at a time."""
+    """Return how many groups of workers of a shape fit the nodes at the same time."""
     if resolve_strategy(shape, nodes).strategy == "STRICT_PACK":
         return slots(nodes, _joint_bundle(shape))
     return slots(nodes, ProcessResources.of_worker(shape).bundle) // shape.workers
 
 
 def worker_bundles(nodes: Sequence[Nodes], shape: Shape, groups: int) -> list[dict[str, float]]:
-    """Return the bundles that so many groups of workers of a shape take of the nodes."""
+    """Return the bundles of a number of groups of workers of a shape."""
     if resolve_strategy(shape, nodes).strategy == "STRICT_PACK":
         return [_joint_bundle(shape)] * groups
     return [ProcessResources.of_worker(shape).bundle] * (groups * shape.workers)
@@ -178,10 +177,10 @@ def _joint_bundle(shape: Shape) -> dict[str, float]:
 def concurrency(nodes: Sequence[Nodes], demand: Demand, limit: int | str = "auto") -> int:
     """Return how many trials fit the nodes at a time, at most `limit`.
 
-    Without this cap trials take every CPU and wait for workers that can never start.
+    Without this limit, trials take every CPU and wait for workers that can never start.
 
     Raises:
-        ConfigError: If not even one trial fits, with what there is.
+        ConfigError: If not even one trial fits; the message lists the nodes.
     """
     largest = group_slots(nodes, demand.shape)
     fitting = bisect_right(
@@ -219,11 +218,11 @@ def _fit(nodes: Sequence[Nodes], demand: Demand, trials: int) -> bool:
 
 
 def room_to_plan(nodes: Sequence[Nodes], demand: Demand, training: int, planning: int) -> bool:
-    """Return whether nodes have room for tasks that plan beside the workers of trials that train.
+    """Return whether nodes have room for planning tasks next to the workers of training trials.
 
     Args:
         nodes: The nodes.
-        demand: Of a trial.
+        demand: Resources of a trial.
         training: Trials with workers.
         planning: Tasks that plan.
     """
@@ -232,7 +231,7 @@ def room_to_plan(nodes: Sequence[Nodes], demand: Demand, training: int, planning
 
 
 def _beside_workers(nodes: Sequence[Nodes], demand: Demand, trials: int) -> list[Nodes] | None:
-    """Return what the workers of so many trials leave of the nodes; None if they do not fit."""
+    """Return the nodes without what the workers of some trials take; None if they do not fit."""
     shape = resolve_strategy(demand.shape, nodes)
     if shape.strategy == "STRICT_PACK":
         bundle = _joint_bundle(shape)
@@ -258,7 +257,7 @@ def _beside_workers(nodes: Sequence[Nodes], demand: Demand, trials: int) -> list
 def _without(
     resources: Mapping[str, float], bundle: Mapping[str, float], used: int
 ) -> dict[str, float]:
-    """Return what so many bundles leave of the resources of a node."""
+    """Return what remains of the resources of a node after some bundles."""
     return {kind: amount - used * bundle.get(kind, 0.0) for kind, amount in resources.items()}
 
 
@@ -297,9 +296,9 @@ def _refusal(nodes: Sequence[Nodes], demand: Demand) -> str:
         )
     if shape.strategy == "STRICT_PACK":
         return (
-            f"resources.placement_strategy: STRICT_PACK wants {shape.workers} workers of "
-            f"{demand.worker} on one node, and none can hold them; set placement_strategy=PACK or "
-            f"lower train.num_workers; {available}"
+            f"resources.placement_strategy: STRICT_PACK needs {shape.workers} workers of "
+            f"{demand.worker} on one node, and none has room for them; set "
+            f"placement_strategy=PACK or lower train.num_workers; {available}"
         )
     return (
         f"train.num_workers: {shape.workers} workers of {demand.worker} do not fit the nodes one "
@@ -315,7 +314,7 @@ def _of_type(nodes: Sequence[Nodes], accelerator_type: str | None) -> list[Nodes
 
 
 def describe_nodes(nodes: Sequence[Nodes]) -> str:
-    """Return the nodes in words."""
+    """Return the nodes as text."""
     parts = []
     for some in nodes:
         types = [kind for kind in some.resources if kind.startswith(ACCELERATOR_PREFIX)]

@@ -1,4 +1,4 @@
-"""Nodes of an autoscaling cluster that searches need again, held while nothing runs on them."""
+"""Reservation of idle nodes of an autoscaling cluster that searches will need again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from orchestrator.cluster.ray_internals import head_options, node_types, request_bundles
 
 LOST_SECONDS = 300.0
-"""Without a word from its search, after which a hold ends."""
+"""Seconds without a message from its search, after which a reservation ends."""
 _ACTOR = "headfold-node-reservations"
 _NAMESPACE = "headfold"
 _CHECK_SECONDS = 5.0
@@ -27,7 +27,7 @@ Bundle = dict[str, float]
 class NodeReservations:
     """The actor, one for all searches of a cluster: Ray has one request of nodes at a time.
 
-    It outlives a search that is killed, and ends its hold.
+    It outlives a search that is killed, and ends its reservation.
     """
 
     lost_seconds: float = LOST_SECONDS
@@ -38,14 +38,14 @@ class NodeReservations:
         self._watcher: asyncio.Task | None = None
 
     async def hold(self, search: str, bundles: list[Bundle]) -> None:
-        """Hold nodes for these bundles of a search, in place of those before."""
+        """Reserve nodes for these bundles of a search, instead of the previous ones."""
         if self._watcher is None:
             self._watcher = asyncio.get_running_loop().create_task(self._watch())
         self._holds[search] = (bundles, time.monotonic())
         self._request()
 
     async def release(self, search: str) -> None:
-        """End the hold of a search."""
+        """End the reservation of a search."""
         self._holds.pop(search, None)
         self._request()
 
@@ -56,7 +56,7 @@ class NodeReservations:
             self._requested = bundles
 
     async def _watch(self) -> None:
-        """End the holds of searches that are not heard from."""
+        """End the reservations of searches that no longer send messages."""
         while True:
             await asyncio.sleep(min(_CHECK_SECONDS, self.lost_seconds / 4))
             now = time.monotonic()
@@ -67,7 +67,7 @@ class NodeReservations:
 
 @dataclass
 class NodeReservation:
-    """The hold of one search, from its driver; nothing where no autoscaler ends nodes.
+    """The reservation of one search, made by its driver; without an autoscaler it does nothing.
 
     Attributes:
         search: Its name on the cluster.
@@ -79,7 +79,7 @@ class NodeReservation:
     _actor: Any = field(default=None, repr=False)
 
     def hold(self, bundles: Sequence[Bundle]) -> None:
-        """Hold nodes for these bundles until the next call, `release`, or the driver's end."""
+        """Reserve nodes for these bundles until the next call, `release`, or the driver's end."""
         with contextlib.suppress(RayError, ValueError):  # the head is busy or away: the next time
             if self._actor is None:
                 if not bundles or not node_types():
@@ -88,7 +88,7 @@ class NodeReservation:
             self._actor.hold.remote(self.search, list(bundles))
 
     def release(self) -> None:
-        """End the hold."""
+        """End the reservation."""
         if self._actor is not None:
             with contextlib.suppress(RayError):
                 ray.get(self._actor.release.remote(self.search), timeout=10)

@@ -1,4 +1,4 @@
-"""What a search waits for while nodes are slow to come.
+"""What a search waits for while nodes are slow to start.
 
 Waiting is no failure until it exceeds the limit of the configuration.
 """
@@ -35,7 +35,7 @@ from orchestrator.cluster.stall import StalledError, StallWatch
 
 STATUS_SECONDS = 5.0
 GRACE_SECONDS = 15.0
-"""A shorter wait is not reported: processes start, and others end."""
+"""Shorter waits are not reported: they occur while processes start and end."""
 
 _Bundle = tuple[tuple[str, float], ...]
 
@@ -43,7 +43,7 @@ _Bundle = tuple[tuple[str, float], ...]
 def describe_pending(demand: Demand) -> str | None:
     """Return which processes of a demand wait for resources; None if none do.
 
-    The text says how many the nodes that are there could hold, and what the autoscaler does.
+    The text states how many the present nodes have room for, and what the autoscaler does.
     """
     status = cluster_status()
     requests: Counter[_Bundle] = Counter()
@@ -83,13 +83,13 @@ def _autoscaler(status: ClusterStatus) -> str:
         return "no autoscaler: nodes must be added by hand"
     parts = [f"{node.ray_node_type_name} is starting" for node in status.pending_nodes]
     for launch in status.pending_launches:
-        parts.append(f"{launch.count} x {launch.ray_node_type_name} asked for")
+        parts.append(f"{launch.count} x {launch.ray_node_type_name} requested")
     failures = {
         f"{launch.ray_node_type_name} was refused ({launch.details or 'no reason'})"
         for launch in status.failed_launches
     }
     parts += sorted(failures)
-    return f"autoscaler: {', '.join(parts) or 'no node on its way'}"
+    return f"autoscaler: {', '.join(parts) or 'no node is starting'}"
 
 
 class CapacityWatch:
@@ -98,7 +98,7 @@ class CapacityWatch:
     Waiting for what is in use does not count, nor do processes of other jobs.
 
     Args:
-        demands: Of the search: of its trials and its promotion.
+        demands: Those of the search: of its trials and its promotion.
         seconds: How long nodes may be missing.
     """
 
@@ -108,7 +108,7 @@ class CapacityWatch:
         self._since: float | None = None
 
     def reason(self) -> str | None:
-        """Return what was requested and what the cluster has, after the limit; else None."""
+        """Return the requested and the present resources, after the limit; else None."""
         status = cluster_status()
         missing = self._missing(status)
         now = time.monotonic()
@@ -126,7 +126,7 @@ class CapacityWatch:
         )
 
     def _missing(self, status: ClusterStatus) -> list[str]:
-        """Return what waits and does not fit the nodes that are there, even if these were free."""
+        """Return waiting processes that do not fit the present nodes, even if these were free."""
         pending = {_bundle_key(resources) for _, resources in pending_bundles(status)}
         nodes = live_nodes()
         missing: dict[str, None] = {}
@@ -150,12 +150,12 @@ def watch_pending(
     """While the body runs, report what a demand waits for.
 
     Args:
-        on_change: Called in a thread of its own with `describe_pending`, once something has waited
+        on_change: Called in a separate thread with `describe_pending`, once something has waited
             for GRACE_SECONDS and when that changes, and with None when nothing waits any more.
-        limits: End the body where nothing can go on or nodes do not come, as Ctrl-C would.
+        limits: Interrupt the body, as Ctrl-C would, if nothing can continue or nodes do not come.
 
     Raises:
-        StalledError: If one of `limits` has ended the body.
+        StalledError: If one of `limits` has interrupted the body.
     """
     ended = threading.Event()
     reasons: list[str] = []

@@ -1,4 +1,4 @@
-"""Where the processes of a search run: what each requests of Ray, and how workers lie on nodes."""
+"""Where the processes of a search run: what each requests from Ray, and how workers are placed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from orchestrator.config.schema import SearchConfig
 from trainers.settings import AUTO_STRATEGY, Shape, Strategy
 
 ACCELERATOR_PREFIX = "accelerator_type:"
-"""Of Ray's resource of nodes with such accelerators; each node has 1 of it."""
+"""Prefix of Ray's resource of nodes with such accelerators; each node has 1 of it."""
 _ACCELERATOR_AMOUNT = 0.001  # taken by what must run on such a node
 _WAITING_CPUS = 0.05
-"""CPUs of a trial's own process while a task of its own plans and measures.
+"""CPUs of a trial's own process while a separate task plans and measures.
 
-Tune starts no process on less than some CPU.
+Tune starts no process without any CPU.
 """
 
 RemoteOptions = dict[str, float | str]
-"""Of `ray.remote(**options)`: `num_cpus`, `num_gpus`, `accelerator_type`."""
+"""Options of `ray.remote(**options)`: `num_cpus`, `num_gpus`, `accelerator_type`."""
 
 
 class ProcessResources(NamedTuple):
-    """What one process takes.
+    """The resources of one process.
 
     Attributes:
         accelerator_type: Ray's name; None for any.
@@ -34,12 +34,12 @@ class ProcessResources(NamedTuple):
 
     @classmethod
     def of_worker(cls, shape: Shape) -> ProcessResources:
-        """Return what one worker of a training takes."""
+        """Return the resources of one worker of a training."""
         return cls(shape.cpus, shape.gpus, shape.accelerator_type)
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The amounts under Ray's names."""
+        """The amounts by Ray's names."""
         amounts = {"CPU": self.cpus, "GPU": self.gpus}
         bundle = {kind: amount for kind, amount in amounts.items() if amount}
         if self.accelerator_type:
@@ -55,7 +55,7 @@ class ProcessResources(NamedTuple):
         return options
 
     def __str__(self) -> str:
-        """Return the amounts for people: `1 GPU (A100) and 8 CPU`."""
+        """Return the amounts as text: `1 GPU (A100) and 8 CPU`."""
         amounts = {"GPU": self.gpus, "CPU": self.cpus}
         parts = [f"{amount:g} {kind}" for kind, amount in amounts.items() if amount]
         if self.accelerator_type and parts:
@@ -65,7 +65,7 @@ class ProcessResources(NamedTuple):
 
 @dataclass(frozen=True)
 class Demand:
-    """What one trial takes: planning and measuring, then its Ray Train workers.
+    """The resources of one trial: planning and measuring, then its Ray Train workers.
 
     Attributes:
         trial_cpus: CPUs of planning and measuring; `trial_gpus`: its GPUs.
@@ -85,7 +85,7 @@ class Demand:
 
     @classmethod
     def of(cls, config: SearchConfig) -> Demand:
-        """Return what a trial of a search takes."""
+        """Return the resources of a trial of a search."""
         section = config.resources
         task_type = None
         if section.trial_gpus:
@@ -105,7 +105,7 @@ class Demand:
 
     @classmethod
     def of_promotion(cls, config: SearchConfig) -> Demand | None:
-        """Return what a training of the promotion takes, which the driver starts; None without."""
+        """Return the resources of a training of the promotion, which the driver starts, if any."""
         if not (config.promotion.enabled and config.promotion.steps):
             return None
         shape = config.promotion_shape
@@ -147,7 +147,7 @@ class Demand:
     def process_cpus(self) -> float:
         """CPUs of a trial's own process, as long as it lasts.
 
-        It plans itself where that takes no GPU, which would be idle while the workers train.
+        It plans itself if that takes no GPU, which would be idle while the workers train.
         """
         return _WAITING_CPUS if self.trial_gpus else self.trial_cpus
 

@@ -1,11 +1,11 @@
 """The worker pool of a search: groups of Ray Train workers that run one training job after another.
 
-One actor, the pool (`orchestrator.cluster.worker_pool`), manages the groups; each group is a Ray
-Train run of its own whose workers request jobs from the pool (`trainers.jobs.worker.serve_pool`). A
-trial leases a group for its job and receives the report of every milestone. Groups start as leases
-need them, and end when they have been idle for long, when another shape is needed, when they fail,
-or with the pool. The pool belongs to the search's driver and everything else to the pool, so that
-nothing outlives the driver. Here are the sides of the driver and of the trials.
+One actor, the pool (`orchestrator.cluster.worker_pool`), manages the groups; each group is a
+separate Ray Train run whose workers request jobs from the pool (`trainers.jobs.worker.serve_pool`).
+A trial leases a group for its job and receives the report of every milestone. Groups start as
+leases need them, and end when they have been idle for long, when another shape is needed, when they
+fail, or with the pool. The pool belongs to the search's driver and everything else to the pool, so
+that nothing outlives the driver. This file has the parts of the driver and of the trials.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def pool_of_search(
         parameters: Of the model.
 
     Returns:
-        A context manager that yields the pool's name, or None where every training starts workers
-        of its own.
+        A context manager that yields the pool's name, or None if every training starts its own
+        workers.
     """
     reuse = config.resources.reuse_workers
     if reuse == "auto":
@@ -73,8 +73,8 @@ def open_pool(storage_path: str, **seconds: float) -> Iterator[str]:
     """Open a pool for as long as the body runs.
 
     Args:
-        storage_path: Of the groups; all folders there that begin with `headfold-groups` are
-            removed.
+        storage_path: Storage folder of the groups; all folders there that begin with
+            `headfold-groups` are removed.
         seconds: See `Pool`.
 
     Yields:
@@ -102,7 +102,7 @@ def open_pool(storage_path: str, **seconds: float) -> Iterator[str]:
 
 
 def _remove_folders(storage_path: str) -> None:
-    """Remove the folders of groups; they hold nothing that is needed."""
+    """Remove the folders of groups; they contain nothing that is needed."""
     for folder in Path(storage_path).glob(f"{_FOLDER_PREFIX}-*"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -113,14 +113,14 @@ def dispatch_training(
     on_report: Callable[[Any], None] = lambda report: None,
     callbacks: Callable[[], list[Any]] = list,
 ) -> RungReport:
-    """Run a job on the pool, or on workers of its own.
+    """Run a job on the pool, or on separate workers.
 
-    Its own are for a search without a pool, after the pool has died, and where workers come and go
-    while they train.
+    Separate workers are for a search without a pool, after the pool has died, and if the number of
+    workers changes during a training.
 
     Args:
         on_report: See `train_on_pool`.
-        callbacks: Of Ray Train, for workers of its own.
+        callbacks: Callbacks of Ray Train, for separate workers.
 
     Returns:
         The last report.
@@ -129,7 +129,7 @@ def dispatch_training(
         try:
             return train_on_pool(pool, job, on_report)
         except PoolGone as error:
-            logger.warning("%s; %s goes on with workers of its own", error, job.run_name)
+            logger.warning("%s; %s continues with its own workers", error, job.run_name)
     if not job.shape.elastic:  # these lie where there is room for the next one
         strategy = resolve_strategy(job.shape, cluster_nodes()).strategy
         job = replace(job, placement_strategy=strategy)

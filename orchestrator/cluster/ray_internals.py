@@ -1,4 +1,4 @@
-"""Private parts of Ray 2.60 for which it has no public name: look here when Ray is updated."""
+"""Private parts of Ray 2.60 that have no public name: check these when Ray is updated."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def cpus_of_machine() -> float:
 
 
 def accelerator_of_machine() -> str | None:
-    """Return Ray's name for the GPUs of this machine; None without any."""
+    """Return Ray's name for the GPUs of this machine; None without a GPU."""
     return NvidiaGPUAcceleratorManager.get_current_node_accelerator_type()
 
 
 def free_resources() -> list[dict[str, float]]:
-    """Return the resources of each node that nobody uses."""
+    """Return the unused resources of each node."""
     return list(state.state.available_resources_per_node().values())
 
 
@@ -54,13 +54,13 @@ _NAMESPACE = b"headfold"
 
 
 def put_value(key: str, value: str) -> None:
-    """Store a value for all processes of the cluster, or not if the head node is away."""
+    """Store a value for all processes of the cluster, unless the head node cannot be reached."""
     with contextlib.suppress(RayError, RuntimeError):
         _internal_kv_put(key.encode(), value.encode(), namespace=_NAMESPACE)
 
 
 def delete_value(key: str) -> None:
-    """Delete a value, or not if the head node is away."""
+    """Delete a value, unless the head node cannot be reached."""
     with contextlib.suppress(RayError, RuntimeError):
         _internal_kv_del(key.encode(), namespace=_NAMESPACE)
 
@@ -73,7 +73,7 @@ def get_value(key: str) -> str:
 
 
 def values() -> list[str]:
-    """Return all values that are stored, or none if the head node is away."""
+    """Return all stored values, or none if the head node cannot be reached."""
     with contextlib.suppress(RayError, RuntimeError):
         keys = _internal_kv_list(b"", namespace=_NAMESPACE)
         return [get_value(key.decode()) for key in sorted(keys)]
@@ -84,7 +84,7 @@ def values() -> list[str]:
 
 
 def other_jobs_at_work() -> bool:
-    """Return whether a job other than this process' lives, or has left an actor that does."""
+    """Return whether a job other than this process's runs, or has left a running actor."""
     own = ray.get_runtime_context().get_job_id()
     table = state.state._connect_and_get_accessor().get_job_table(
         skip_submission_job_info_field=True, skip_is_running_tasks_field=True
@@ -126,7 +126,7 @@ def node_types() -> dict[str, tuple[int, dict[str, float]]]:
 
 
 def node_type_of(node: Mapping[str, Any]) -> str | None:
-    """Return the name of a node's type; None where its start did not tell Ray.
+    """Return the name of a node's type; None if it was started without one.
 
     Args:
         node: As `ray.nodes` has it.
@@ -135,12 +135,12 @@ def node_type_of(node: Mapping[str, Any]) -> str | None:
 
 
 def autoscaling_config(gcs_address: str) -> dict[str, Any]:
-    """Return what the autoscaler was started with; empty without one that runs.
+    """Return the configuration of the autoscaler; empty if none runs.
 
     That is the file of `ray up` or `ray start --autoscaling-config`, under KubeRay the RayCluster
-    as its autoscaler reads it. It is known on the head node alone, and Ray says nowhere what the
-    cluster may grow to: its own `get_cluster_config` reads a table that nothing in the open-source
-    Ray fills.
+    as its autoscaler reads it. It is known on the head node alone, and Ray has no interface for the
+    largest size of the cluster: its own `get_cluster_config` reads a table that nothing in the
+    open-source Ray fills.
     """
     if gcs_address not in _configs:
         config: Any = _read_config(gcs_address)
@@ -153,7 +153,7 @@ def autoscaling_config(gcs_address: str) -> dict[str, Any]:
 
 
 _configs: dict[str, dict[str, Any]] = {}
-"""By address of a cluster, for which they do not change."""
+"""By address of a cluster, for which they are constant."""
 
 
 def ended_autoscaler() -> str | None:
@@ -177,7 +177,7 @@ def _on_head(function: Callable[[str], Any], gcs_address: str) -> Any:
 
 
 def on_head() -> bool:
-    """Return whether this process is on the head of the cluster that it is connected to."""
+    """Return whether this process is on the head node of its cluster."""
     node_id = ray.get_runtime_context().get_node_id()
     nodes = [node for node in ray.nodes() if node["NodeID"] == node_id]
     return any(map(is_head, nodes))
@@ -218,7 +218,7 @@ _CONFIG_OPTION = "--autoscaling-config="
 def _monitor_command(gcs_address: str) -> list[str] | None:
     """Return the command line of the cluster's monitor; None if it does not run on this machine.
 
-    Every head has one that is not started without.
+    Every head node has one unless it was started without.
     """
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -248,7 +248,7 @@ def _ended_monitor_log(gcs_address: str) -> str | None:
 
 
 def request_bundles(bundles: list[dict[str, float]]) -> None:
-    """Have the autoscaler keep, or add, nodes that could hold these bundles at the same time.
+    """Make the autoscaler keep, or add, nodes with room for these bundles at the same time.
 
     The request replaces any earlier one of the cluster, and stays until it is replaced: it outlives
     the process that makes it.
@@ -258,7 +258,7 @@ def request_bundles(bundles: list[dict[str, float]]) -> None:
 
 
 def head_options() -> Mapping[str, Any]:
-    """Return the options by which a task or an actor without CPUs lies on the head node."""
+    """Return the options that place a task or an actor without CPUs on the head node."""
     return {
         "num_cpus": 0,
         "resources": {_HEAD_RESOURCE: 0.001},
@@ -267,12 +267,12 @@ def head_options() -> Mapping[str, Any]:
 
 
 def cluster_status() -> ClusterStatus:
-    """Return what `ray status` shows."""
+    """Return the data that `ray status` shows."""
     return get_cluster_status(ray.get_runtime_context().gcs_address)
 
 
 def pending_bundles(status: ClusterStatus) -> Iterator[tuple[int, Mapping[str, float]]]:
-    """Yield what waits for resources: how many bundles, and the resources of one.
+    """Yield the demands that wait for resources: the number of bundles, and the resources of one.
 
     Tasks and actors have a bundle each; placement groups count as a whole.
     """

@@ -1,6 +1,6 @@
-"""Work in Ray tasks, and its progress, which the driver shows.
+"""Work in Ray tasks, with progress shown by the driver.
 
-The driver holds no weights, so its node needs no GPU and little memory.
+The driver loads no weights, so its node needs no GPU and little memory.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def on_cluster(
 ) -> _T:
     """Return `work(*arguments)`, called in a Ray task; without Ray, in this process.
 
-    A task that loses its node starts again on another. What `work` raises is raised here.
+    A task that loses its node restarts on another. Exceptions of `work` are raised here.
 
     Args:
         options: Of the task (`orchestrator.cluster.placement.task_options`).
-        label: Of the line that shows its progress every few seconds.
+        label: Label of the line that shows its progress every few seconds.
     """
     if not ray.is_initialized():
         return work(*arguments)
-    # On CPUs nothing else runs meanwhile: the task has the threads that this process would have
+    # On CPUs nothing else runs meanwhile: the task has the threads of this process
     threads = None if options["num_gpus"] else torch.get_num_threads()
     settings: dict[str, Any] = {**options, "max_retries": 3, "name": label or None}
     task: Any = ray.remote(**settings)(_run_work)
@@ -56,14 +56,14 @@ def each_on_cluster(
     calls: Sequence[tuple[Any, ...]],
     most: int | None = None,
 ) -> Iterator[tuple[int, _T]]:
-    """Yield the number and the result of each call of `work`, in the order in which they end.
+    """Yield the number and the result of each call of `work`, in the order in which they finish.
 
-    Each is a Ray task of its own that waits for no other; without Ray they run in this process, one
-    after the other. What `work` raises is raised here, and ends the others.
+    Each is a separate Ray task that waits for no other; without Ray they run in this process, one
+    after the other. An exception of `work` is raised here, and ends the others.
 
     Args:
         options: Of each task (`orchestrator.cluster.placement.task_options`).
-        label: Of the line that shows how many have ended, and the time left.
+        label: Label of the line that shows how many have finished, and the time left.
         calls: Arguments of each call.
         most: Tasks at a time; None: as many as there is room for.
     """
@@ -98,9 +98,9 @@ def each_on_cluster(
 
 
 def cancel_unfinished(tasks: Sequence[Any]) -> None:
-    """End the processes of tasks that have not ended.
+    """Stop the processes of unfinished tasks.
 
-    Ray ends the process that cancels a task that has ended by force [2.60].
+    Ray kills the process that force-cancels a finished task [2.60].
 
     Args:
         tasks: References to their results.
@@ -123,14 +123,14 @@ def _run_work(
 
 
 def run_task(options: Mapping[str, Any], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return `function(*arguments)`, called in a Ray task outside of the caller's placement group.
+    """Return `function(*arguments)`, called in a Ray task outside the caller's placement group.
 
-    The task ends with the caller, however that ends; one that loses its machine is tried once more.
+    The task ends with the caller, however that ends; one that loses its machine is retried once.
 
     Args:
         options: Of the task (`orchestrator.cluster.placement.task_options`).
     """
-    # Without this strategy Tune puts whatever a trial starts into the trial's own bundle
+    # Without this strategy Tune puts all processes of a trial into the trial's own bundle
     remote = ray.remote(max_retries=1, scheduling_strategy="DEFAULT", **options)
     task: Any = remote(function)
     reference = task.remote(*arguments)

@@ -35,15 +35,15 @@ def last_error(text: str) -> str:
 def ray_train_intervals(health_check_seconds: float) -> None:
     """Set how often Ray Train checks workers, and how long it waits for them, in this process."""
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(health_check_seconds))
-    # A node may be added after minutes, a spot node after days; the default of one minute fails
-    # who waits for it
+    # A node may be added after minutes, a spot node after days; with the default of one minute,
+    # waiting for it fails
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(7 * 24 * 3600))
 
 
 def prepare_process() -> None:
     """Prepare a process that starts trainings or loads models.
 
-    Ray Train checks workers ten times a second, and transformers prints neither warnings nor
+    Ray Train checks workers ten times per second, and transformers prints neither warnings nor
     progress bars.
     """
     from transformers.utils import logging as transformers_logging
@@ -54,7 +54,7 @@ def prepare_process() -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
+    """Return an unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -75,7 +75,7 @@ def local_nodes() -> list[Nodes]:
 def starts_ray() -> bool:
     """Return whether a search would start Ray on this machine alone.
 
-    That takes longer than the checks that can be made before.
+    That takes longer than the checks that can be made before it.
     """
     import ray
 
@@ -109,8 +109,8 @@ def connected() -> Iterator[list[Nodes]]:
 def start() -> None:
     """Call `ray.init`, with the dashboard's address in the environment of all workers.
 
-    Without it, or with that of another Ray on the machine, Ray Train never removes the placement
-    groups of stopped trials, and the search stands still.
+    Without it, or with the address of another Ray on the machine, Ray Train never removes the
+    placement groups of stopped trials, and the search does not continue.
     """
     import ray
 
@@ -136,7 +136,7 @@ def start() -> None:
     dashboard = f"http://127.0.0.1:{port}"
     environment[DASHBOARD] = dashboard
     os.environ[DASHBOARD] = dashboard
-    # Nobody takes this machine away at short notice: one process less for each training
+    # This machine is not taken away at short notice: one process less for each training
     environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     ray.init(
         address="local",

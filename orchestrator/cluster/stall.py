@@ -1,7 +1,7 @@
-"""A search that cannot go on: its own processes wait for each other, and no node can come.
+"""A search that cannot continue: its processes wait for each other, and no node can be added.
 
-Waiting for nodes is no failure, nor is waiting for what another job uses. What remains is named and
-ends the search, which would else hold its accelerators without end.
+Waiting for nodes is no failure, nor is waiting for what another job uses. Any other wait is
+reported and ends the search, which would otherwise occupy its accelerators without end.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _LISTED = 8
 
 
 class StalledError(RuntimeError):
-    """Nothing can go on: processes of the search wait for what others of it hold."""
+    """The search cannot continue: its processes wait for resources that others of it use."""
 
 
 class StallWatch:
-    """Whether a search still moves.
+    """Whether a search makes progress.
 
-    It does as long as what runs or waits on the cluster changes, published progress counts on, or
-    files that its processes write do.
+    It does as long as the running or waiting processes of the cluster, the published progress, or
+    the files that its processes write change.
 
     Args:
-        seconds: Without any of it, after which it counts as stalled.
-        newest: Returns when such a file was last written, in seconds since the epoch.
+        seconds: Seconds without progress, after which it counts as stalled.
+        newest: Returns when such a file was last written, in seconds since 1970.
     """
 
     def __init__(self, seconds: float, newest: Callable[[], float]) -> None:
@@ -53,7 +53,7 @@ class StallWatch:
         self._moved = time.monotonic()
 
     def reason(self) -> str | None:
-        """Return what waits for what, if nothing moves and nothing can; else None."""
+        """Return what waits for what, if no progress is possible; else None."""
         status = cluster_status()
         seen = _moving(status)
         now = time.monotonic()
@@ -70,13 +70,13 @@ class StallWatch:
             self._moved = now - age
             return None
         return (
-            f"nothing has moved for {duration(now - self._moved)}, nothing else uses the cluster, "
+            f"no progress for {duration(now - self._moved)}, nothing else uses the cluster, "
             f"and no node can be added: {_waiting(pending)}; {_holding(status)}"
         )
 
 
 def _moving(status: ClusterStatus) -> Hashable:
-    """Return what differs between two moments if anything has moved between them."""
+    """Return the values that change if there is progress."""
     nodes = [
         (node.node_id, *((kind, node.used_resources().get(kind, 0.0)) for kind in _COUNTED))
         for node in (*status.active_nodes, *status.idle_nodes)
@@ -87,7 +87,7 @@ def _moving(status: ClusterStatus) -> Hashable:
 
 
 def _may_grow(status: ClusterStatus, pending: Iterable[tuple[int, Mapping[str, float]]]) -> bool:
-    """Return whether a node is on its way, or can be added, that has room for what waits."""
+    """Return whether a node that starts, or can be added, has room for what waits."""
     if status.pending_nodes or status.pending_launches:
         return True
     nodes = addable_nodes()
@@ -97,7 +97,7 @@ def _may_grow(status: ClusterStatus, pending: Iterable[tuple[int, Mapping[str, f
 
 
 def _waiting(pending: Iterable[tuple[int, Mapping[str, float]]]) -> str:
-    """Return what waits, by name where Ray's dashboard tells it."""
+    """Return what waits, by name if Ray's dashboard has it."""
     bundles = ", ".join(f"{count} x {_amounts(bundle)}" for count, bundle in pending)
     names = _processes("PENDING_NODE_ASSIGNMENT", "PENDING_CREATION")
     return f"{bundles} requested{f' by {names}' if names else ''}"

@@ -1,8 +1,8 @@
 """Calls that actors take from a queue, as many actors as the cluster has room for.
 
-No call waits for another one, and whatever order they are made in is the caller's: one actor makes
-all of them, more make them sooner. So a queue needs no more accelerators at once than one actor
-has, whatever else holds the others and however many nodes are lost meanwhile.
+No call waits for another one; the caller determines their order. One actor can make all of them,
+and more actors make them sooner. So a queue needs no more accelerators at once than one actor has,
+whoever uses the others and however many nodes are lost meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from orchestrator.cluster.ray_internals import delete_value, put_value
 
 _FAILURES = 3
-"""Actors that may be lost at one call, or in a row before they take any."""
+"""Number of actors that may be lost at one call, or in a row before they take any."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,9 @@ class QueuedCall:
     """A call that waits, or runs.
 
     Attributes:
-        key: By which the caller knows it.
-        method: Of the actor.
+        key: Identifies the call for the caller. method: Method of the actor.
         arguments: References among them are resolved where the call runs.
-        results: How many values it returns besides the first.
+        results: Number of values that it returns after the first.
     """
 
     key: Hashable
@@ -42,12 +41,11 @@ class QueuedCall:
 
 @dataclass(frozen=True)
 class FinishedCall:
-    """A call that is over.
+    """A finished call.
 
     Attributes:
-        key: By which the caller knows it.
-        value: What it returned first.
-        results: References to what else it returned.
+        key: Identifies the call for the caller. value: The first value that it returned.
+            results: References to the other values.
         lost: Whether its actor, or something that it reads, was lost: the call was not made.
     """
 
@@ -60,15 +58,15 @@ class FinishedCall:
 class TaskQueue:
     """Actors, and the calls that they take; a context manager that ends the actors.
 
-    What a method returns first is fetched when it is done, and should be small; what else it
-    returns stays where it is, and other calls take references to it.
+    The first value that a method returns is fetched when it is done, and should be small; other
+    values stay where they are, and other calls take references to them.
 
     Args:
         worker: The class of the actors.
-        arguments: Of its constructor.
+        arguments: Arguments of its constructor.
         options: Of the actors, as `ray.remote` takes them.
-        most: How many there are at most. Those that find no room are not waited for.
-        label: Of the work, where progress is published.
+        most: Largest number of actors. Those without room are not waited for.
+        label: Label under which progress is published.
     """
 
     def __init__(
@@ -115,7 +113,7 @@ class TaskQueue:
         (self._waiting.appendleft if first else self._waiting.append)(call)
 
     def next(self) -> FinishedCall:
-        """Wait until a call is over.
+        """Wait until a call is finished.
 
         Raises:
             RayActorError: If actors are lost again and again.

@@ -1,4 +1,4 @@
-"""A text tokenised by all CPUs of the cluster that are there.
+"""Tokenise a text on all present CPUs of the cluster.
 
 One process reads the documents and writes the shards of the token set, Ray tasks tokenise block by
 block. No more of them are requested than can run at once: an autoscaler would start nodes for the
@@ -20,25 +20,25 @@ from trainers.text.data import SMALL_TEXT
 from trainers.text.tokenising import TokenBlock, Tokenise, tokenise, tokenise_here
 
 _BLOCKS_PER_CPU = 2
-"""In memory: one that is tokenised, one that is done and waits for those before it."""
+"""Blocks in memory per task: one in work, one that is done and waits for earlier ones."""
 
 
 def tokeniser(model: str, tokens: int) -> Tokenise:
-    """Return what tokenises a text of so many tokens.
+    """Return the tokeniser for a text of so many tokens.
 
-    That is this process, where others would take as long to start, or the cluster that it is
-    connected to.
+    That is this process, if others would take as long to start, or the cluster that it is connected
+    to.
     """
     return tokenise_here if tokens <= SMALL_TEXT else tokenise_on_cluster(model)
 
 
 def tokenise_on_cluster(model: str) -> Tokenise:
-    """Return what tokenises in Ray tasks of one CPU each; blocks come back in their order.
+    """Return a tokeniser that uses Ray tasks of one CPU each; blocks are returned in order.
 
     A task whose process or node dies is run again by Ray.
 
     Args:
-        model: Of the tokenizer: a folder that every node sees, or a hub name.
+        model: Source of the tokenizer: a folder that every node sees, or a hub name.
     """
     import ray
 
@@ -75,5 +75,5 @@ def _tokenise(texts: list[str], model: str) -> TokenBlock:
 
 @lru_cache(maxsize=1)
 def _tokenizer(model: str) -> Any:
-    """Return the tokenizer, read once per process, which takes one block after the other."""
+    """Return the tokenizer, read once per process, which processes one block after the other."""
     return read_tokenizer(model)

@@ -40,7 +40,7 @@ _NO_ROOM = "worker group startup timed out"  # what Ray Train says of nodes that
 
 @dataclass(frozen=True)
 class LeaseEvent:
-    """What has happened to a job: one of a milestone's report, its outcome, or an error."""
+    """An event of a job: one of a milestone's report, its outcome, or an error."""
 
     report: RungReport | None = None
     outcome: Mapping[str, Any] | None = None
@@ -49,17 +49,17 @@ class LeaseEvent:
 
 @dataclass(eq=False)
 class Group:
-    """A group of workers as the pool sees it.
+    """The pool's record of a group of workers.
 
     Attributes:
         started: On the monotonic clock, like `idle_since`.
         workers: Handles by rank.
         job: The number of the job under way in this group, and the job as JSON.
-        jobs_done: The number of jobs that have ended.
-        outcomes: Of the job under way, by rank.
-        reduced: Whether it takes less than its shape says.
-        placed_shape: What Ray was requested, once it was.
-        changed: Set when workers that wait have something to look at.
+        jobs_done: The number of finished jobs.
+        outcomes: Outcomes of the running job, by rank.
+        reduced: Whether it takes less than its shape.
+        placed_shape: The shape requested from Ray, once it was.
+        changed: Set to wake waiting workers.
     """
 
     name: str
@@ -114,9 +114,9 @@ class Pool:
     """The actor; all methods run in one event loop, `serve_pool` in one thread for each group.
 
     Attributes:
-        idle_seconds: Without a job, after which a group ends.
-        lost_seconds: Without a heartbeat, after which a lease's holder counts as dead.
-        stuck_seconds: Without a worker anywhere, after which a group may start on less CPU.
+        idle_seconds: Seconds without a job, after which a group ends.
+        lost_seconds: Seconds without a heartbeat, after which a lease's holder counts as dead.
+        stuck_seconds: Seconds without any worker, after which a group may start on less CPU.
     """
 
     name: str
@@ -126,8 +126,7 @@ class Pool:
     stuck_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        # Checked ten times a second a group that lasts would cost a few per cent of a core for
-        # nothing
+        # Checking a group ten times per second would cost a few per cent of a core for nothing
         ray_train_intervals(health_check_seconds=0.5)
         self.groups: dict[str, Group] = {}
         self.leases: dict[int, Lease] = {}
@@ -174,19 +173,19 @@ class Pool:
             return await asyncio.wait_for(lease.events.get(), seconds)
 
     async def heartbeat(self, number: int) -> None:
-        """Note that the holder of a lease lives."""
+        """Record that the holder of a lease is alive."""
         if number in self.leases:
             self.leases[number].heartbeat_at = time.monotonic()
 
     async def proceed(self, number: int) -> None:
-        """Let the workers go on after a report."""
+        """Let the workers continue after a report."""
         if (lease := self.leases.get(number)) is not None:
             self._answer(lease, True)
 
     async def release(self, number: int) -> None:
         """End a lease.
 
-        A job under way ends at the milestone where it waits, else with its workers.
+        A running job ends at the milestone where it waits, else with its workers.
         """
         lease = self.leases.pop(number, None)
         if lease is None:
@@ -200,7 +199,7 @@ class Pool:
             self._end(lease.group, kill=True)
 
     async def state(self) -> Mapping[str, Any]:
-        """Return groups, leases and waiting jobs, for tests and for people."""
+        """Return groups, leases and waiting jobs, for tests and for debugging."""
         groups = {
             group.name: {
                 "shape": group.shape,
@@ -213,7 +212,7 @@ class Pool:
         return {"groups": groups, "leases": sorted(self.leases), "waiting": waiting}
 
     async def close(self) -> None:
-        """End all groups, those that have not ended after CLOSE_SECONDS by killing them."""
+        """End all groups; those that still run after CLOSE_SECONDS are killed."""
         self._closing = True
         for group in list(self.groups.values()):
             self._end(group, kill=group.lease is not None)  # nobody waits for what is under way
@@ -246,8 +245,7 @@ class Pool:
     async def report(self, name: str, metrics: RungReport, last: bool) -> bool:
         """Pass rank 0's milestone to the holder, and wait for the answer unless it is the last.
 
-        Returns:
-            Whether the job goes on.
+        Returns: Whether the job continues.
         """
         lease = self.groups[name].lease
         if lease is None or lease.released:
@@ -304,7 +302,7 @@ class Pool:
             waiting = sum(lease.shape == shape for lease in self.waiting)
             starting = sum(group.shape == shape and not group.ready for group in self._alive())
             for _ in range(waiting - starting):
-                # What is idle has another shape; it may lie where this one needs room
+                # Idle groups have another shape; they may occupy the room that this one needs
                 for other in self._idle()[:1]:
                     self._end(other)
                 self._start(shape)
@@ -313,7 +311,7 @@ class Pool:
         """Start a group.
 
         Args:
-            reduced_shape: What Ray is requested, if that is less than `shape`.
+            reduced_shape: The shape requested from Ray, if that is less than `shape`.
         """
         if self._closing:
             return
@@ -345,7 +343,7 @@ class Pool:
         group.notify()
 
     def _remove(self, group: Group, error: BaseException | None) -> None:
-        """Take note that the run of a group has ended, perhaps under its job."""
+        """Record that the run of a group has ended, perhaps during a job."""
         del self.groups[group.name]
         group.notify()
         shutil.rmtree(Path(self.storage_path) / group.name, ignore_errors=True)
@@ -366,7 +364,7 @@ class Pool:
         """Try a job again, unless it has failed too often.
 
         Args:
-            counts: Whether this failure does.
+            counts: Whether this failure counts.
         """
         if lease.released:
             return
@@ -379,7 +377,7 @@ class Pool:
             self.waiting.insert(0, lease)
 
     def _answer(self, lease: Lease, proceed: bool) -> bool:
-        """Answer a report; return whether a group has waited for it."""
+        """Answer a report; return whether a group was waiting for it."""
         answer = lease.answer
         lease.answer = None
         if answer is None or answer.done():
@@ -388,7 +386,7 @@ class Pool:
         return True
 
     async def _watch(self) -> None:
-        """End groups that are idle for long, and release the leases of holders that have died."""
+        """End groups that were idle for long, and release the leases of dead holders."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             now = time.monotonic()
@@ -414,17 +412,17 @@ class Pool:
             self._checks_with_pending_gpus += 1
         else:
             self._checks_with_pending_gpus = 0
-        # What has room waits for less than the time between two checks
+        # A group with room waits for less than the time between two checks
         if self._checks_with_pending_gpus > 1:
             self._checks_with_pending_gpus = 0
             self._end(idle[0])
 
     def _start_reduced(self, shape: Shape) -> None:
-        """Start a group on less CPU, or on several nodes, where only that lets it start.
+        """Start a group on less CPU, or on several nodes, if it cannot start otherwise.
 
-        Once nodes have gone, the one that would hold it may not come back, or the little CPU of
-        those who wait for it is what it lacks, for ever. Ray counts CPUs and enforces none: the
-        group is slower, no more.
+        After nodes were lost, the node with room for it may never return, or it may lack only the
+        little CPU of the processes that wait for it. Ray counts CPUs but does not enforce them: the
+        group is merely slower.
         """
         resolved = resolve_strategy(shape, cluster_nodes())
         free = free_nodes()
@@ -437,7 +435,7 @@ class Pool:
 
 
 def _is_excused(error: BaseException | None, message: str) -> bool:
-    """Return whether a node was taken away, or a smaller micro-batch has solved the problem."""
+    """Return whether a node was lost, or a smaller micro-batch has solved the problem."""
     workers = getattr(error, "worker_failures", {}).values()
     preempted = any(getattr(worker, "preempted", False) for worker in workers)
     if preempted or isinstance(error, PreemptionError):
@@ -446,9 +444,9 @@ def _is_excused(error: BaseException | None, message: str) -> bool:
 
 
 def _error_message(error: BaseException | None) -> str:
-    """Return the errors of the workers, those last that did not merely lose another worker."""
+    """Return the errors of the workers; those that did more than lose another worker come last."""
     if error is None:
-        return "the group ended before its job was done"
+        return "the group stopped before its job was done"
     failures = [str(failure) for failure in getattr(error, "worker_failures", {}).values()]
     failures.sort(key=lambda failure: "onnection" not in failure)
     return "\n".join(failures) or f"{type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
 """A configuration that compares papers' methods on a checkpoint of one's own, each at its best.
 
-It is a grid: every arm at the same KV ratios and steps, with learning rates of its own and the same
+It is a grid: every arm at the same KV ratios and steps, with its own learning rates and the same
 seeds, and no trial is stopped early.
 """
 

@@ -200,8 +200,8 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         if self.parameters < BILLION and not self.small:
             return ""
         saved = (
-            "keep_weights: finalists    # of trials that have ended: those alone that are "
-            "promoted, and gqa"
+            "keep_weights: finalists    # of finished trials: those alone that are promoted, "
+            "and gqa"
         )
         once = (
             "evaluations: 1    # the default of 4 keeps the best of them, one more copy of the "
@@ -295,13 +295,13 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
 
     @property
     def distillation(self) -> str:
-        """Whether the original model teaches: wherever its weights fit beside the trained ones."""
+        """Whether the original model teaches: wherever its weights fit next to the trained ones."""
         room = _MEMORY_SHARE * self.hardware.gpu_memory
         beside = (self._trained_bytes if self.trains_all_weights else HALF) + HALF
         if self.hardware.gpus and beside * self.parameters > room:
             return (
-                "distillation: none    # the original model does not fit beside the one that is "
-                "trained"
+                "distillation: none    # the original model does not fit together with the trained "
+                "one"
             )
         return "distillation: kl    # towards the original model's predictions"
 

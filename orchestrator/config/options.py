@@ -85,7 +85,7 @@ Strict = Annotated[
     bool,
     typer.Option(
         "--strict",
-        help="Refuse what cannot be met exactly, instead of the largest plan at or below it.",
+        help="Refuse an inexact size, instead of using the largest plan at or below it.",
     ),
 ]
 Overrides = Annotated[
@@ -109,7 +109,7 @@ RecipeName = Annotated[
 Engine = Annotated[
     str | None,
     typer.Option(
-        "--for", help="Engine that is to load the result: vllm, llama.cpp or transformers."
+        "--for", help="Engine that will load the result: vllm, llama.cpp or transformers."
     ),
 ]
 
@@ -133,7 +133,7 @@ EvalData = Annotated[
 TextField = Annotated[
     str,
     typer.Option(
-        help="Field of a record that holds its text; conversations in messages are found without."
+        help="Field of a record that contains its text; not needed for conversations in messages."
     ),
 ]
 CalibrationTokens = Annotated[
@@ -177,7 +177,7 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Check everything and say what it will take; nothing is written or started.",
+        help="Check everything and print an estimate; nothing is written or started.",
     ),
 ]
 
@@ -192,7 +192,7 @@ TensorParallel = Annotated[
 ]
 
 AUTO_FORMAT = "auto"
-"""The cache format that loses least together with the heads that it leaves room for."""
+"""The cache format with the lowest loss together with the possible heads."""
 
 # ---- options of a verb ---------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class BudgetOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
-    """What is changed of a recipe: `["axis=part", "axis.knob=value"]`, or the same as a mapping."""
+    """Changes of a recipe: `["axis=part", "axis.knob=value"]`, or the same as a mapping."""
 
     overrides: Overrides = None
 
@@ -298,7 +298,7 @@ class PolishOptions:
     ] = 0
     polish_weights: Annotated[
         Literal["all", "kv"],
-        typer.Option(help="What that trains: the projections of keys and values, or all weights."),
+        typer.Option(help="Weights that --polish trains: projections of keys and values, or all."),
     ] = "kv"
 
 
@@ -320,8 +320,8 @@ class ConvertOptions(PolishOptions, ConversionOptions):
         str | None,
         typer.Option(
             help="Format of the KV cache that --kv-bytes counts in: that of --for llama.cpp (q8_0, "
-            "q8_0,q4_0, ...) or vllm (fp8), f16, or auto: the one that loses least together with "
-            "the heads that it leaves room for (the default with both)."
+            "q8_0,q4_0, ...) or vllm (fp8), f16, or auto: the one with the lowest loss together "
+            "with the possible heads (the default with both)."
         ),
     ] = None
     out: Annotated[
@@ -335,7 +335,7 @@ class ConvertOptions(PolishOptions, ConversionOptions):
     layerwise: Annotated[
         bool | None,
         typer.Option(
-            help="Hold one decoder layer at a time, from disk to disk, and continue where it was "
+            help="Load one decoder layer at a time, from disk to disk, and continue where it was "
             "stopped (by default "
             "where the model would not fit in memory: see the verb estimate)."
         ),
@@ -357,14 +357,14 @@ class EstimateOptions(PolishOptions, BudgetOptions, RecipeOptions, SizeOptions, 
     search: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG] [KEY=VALUE]...", help="Of a search: its YAML file and changes to it."
+            metavar="[CONFIG] [KEY=VALUE]...", help="For a search: its YAML file and changes to it."
         ),
     ] = None
     config: Annotated[Path | None, typer.Option(help="The same YAML file.")] = None
     model: Annotated[
         str | None,
         typer.Option(
-            help="Of a conversion: folder with config.json, a GGUF file, or hub name; no weights "
+            help="For a conversion: folder with config.json, a GGUF file, or hub name; no weights "
             "are read."
         ),
     ] = None
@@ -372,9 +372,7 @@ class EstimateOptions(PolishOptions, BudgetOptions, RecipeOptions, SizeOptions, 
     engine: Engine = None
     gpus: Annotated[
         int | None,
-        typer.Option(
-            min=0, help="GPUs of the machine that it will run on, where that is not this one."
-        ),
+        typer.Option(min=0, help="GPUs of the machine that it will run on, if not this one."),
     ] = None
     gpu_memory: Annotated[
         int | None, typer.Option(min=1, help="GiB of memory of each of them.")
@@ -473,8 +471,8 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
         str | Sequence[str] | None,
         Typed(str | None),
         typer.Option(
-            help="Text to continue greedily, side by side: a file (one prompt a line, or .jsonl), "
-            "or a prompt."
+            help="Text to continue greedily, side by side: a file (one prompt per line, or "
+            ".jsonl), or a prompt."
         ),
     ] = None
     context_lengths: Annotated[
@@ -496,7 +494,7 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
     cache_format: Annotated[
         str | None,
         typer.Option(
-            help="Measure checkpoint and baseline with a KV cache as an engine holds it: f16, "
+            help="Measure checkpoint and baseline with a KV cache in a format of an engine: f16, "
             "bf16, q8_0, q5_1, q4_0 (llama.cpp), fp8 (vLLM); or keys and values apart: q8_0,q4_0. "
             "The original keeps its own."
         ),
@@ -573,7 +571,7 @@ class DoctorOptions:
     config: Annotated[
         Path | None,
         typer.Option(
-            help="YAML file of a search, whose workers, storage and stores are tried (default: "
+            help="YAML file of a search, whose workers, storage and stores are tested (default: "
             "what the cluster has)."
         ),
     ] = None
@@ -586,7 +584,7 @@ class DoctorOptions:
         typer.Option(help="A check to make, e.g. all-reduce; repeatable (default: all)."),
     ] = None
     seconds: Annotated[
-        float, typer.Option(min=1, help="How long one check may take, nodes that start included.")
+        float, typer.Option(min=1, help="Time limit of one check, with the start of nodes.")
     ] = 300.0
     probe_mib: Annotated[
         int, typer.Option(min=1, help="MiB that each node writes to measure the storage.")
@@ -631,7 +629,7 @@ class ReportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """Watch a search: trials, front so far, spent and left. Reads files only."""
+    """Watch a search: trials, current front, time spent and left. Reads files only."""
 
     search: SearchPath
     every: Annotated[float, typer.Option(min=0.2, help="Refresh interval in seconds.")] = 2.0
@@ -663,14 +661,14 @@ class DemoOptions:
     """
 
     overrides: ConfigOverrides = None
-    storage: Annotated[Path, typer.Option(help="Folder for all that the demo writes.")] = Path(
+    storage: Annotated[Path, typer.Option(help="Folder for all output of the demo.")] = Path(
         "runs/demo"
     )
     resume: Annotated[bool, typer.Option("--resume", help="Continue a demo that was stopped.")] = (
         False
     )
     path: Annotated[
-        bool, typer.Option("--path", help="Print the folder of that checkpoint, and end.")
+        bool, typer.Option("--path", help="Print the folder of the demo checkpoint, and exit.")
     ] = False
 
 
@@ -702,7 +700,7 @@ class InitOptions:
         str | None,
         typer.Option(
             help="Recipes to compare with gqa, e.g. asymgqa,dha,align, each also with the local "
-            "fit: a grid with seeds, rates of each arm's own and no early stop."
+            "fit: a grid with seeds, different rates per arm and no early stop."
         ),
     ] = None
     gpus: Annotated[
@@ -721,7 +719,7 @@ class InitOptions:
     storage: Annotated[
         str,
         typer.Option(
-            help="Where searches are to write; what is written fits the free space there if it can."
+            help="Folder that searches write to; the search fits its free space if possible."
         ),
     ] = "runs"
 
@@ -777,7 +775,7 @@ class ExportOptions:
     cache_format: Annotated[
         str | None,
         typer.Option(
-            help="Format that the engine is to hold the KV cache in, e.g. q8_0 or q8_0,q4_0 "
+            help="Format of the engine's KV cache, e.g. q8_0 or q8_0,q4_0 "
             "(llama.cpp), fp8 (vLLM): bytes and commands to serve it are those of this format."
         ),
     ] = None
@@ -873,7 +871,7 @@ class TrainingOptions(EvalTextOptions):
     device: Device = "auto"
     checkpoint_minutes: Annotated[
         float,
-        typer.Option(min=0.001, help="Minutes after which there is a checkpoint at the latest."),
+        typer.Option(min=0.001, help="Longest time in minutes without a checkpoint."),
     ] = CHECKPOINT_MINUTES
 
 

@@ -18,7 +18,7 @@ from attention.cache_formats import CacheFormatError, CachePair
 
 _MOST_LINES = 12  # mistakes of one file that a message lists
 IN_WORDS = {
-    "model_type": "expected a section, with keys and values of its own",
+    "model_type": "expected a section, with its own keys and values",
     "dict_type": "expected keys and values",
     "list_type": "expected a list, e.g. [0.5, 0.25]",
     "too_short": "expected at least 1 value",

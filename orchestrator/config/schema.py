@@ -2,7 +2,7 @@
 
 Unknown keys are refused; every error names path, value and what is allowed.
 
-The sections lie here and in `orchestrator.config.sections`, but for `train`, which lies beside its
+The sections are here and in `orchestrator.config.sections`, except `train`, which is next to its
 consumer (`trainers.settings.TrainSettings`). A docstring below a key is its meaning everywhere, in
 the pages of docs/ as well.
 """
@@ -56,10 +56,10 @@ class PlaceSection(Section):
 class PromotionSection(Section):
     """Which trials get the full training, how they are trained, and what they must pass.
 
-    The learning rate has a schedule of its own, which warms up again. Of all that was measured of a
-    trial, the untrained conversion included, the step of lowest held-out loss is shipped. The gate
-    asks that this loss is below the baseline's (at its own best step of equally many) at the same
-    KV ratio; KV bytes as planned; and the same logits of the exported checkpoint.
+    The learning rate has its own schedule, which warms up again. The measured step with the lowest
+    held-out loss is shipped, which may be the untrained conversion. The gate requires that this
+    loss is below the baseline's (at its own best of as many steps) at the same KV ratio, that KV
+    bytes are as planned, and that the exported checkpoint has the same logits.
     """
 
     enabled: bool = True
@@ -67,51 +67,48 @@ class PromotionSection(Section):
     select: Literal["best_per_budget", "front"] = "best_per_budget"
     """The `top` best trials at each KV ratio, or every trial on the front."""
     top: PositiveInt = 1
-    """How many at each KV ratio."""
+    """Number of trials at each KV ratio."""
     steps: int = Field(default=0, ge=0)
     """Training steps, added to those of the last rung."""
     keep_weights: Literal["all", "finalists"] = "all"
-    """Whose weights stay when a trial has ended. all: those of every trial, converted, of its last
-    and its best step, so that `headfold promote` can take any of them later. finalists: those of
-    the trials alone that are promoted as configured here and of the baseline, converted and of
-    the best step; a large model wants this.
-    """
+    """Which weights stay when a trial has finished. all: of every trial, the converted weights and
+    those of its last and its best step, so that `headfold promote` can take any of them later.
+    finalists: only of the trials that are promoted as configured here and of the baseline, the
+    converted weights and those of the best step; recommended for large models."""
     evaluations: PositiveInt = 4
-    """Measurements on the way, at each of which a checkpoint is kept."""
+    """Number of measurements during the training, each with a checkpoint."""
     train: dict[str, Any] = Field(default={})
     """Settings that differ from the trials' `train`, e.g. `{num_workers: 32, learning_rate: 1e-5}`.
     """
     data: TextSection | None = None
-    """Fresh training text; none: that of the trials, read on."""
+    """New training text; none: that of the trials, continued."""
     resources: PlaceSection = PlaceSection()
     """Where its workers run."""
     checkpoint_steps: PositiveInt | None = None
-    """Steps between two checkpoints, beside those of the measurements."""
+    """Steps between two checkpoints, in addition to those of the measurements."""
     checkpoint_minutes: PositiveFloat | None = None
-    """Minutes after which there is a checkpoint at the latest; none: those of `resources`."""
+    """Longest time in minutes without a checkpoint; none: that of `resources`."""
     margin: float = Field(default=0.0, ge=0)
     """By how many nats per token the loss must be below the baseline's, on `data.test`."""
     margin_standard_errors: float = Field(default=0.0, ge=0)
-    """By how many standard errors of this difference besides, e.g. 2. The error is that of a
-    bootstrap over documents, which both models share; with 0 it is reported and not required.
-    """
+    """Additional margin in standard errors of this difference, e.g. 2. The error is that of a
+    bootstrap over documents, which both models share; with 0 it is reported and not required."""
     logit_tolerance: PositiveFloat | None = None
-    """How far logits of the exported checkpoint may be from the trained model's; none: 8 times what
-    another order of the sums changes in them in float32, which is measured.
-    """
+    """Largest allowed difference between logits of the exported checkpoint and the trained model;
+    none: 8 times the measured effect of another order of sums in float32."""
     tasks: Annotated[list[str], AfterValidator(distinct)] = Field(default=[])
-    """Tasks of lm-evaluation-harness that are run on what is exported, on the original model and on
-    the baseline: `demo`, folders of task files that every node sees, or the harness's own names.
+    """Tasks of lm-evaluation-harness that are run on the exported model, on the original model and
+    on the baseline: `demo`, folders of task files that every node sees, or the harness's own names.
     """
     max_task_drop: float | None = Field(default=None, ge=0, le=1)
-    """The gate asks that no task's accuracy is lower than the original's by more; needs `tasks`."""
+    """The gate requires that no task's accuracy is below the original's by more; needs `tasks`."""
     prompts: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts that are continued by the same three models, side by side."""
     context_lengths: Annotated[list[PositiveInt], AfterValidator(distinct)] = Field(default=[])
     """Context lengths at which the loss by position and the recall of a hidden line are measured.
     """
     max_recall_drop: float | None = Field(default=None, ge=0, le=1)
-    """The gate asks that recall falls by no more; needs `context_lengths`."""
+    """The gate requires that recall is not lower than that by more; needs `context_lengths`."""
     registered_name: Name | None = None
     """Name of the registered model in MLflow; none: that of the search."""
 
@@ -149,12 +146,12 @@ class ResourcesSection(Section):
     and shrinks.
     """
     trial_cpus: float = Field(default=0.05, gt=0)
-    """CPUs of what plans, converts and measures the untrained model before a trial's workers start.
-    """
+    """CPUs for planning, converting and measuring the untrained model before a trial's workers
+    start."""
     trial_gpus: float = Field(default=0.0, ge=0)
-    """GPUs of the same: a whole number, or a part of one.
+    """GPUs for the same: a whole number, or a part of one.
 
-    It is then a task of its own, and they are free again while the workers train.
+    It is then a separate task, and the GPUs are free again while the workers train.
     """
     accelerator_type: str | None = Field(default=None, min_length=1)
     """Workers run on nodes with these GPUs alone, by Ray's name of them (A100, A10G, H100); none:
@@ -163,44 +160,40 @@ class ResourcesSection(Section):
     trial_accelerator_type: str | None = Field(default=None, min_length=1)
     """The same for planning and measuring; none: that of the workers."""
     plan_ahead: int = Field(default=1, ge=0, le=64)
-    """Candidates to come that are planned and converted while trials before them plan or train, on
-    GPUs that nobody needs meanwhile (with `trial_gpus` alone).
+    """Number of later candidates that are planned and converted on idle GPUs while earlier trials
+    plan or train (only with `trial_gpus`).
 
-    Which trials there are and what they come to does not change: only candidates that come in any
-    case, whatever is reported until then. 0: every trial plans for itself.
+    Trials and their results do not change: only candidates that will be tried whatever is reported
+    until then are prepared. 0: every trial plans for itself.
     """
     hold_nodes: bool = True
-    """Nodes of workers that are there stay while trials to come need them, where an autoscaler
-    would end them for being idle, as while a trial plans on other nodes.
-    """
+    """Keep running worker nodes while later trials need them, where an autoscaler would remove them
+    as idle, for example while a trial plans on other nodes."""
     placement_strategy: Strategy = AUTO_STRATEGY
-    """How the workers of a training lie on nodes, in Ray's words: STRICT_PACK all on one node, PACK
-    on few, SPREAD on many; auto: on one where a node of the cluster can hold them, else on few.
-    """
+    """How the workers of a training are placed on nodes, in Ray's terms: STRICT_PACK all on one
+    node, PACK on few, SPREAD on many; auto: on one if a node of the cluster has room for them, else
+    on few."""
     reuse_workers: Literal["auto"] | bool = "auto"
     """Workers take one training after another, so that a trial waits for no process to start.
 
-    With false every training starts workers of its own; auto does so where workers have GPUs and
-    the model a billion parameters or more.
+    With false every training starts its own workers; auto does so if workers have GPUs and the
+    model has a billion parameters or more.
     """
     checkpoint_minutes: PositiveFloat = CHECKPOINT_MINUTES
-    """Minutes after which a training, that of a trial too, has a checkpoint at the latest, from
-    which it continues when it has lost a machine.
-    """
+    """Longest time in minutes without a checkpoint of a training, also of a trial's; it continues
+    from there after the loss of a machine."""
     idle_seconds: PositiveFloat = 300.0
     """Reused workers end after so many seconds without a training."""
     stall_minutes: PositiveFloat | None = 120.0
-    """A search fails, and says what waits for what, after so many minutes in which nothing has
-    moved while its own processes wait for each other and no node can be added; none: it waits on.
-    """
+    """A search fails with a message after so many minutes without progress while its own processes
+    wait for each other and no node can be added; none: no limit."""
     max_wait_hours: float = Field(default=4.0, ge=0)
-    """A search fails, and says what was requested and what the cluster has, when no node has had
-    room for something of it for so many hours; 0: it waits without limit.
-    """
+    """A search fails, and reports the requested and the present resources, if no node has had room
+    for one of its processes for so many hours; 0: no limit."""
     tokens_per_second: PositiveFloat | None = None
-    """What one worker trains on, for estimates; none: measured where it can be."""
+    """Training speed of one worker, for estimates; none: measured where possible."""
     price_per_hour: PositiveFloat | None = None
-    """Of a GPU, or of a CPU where workers have no GPU, in whatever money, for estimates and bills.
+    """Price of a GPU, or of a CPU if workers have no GPU, in any currency, for estimates and costs.
     """
 
     @model_validator(mode="after")
@@ -224,8 +217,8 @@ class TrialTraining(TrainSettings):
     learning_rate: Annotated[float, Field(gt=0)] = DISTILLED_RATE
     """Peak of the schedule: a linear warm-up, then a cosine."""
     distillation: Literal["none", "kl", "kl_bild"] = "kl"
-    """What is learnt. kl: KL(original model ‖ model), kl_bild KL + BiLD (Jin 2024), none: language
-    modelling alone, for which no original model is in memory."""
+    """Objective of the training. kl: KL(original model ‖ model), kl_bild KL + BiLD (Jin 2024),
+    none: language modelling alone, which loads no original model."""
     distillation_weight: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Weight of the distillation in the loss; the language-modelling loss keeps the rest."""
 
@@ -239,8 +232,8 @@ class SearchConfig(Section):
     """A whole search."""
 
     name: Name
-    """Of the search: its folder in the storage, its run in MLflow. 1 to 64 letters, digits, '.',
-    '_' or '-'.
+    """Name of the search: of its folder in the storage, and of its run in MLflow. 1 to 64 letters,
+    digits, '.', '_' or '-'.
     """
     model: ModelSection
     data: DataSection = DataSection()
@@ -427,8 +420,7 @@ def apply_train_options(
         for name in ("learning_rate", "seed"):
             if name in train:
                 raise ConfigError(
-                    f"train.{name}: it has an option of its own; give it as "
-                    f"--{name.replace('_', '-')}"
+                    f"train.{name}: it has its own option; give it as --{name.replace('_', '-')}"
                 )
         record["train"] = train | {"learning_rate": learning_rate, "seed": seed}
     return record

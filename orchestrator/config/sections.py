@@ -76,7 +76,7 @@ def _milestones(steps: list[int]) -> list[int]:
 
 
 def _not_both(kv_heads: list[int], info: ValidationInfo) -> list[int]:
-    """Refuse KV heads beside KV ratios."""
+    """Refuse KV heads together with KV ratios."""
     if kv_heads and info.data.get("kv_ratios"):
         raise ValueError(
             "give kv_ratios (shares of the checkpoint's own KV cache) or kv_heads, not both"
@@ -110,7 +110,7 @@ class ModelSection(Section):
     path: str = Field(min_length=1)
     """A folder with safetensors, a GGUF file, or a name on the hub."""
     teacher: str | None = Field(default=None, min_length=1)
-    """What is distilled from, e.g. the checkpoint after fine-tuning; none: the checkpoint itself.
+    """The model to distil from, e.g. the fine-tuned checkpoint; none: the checkpoint itself.
     """
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -151,7 +151,7 @@ class TextSection(Section):
     """A number of tokens of a text."""
 
     tokens: PositiveInt
-    """How many tokens."""
+    """Number of tokens."""
     source: str | None = None
     """Where they come from, as in `data.source`; none: `data.source` itself."""
 
@@ -162,7 +162,7 @@ class DataSection(Section):
     source: str = Field(default="builtin", min_length=1)
     """`builtin` (Python's help topics and standard library, prose and code; to try things out),
     `stdlib` (the source of the standard library), a local .txt / .jsonl / .json / .parquet file,
-    a folder or glob of them, or a dataset name on the hub (`name:split` for a split of its own).
+    a folder or glob of them, or a dataset name on the hub (`name:split` for one of its splits).
     """
     sequence_length: int = Field(default=256, ge=2)
     """Tokens per sequence, of all texts; at most the positions of the model."""
@@ -179,13 +179,13 @@ class DataSection(Section):
     calibration: TextSection = TextSection(tokens=16_384)
     """The text that statistics of the heads are collected on, by which plans are made."""
     text_field: str = "text"
-    """The field of a record, or the column, that holds the text.
+    """The field of a record, or the column, that contains the text.
 
     Without it conversations are taken, from `messages` (role, content) or `conversations` (from,
     value), by the tokenizer's chat template.
     """
     max_epochs: PositiveFloat = 1.0
-    """How often one training may go through the text of `train`; a search whose longest training
+    """How often one training may read the text of `train`; a search whose longest training
     needs more is refused.
     """
 
@@ -196,7 +196,7 @@ class DataSection(Section):
 
 
 class ArmSection(Section):
-    """One arm of the comparison: a recipe under a name of its own.
+    """One arm of the comparison: a recipe under its own name.
 
     It may have other choices than the named recipe.
     """
@@ -265,8 +265,8 @@ class SearchSection(Section):
     ] = "any"
     """The engine that the results are for, by its export target; any: none in particular.
 
-    Every candidate is then a plan that it holds exactly, at the plan's own bytes, and what does not
-    go there is refused.
+    Every candidate is then a plan that this engine loads at the plan's own bytes; others are
+    refused.
     """
     searcher: str = Field(default="optuna", min_length=1)
     """What draws the samples: grid (none of them: named recipes alone), random, optuna, or asymgqa,
@@ -286,16 +286,15 @@ class SearchSection(Section):
     kv_heads: Annotated[_KVHeads, AfterValidator(_either)] = Field(
         default=[], validate_default=True
     )
-    """In place of `kv_ratios`: at most how many KV heads per layer, on average, e.g. `[4, 2]`."""
+    """Instead of `kv_ratios`: the largest average number of KV heads per layer, e.g. `[4, 2]`."""
     strict: bool = False
     """Whether a ratio that a recipe cannot meet exactly is refused."""
     learning_rates: Annotated[list[PositiveFloat], AfterValidator(distinct)] = []
-    """Every arm without rates of its own runs with each, and is judged at its best; none:
-    `train.learning_rate`.
-    """
+    """Every arm without its own rates runs with each, and is compared at its best; none:
+    `train.learning_rate`."""
     distillations: Annotated[list[Literal["none", "kl", "kl_bild"]], AfterValidator(distinct)] = []
-    """Objectives of training, as in `train.distillation`: every recipe that sets none of its own
-    runs with each, and is judged at its best; none: `train.distillation`."""
+    """Objectives of training, as in `train.distillation`: every recipe that does not set its own
+    runs with each, and is compared at its best; none: `train.distillation`."""
     num_samples: int = Field(default=0, ge=0, le=1_000_000)
     """Candidates that the searcher draws after the named ones."""
     search_space: dict[str, list[Any]] = {}
@@ -309,24 +308,23 @@ class SearchSection(Section):
     `{grouping.iterations: 50}`, and those of the searcher itself, e.g. `{searcher.chains: 4}`.
     """
     decode_context_length: PositiveInt | None = None
-    """If given, the engine of `target` is timed before the trials, and its decode time a token at a
-    context of so many tokens is a third objective beside loss and bytes.
-    """
+    """If given, the engine of `target` is timed before the trials, and its decode time per token at
+    a context of so many tokens is a third objective after loss and bytes."""
     cache_formats: Annotated[list[CacheFormatName], AfterValidator(distinct)] | None = None
     """Formats of an engine's KV cache in which the original, the front, the baselines and the
-    promoted models are measured once the trials have ended: the front in engine bytes.
+    promoted models are measured once the trials have finished: the front in engine bytes.
 
     E.g. `[f16, q8_0, "q8_0,q4_0"]`, keys and values apart after a comma. none: those that the
-    engine of `target` holds, or any engine; `[]`: no such measurement.
+    engine of `target` supports, or any engine; `[]`: no such measurement.
     """
     baseline: str = Field(default="gqa", min_length=1)
     """The arm that always runs, at every KV ratio of any arm, is never stopped early, and is what a
     promotion must beat.
     """
     seed: Seed = 0
-    """Of the searcher and the texts."""
+    """Random seed of the searcher and the texts."""
     seeds: Annotated[list[Seed], AfterValidator(distinct)] = []
-    """Of plans and trainings: every recipe runs with each; none: `seed`."""
+    """Random seeds of plans and trainings: every recipe runs with each; none: `seed`."""
 
 
 class RungsSection(Section):

@@ -193,7 +193,7 @@ def _fusion_distances(
     request: ConversionRequest, original: PreTrainedModel, sequences: Tensor
 ) -> Distances:
     print(
-        "measuring how far apart heads come to lie in training (dha's search phase)",
+        "measuring the distances of heads in training (dha's search phase)",
         file=sys.stderr,
     )
     with request.phases("search phase"):

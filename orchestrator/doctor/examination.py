@@ -313,7 +313,7 @@ class Examination:
         base = storage_path(self.storage)
         if uri is None and not (base / "mlflow.db").is_file():
             if self.folder is None:
-                return [Finding("mlflow", "skipped", "its store would lie in the storage")]
+                return [Finding("mlflow", "skipped", "its store would be in the storage")]
             base = self.folder / _LOCAL_STORE
             base.mkdir()
         took = call(probes.log_to_store, uri, str(base), node=self.nodes[0], seconds=self.seconds)

@@ -49,8 +49,8 @@ def read_prompts(source: str | None) -> tuple[str, ...]:
     if len(source) > 255 or "\n" in source or not file.is_file():
         if file.suffix in (".txt", ".jsonl") and " " not in source:
             raise ConfigError(
-                f"prompts: no file at {source!r}; give a file with one prompt a line, or a prompt "
-                "itself"
+                f"prompts: no file at {source!r}; give a file with one prompt per line, or "
+                "a prompt itself"
             )
         prompts = [source]
     else:
@@ -59,7 +59,7 @@ def read_prompts(source: str | None) -> tuple[str, ...]:
             prompts = [_prompt_of(line, file) for line in prompts]
     if not any(prompt.strip() for prompt in prompts):
         raise ConfigError(
-            f"prompts: {source!r} has none; give a file with one prompt a line, or a prompt itself"
+            f"prompts: {source!r} has none; give a file with one prompt per line, or a prompt"
         )
     return tuple(prompts)
 

@@ -71,8 +71,7 @@ def task_specs(names: Iterable[str]) -> list[str | TaskConfig]:
     tasks = [spec if isinstance(spec, str) else spec["task"] for spec in specs]
     if repeated := sorted({task for task in tasks if tasks.count(task) > 1}):
         raise ConfigError(
-            f"tasks: {repeated[0]!r} is asked for more than once; every task needs a name of its "
-            "own"
+            f"tasks: {repeated[0]!r} is requested more than once; every task needs its own name"
         )
     return specs
 
@@ -157,8 +156,8 @@ def _make_data_absolute(task: TaskConfig, folder: Path) -> None:
         path = folder / str(name)
         if not path.is_file() and not any(folder.glob(str(name))):
             raise ConfigError(
-                f"tasks: {task.get('task')}: no data file at {str(path)!r}; data_files are beside "
-                "it"
+                f"tasks: {task.get('task')}: no data file at {str(path)!r}; data_files are next "
+                "to the task file"
             )
         return str(path.absolute())
 

@@ -290,8 +290,8 @@ class _Gate:
             self.reasons.append(f"{reason}, each at its best step of the same {entry.steps}")
         elif untrained_loss is not None and loss > untrained_loss:
             self.reasons.append(
-                f"held-out loss {loss:.4f} is above the {untrained_loss:.4f} of its own untrained "
-                "conversion, whose weights are gone"
+                f"held-out loss {loss:.4f} is above the {untrained_loss:.4f} of the untrained "
+                "conversion, whose weights were removed"
             )
 
     def _not_better(

@@ -145,7 +145,8 @@ def rehearse_promotion(
     if rate:
         seconds = tokens / rate / settings.num_workers
         source = (
-            f"{rate:.0f} tokens/s a worker, {source}, about {duration(seconds)} one after the other"
+            f"{rate:.0f} tokens/s per worker, {source}, about {duration(seconds)} one after the "
+            "other"
         )
     return {
         "promote": ", ".join(f"{trial.trial_id} ({trial.name})" for trial in chosen),

@@ -1,1 +1,1 @@
-"""What people look at: figures, pages, tables of the terminal, the status of a running search."""
+"""Output for users: figures, pages, tables of the terminal, the status of a running search."""

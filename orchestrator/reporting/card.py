@@ -1,7 +1,7 @@
 """The model card of an exported checkpoint: README.md with the hub's metadata, and a picture.
 
-What a card says and the folder itself does not know (base, recipe, losses, tasks) is stored in
-`card.json` beside it, so that what is exported from this folder can say it too. It names no path of
+Facts of a card that are not in the checkpoint (base, recipe, losses, tasks) are stored in
+`card.json` next to it, so that an export of this folder has them too. A card contains no path of
 the machine that it was made on.
 """
 
@@ -53,7 +53,7 @@ _environment = jinja2.Environment(
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says of a model.
+    """The facts of a model card.
 
     Attributes:
         base: Name of the model that it was made from.
@@ -61,14 +61,14 @@ class CardFacts:
         license: Of the base.
         recipe: Name of the recipe.
         kv_ratio: Share of the base's KV cache.
-        losses: Held out, in nats per token, by what they are of.
-        loss_notes: On the text that they are measured on.
+        losses: Held-out losses in nats per token, by name of the model.
+        loss_notes: Notes on the text that they are measured on.
         tasks: Scores by model, as `evaluate --tasks` gives them.
-        trained: Steps and tokens behind the weights, and what text they are of.
+        trained: Steps and tokens of the training, and its text.
         datasets: That text, if it is on the hub.
-        cache_format: What the commands to serve it choose for the KV cache.
-        tensor_parallel: What each GPU holds, a record of `attention.tensor_parallel.RankCache`; the
-            commands to serve it use as many.
+        cache_format: Format of the KV cache in the commands that serve it.
+        tensor_parallel: The cache of each GPU, a record of
+            `attention.tensor_parallel.RankCache`; the commands that serve it use as many GPUs.
     """
 
     base: str | None = None
@@ -86,7 +86,7 @@ class CardFacts:
 
     @classmethod
     def of(cls, folder: str | Path) -> CardFacts:
-        """Read what a checkpoint says of itself: `card.json`, else the note of its conversion."""
+        """Read the facts of a checkpoint from `card.json`, else from the note of its conversion."""
         file = Path(folder) / FACTS
         if file.is_file():
             record = read_json(file)
@@ -114,12 +114,12 @@ class CardFacts:
 def write_card(folder: str | Path, facts: CardFacts, repository: str | None = None) -> Path:
     """Write card, picture and facts into the folder of a checkpoint.
 
-    The digests of the folder are to be written anew after it.
+    The digests of the folder must be written again afterwards.
 
     Args:
         folder: Of the checkpoint.
-        facts: What the folder itself does not know.
-        repository: On the hub, where it will lie; None: lines for loading name the folder.
+        facts: Facts that are not in the folder.
+        repository: Its future repository on the hub; None: code that loads it names the folder.
     """
     folder = Path(folder)
     if plans := _plans(folder):
@@ -130,7 +130,7 @@ def write_card(folder: str | Path, facts: CardFacts, repository: str | None = No
 
 
 def _plans(folder: Path) -> dict[str, AttentionPlan]:
-    """Return the plan and below it that of the original, as far as the conversion noted them."""
+    """Return the plan, and the original's plan, if the conversion recorded them."""
     note = checkpoint.note_of(folder)
     if "plan" not in note:
         return {}
@@ -272,7 +272,7 @@ def _training_table(facts: CardFacts) -> Table:
 
 
 def engine_checks(export: Mapping[str, Any]) -> Table:
-    """Return what engines that loaded the export have shown: `check` in export.json."""
+    """Return the results of engines that loaded the export: `check` in export.json."""
     check: Mapping[str, Any] = export.get("check") or {"runs": ()}
     rows = []
     for run in check["runs"]:

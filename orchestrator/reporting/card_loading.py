@@ -1,4 +1,4 @@
-"""The lines of a model card that load it, engine by engine, to be copied as they are."""
+"""The code of a model card that loads the model in each engine, to be copied as it is."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def loading_blocks(
 
     Args:
         folder: Of the checkpoint.
-        repository: On the hub, where it will lie; None: the reader of the card puts in a path.
+        repository: Its future repository on the hub; None: the reader of the card inserts a path.
         engines: Software that loads the files.
         cache_format: That of the KV cache (`attention.cache_formats`).
-        tensor_parallel: GPUs that vLLM is to divide the heads among.
+        tensor_parallel: Number of GPUs that vLLM divides the heads among.
     """
     pair = None if cache_format is None else CachePair.parse(cache_format)
     flags = {name: f" {pair.flags(name)}" for name in pair.engines} if pair else {}
@@ -86,7 +86,7 @@ def loading_blocks(
     if str(config.get("model_type", "")).startswith(TYPE_PREFIX):
         blocks = [CodeBlock("Headfold", "python", _HEADFOLD.format(path=path, hint=hint))]
         opened = Checkpoint.open(folder)
-        # At no more cache than the plan takes
+        # Without a larger cache than that of the plan
         exact = exact_targets(opened.config, opened.plan, opened.config.dtype or "float32")
         for name in exact:
             title = f"{' and '.join(targets()[name].engines)}, after an export"

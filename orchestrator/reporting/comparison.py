@@ -1,7 +1,7 @@
-"""The table that papers print: each arm at each KV ratio, trained in its best way, over seeds.
+"""The comparison table of papers: each arm at each KV ratio with its best settings, over seeds.
 
 An arm is what trials call their `recipe`. Rows are plain JSON values; terminal, page and `--json`
-all show these.
+use the same rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MeanSD(TypedDict):
     """Mean of values, and their spread."""
 
     mean: float
-    """None of no values."""
+    """None without values."""
     sd: float | None
     """Sample standard deviation (n - 1 below); None for a single value."""
     n: int
@@ -35,18 +35,18 @@ class ArmPoint(MeanSD):
 
     step: int
     tokens: int | None
-    """Trained on so far, mean."""
+    """Mean number of tokens trained on until then."""
 
 
 class RungPoint(ArmPoint):
-    """Those of the rate, and the objective of training, that are best at the step."""
+    """The losses of the learning rate, and objective of training, that are best at the step."""
 
     learning_rate: float
     distillation: str | None
 
 
 class RatePoint(MeanSD):
-    """Those of a rate at the steps of its row."""
+    """The losses of a learning rate at the steps of its row."""
 
     learning_rate: float
     distillation: NotRequired[str | None]
@@ -56,27 +56,27 @@ class RatePoint(MeanSD):
 class ComparisonRow(TypedDict):
     """An arm at a KV ratio. Losses are held out, in nats per token.
 
-    A learning rate takes part at a step if every seed of the search (of a candidate that the
-    searcher drew: every seed of its own) was measured there and none of its trials failed. The
-    best one has the lowest mean loss at the highest such step (the smaller rate if two are equal).
-    Each rate counts once with each objective of training that the arm has.
+    A learning rate is compared at a step if every seed of the search (for a candidate that the
+    searcher drew: each of its seeds) was measured there and none of its trials failed. The best one
+    has the lowest mean loss at the highest such step (the smaller rate if two are equal). Each rate
+    counts once with each objective of training that the arm has.
     """
 
     recipe: str
     label: str
-    """The recipe as it is shown."""
+    """Displayed name of the recipe."""
     kv_ratio: float
     kv_bytes_per_token: int | None
     learning_rate: float | None
-    """The best; None if no rate has all seeds."""
+    """The best learning rate; None if no rate has all seeds."""
     distillation: NotRequired[str | None]
-    """The best objective of training, where the arm has several."""
+    """The best objective of training, if the arm has several."""
     seeds: int
-    """How many it has."""
+    """Number of its seeds."""
     seeds_asked: int
-    """How many it should have."""
+    """Number of seeds that it should have."""
     steps: int | None
-    """At which the row compares."""
+    """Step at which the row compares."""
     tokens: int | None
     last: bool
     """Whether that is the last rung that any trial has reached."""
@@ -90,28 +90,28 @@ class ComparisonRow(TypedDict):
     cost: dict[str, float]
     """Mean of `TrialRecord.cost`."""
     remaining_distance: MeanSD
-    """Of the pairs of a pull (`TrialRecord.remaining_distance`)."""
+    """Distance of the pairs of a pull (`TrialRecord.remaining_distance`)."""
     curve: list[ArmPoint]
     """The best rate at each of its rungs."""
     rungs: list[RungPoint]
     """The rate that is best at each rung."""
     rates: list[RatePoint]
-    """Every rate at the row's steps, over the seeds that it has."""
+    """Every rate at the row's steps, over its seeds."""
     trial_ids: list[str]
-    """Of the best rate, by seed."""
+    """Losses of the best rate, by seed."""
 
     # Trials of all rates
     trials: int
     diverged: int
     failed: int
     stopped: int
-    """Early, by the scheduler."""
+    """Trials stopped early by the scheduler."""
     copied: int
-    """Of a trial with the same model."""
+    """Copies of a trial with the same model."""
     relaxation_unfinished: int
-    """Heads were fused before their relaxation had come to its end."""
+    """Trials whose heads were fused before the end of their relaxation."""
     loss_unfinished: bool
-    """Whether this is so of a trial that `loss` is the mean of."""
+    """Whether this applies to a trial that `loss` is the mean of."""
     unfinished: int
 
 
@@ -157,7 +157,7 @@ def compare_arms(trials: Sequence[TrialRecord], original: OriginalRecord) -> lis
     rows = []
     for name, ratio in sorted(arms, key=lambda arm: (-arm[1], names.index(arm[0]))):
         arm = arms[name, ratio]
-        # What the searcher draws by itself is run with one seed only
+        # Candidates that the searcher draws are run with one seed only
         rows.append(_row(arm, seeds_of(arm) if family(name) == "joint" else seeds, last, original))
     return rows
 
@@ -369,13 +369,13 @@ def _mean_and_sd_text(values: MeanSD) -> str:
 
 
 def counts_text(row: ComparisonRow) -> str:
-    """Return how many trials a row has, and how many of them did not end: "9 (1 diverged)"."""
+    """Return how many trials a row has, and how many of them did not finish: "9 (1 diverged)"."""
     special = [f"{row[name]} {name.replace('_', ' ')}" for name in _SPECIAL_COUNTS if row[name]]
     return str(row["trials"]) + (f" ({', '.join(special)})" if special else "")
 
 
 def footnote(rows: Sequence[ComparisonRow]) -> str:
-    """Return what the reader of the table must know."""
+    """Return the notes for the reader of the table."""
     seeds = max((row["seeds_asked"] for row in rows), default=0)
     note = (
         "Each arm at the best of its learning rates; mean ± sample standard deviation "
@@ -399,5 +399,8 @@ def footnote(rows: Sequence[ComparisonRow]) -> str:
             "start"
         )
     if any(row["steps"] is not None and not row["last"] for row in rows):
-        return f"{note}; * all seeds of a rate got only so far: not comparable with the others."
+        return (
+            f"{note}; * compared at an earlier step, the last with all seeds of a rate: not "
+            "comparable with the others."
+        )
     return f"{note}."

@@ -1,4 +1,4 @@
-"""What a search prints at its end: trials, front, promotion, and the paths of the results."""
+"""The output at the end of a search: trials, front, promotion, and the paths of the results."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from orchestrator.storage.cache_points import CachePoint
 from orchestrator.storage.records import OriginalRecord, TrialRecord
 
 _PAGE_COLUMNS = ("seed", "KL", "last", "time", "trial", "error")
-"""Columns of trials that a terminal has no room for."""
+"""Columns of trials that are too wide for a terminal."""
 
 
 def console(width: int = 140) -> Console:
-    """Return a console of plain text, `width` columns wide where the output is no terminal."""
+    """Return a console of plain text, `width` columns wide if the output is no terminal."""
     plain = Console(highlight=False)
     return plain if plain.is_terminal else Console(highlight=False, width=width)
 

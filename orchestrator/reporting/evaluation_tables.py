@@ -1,4 +1,4 @@
-"""What `headfold convert` and `headfold evaluate` print, from their records."""
+"""The output of `headfold convert` and `headfold evaluate`, from their records."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def increase_of(record: Mapping[str, Any]) -> str:
 
 
 def polish_of(work: Mapping[str, Any]) -> str:
-    """Return the training at the end of a conversion in words."""
+    """Return a description of the training at the end of a conversion."""
     weights = {"all": "all weights", "kv": "keys and values"}[work["weights"]]
     return (
         f"{work['steps']} steps of {weights}, {work['tokens']:,} tokens, {work['flops']:.2g} "
@@ -86,7 +86,7 @@ def polish_of(work: Mapping[str, Any]) -> str:
 
 
 def eval_text_of(record: Mapping[str, Any]) -> str:
-    """Return what a loss was measured on."""
+    """Return the description of the text that a loss was measured on."""
     left_out = record.get("eval_documents_left_out")
     note = f" ({left_out} documents of the calibration text left out)" if left_out else ""
     return f"{record['eval_tokens']:,} tokens of {record['eval_data']}{note}"
@@ -102,7 +102,7 @@ def perplexity_of(record: Mapping[str, Any]) -> str:
 
 
 def tokens_per_gb(kv_bytes_per_token: float) -> int:
-    """Return how many tokens a GB (1e9 bytes) of KV cache holds."""
+    """Return the number of tokens per GB (1e9 bytes) of KV cache."""
     return int(1e9 // kv_bytes_per_token)
 
 
@@ -111,10 +111,10 @@ def next_command(record: Mapping[str, Any], engine: str | None = None) -> str | 
 
     Args:
         record: Of a conversion at one KV ratio.
-        engine: That it was made for, as `vllm` or `llama.cpp`; None for any.
+        engine: Engine that it was made for, as `vllm` or `llama.cpp`; None for any.
 
     Returns:
-        None for a model that was not saved, and for one that no engine loads.
+        None for a model that was not saved, or that no engine loads.
     """
     folder = record.get("out")
     if folder is None:
@@ -130,7 +130,7 @@ def next_command(record: Mapping[str, Any], engine: str | None = None) -> str | 
 
 
 def print_conversion(record: Mapping[str, Any], out: Any) -> None:
-    """Print what was measured, on which text, what loads the result, and where it is.
+    """Print the measurements, their text, the software that loads the result, and its path.
 
     Args:
         record: Of `headfold convert`, at one or several KV ratios.
@@ -198,7 +198,7 @@ def print_evaluation(record: Mapping[str, Any]) -> None:
 
 
 def _cache_words(held: Mapping[str, Any], reference: str) -> str:
-    """Return what a cache format takes, relative to `reference`, and the flags of engines."""
+    """Return the size of a cache format, relative to `reference`, and the flags of engines."""
     flags = "; ".join(
         f"{engine} {words}" for engine, words in zip(held["engines"], held["flags"], strict=True)
     )
@@ -209,7 +209,7 @@ def _cache_words(held: Mapping[str, Any], reference: str) -> str:
 
 
 def print_extras(record: Mapping[str, Any]) -> None:
-    """Print tasks, long contexts and generated text, as far as they were measured."""
+    """Print tasks, long contexts and generated text, if they were measured."""
     out = console(120)
     if "tasks" in record:
         out.print("\nTasks (± standard error):")
@@ -228,7 +228,7 @@ def print_extras(record: Mapping[str, Any]) -> None:
 
 
 def print_generation(generation: Mapping[str, Any]) -> None:
-    """Print prompt and continuations, and where checkpoint and original differ."""
+    """Print prompt and continuations, and the position where checkpoint and original differ."""
     out = console(120)
     out.rule(f"{generation['prompt']!r:.100}", align="left", characters="-")
     for model, text in generation["texts"].items():

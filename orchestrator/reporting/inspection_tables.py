@@ -1,4 +1,4 @@
-"""What `headfold inspect` shows of a checkpoint in words and tables: page and terminal."""
+"""Texts and tables of `headfold inspect` for page and terminal."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def best_entry(record: Mapping[str, Any], ratio: float) -> Mapping[str, Any] | N
 
 
 def fit_note(entry: Mapping[str, Any]) -> str:
-    """Return how long the layers of an entry were fitted, in words; empty if they were not."""
+    """Return how long the layers of an entry were fitted; empty if they were not."""
     if (steps := entry.get("fit_steps")) is None:
         return ""
     convert_steps = entry["fit_steps_of_convert"]

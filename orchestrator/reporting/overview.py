@@ -1,4 +1,4 @@
-"""The table on top of a report: the promoted models of a search, else its best trials."""
+"""The table at the top of a report: the promoted models of a search, else its best trials."""
 
 from __future__ import annotations
 

@@ -24,17 +24,17 @@ PROMOTED = "promoted"
 _UNROUNDED = ("f16", "bf16")
 _TRANSFORMERS = "transformers"
 _TARGETS = {"vLLM": "vllm", "llama.cpp": "gguf", _TRANSFORMERS: "transformers"}
-"""Engines, and the target that each reads where the folder itself is none."""
+"""Engines, and the export target that each needs if it does not load the folder itself."""
 
 
 class EngineService(TypedDict):
-    """How an engine serves a model, or why it cannot in the model's own bytes."""
+    """How an engine serves a model, or why it cannot at the model's own cache size."""
 
     engine: str
     target: NotRequired[str | None]
-    """Of the export that it needs; None where it loads the folder as it is."""
+    """Target of the required export; None if it loads the folder as it is."""
     commands: NotRequired[list[str]]
-    """Of transformers: the line of Python that loads it."""
+    """For transformers: the line of Python that loads it."""
     kv_bytes_per_token: NotRequired[int]
     why_not: NotRequired[str]
 
@@ -43,20 +43,20 @@ class PromotedModel(TypedDict):
     """A promoted model. Losses are in nats per token."""
 
     label: str
-    """The recipe as it is shown."""
+    """Displayed name of the recipe."""
     trial_id: str
     recipe: str
     kv_ratio: float
     kv_bytes_per_token: int | None
     version: str | None
-    """In the registry."""
+    """Version in the registry."""
     loss: float | None
     loss_increase: float | None
     loss_increase_stderr: float | None
-    """Over the held-out sequences, with a cache in 16 bits; None if it was not measured."""
+    """Standard error over held-out sequences, with a 16-bit cache; None if not measured."""
     perplexity: float | None
     path: str | None
-    """Of the checkpoint."""
+    """Path of the checkpoint."""
     serve: list[EngineService]
 
 
@@ -69,7 +69,7 @@ def promoted_models(
 
     Args:
         promotion: The content of the file.
-        caches: What the search has measured in cache formats, for the standard errors.
+        caches: Measurements of the search in cache formats, for the standard errors.
     """
     candidates = promotion.get("candidates", {}).values()
     promoted = [c for c in candidates if c.get("status") == PROMOTED]
@@ -136,7 +136,7 @@ def best_service(models: Sequence[PromotedModel]) -> tuple[str, str] | None:
         for service in model["serve"]
         if service.get("commands") and "commands" in service
     ]
-    # An engine before transformers, whose command is a line of Python; then the fewest commands
+    # Engines come before transformers, whose command is Python code; then the fewest commands
     services.sort(key=lambda pair: (pair[0] == _TRANSFORMERS, len(pair[1])))
     return (services[0][0], " && ".join(services[0][1])) if services else None
 
@@ -145,8 +145,8 @@ def engine_services(model: str | Path, served: str | Path | None = None) -> list
     """Return how each engine serves a promoted model. Reads no weights.
 
     Args:
-        model: Folder that the gate of a promotion has written.
-        served: The same model, exported for the engine that the search was for.
+        model: Folder that the gate of a promotion has written. served: The same model, exported
+            for the engine of the search.
 
     Returns:
         An entry for each engine; none if the folder is no longer there.

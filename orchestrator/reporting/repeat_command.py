@@ -1,4 +1,4 @@
-"""The command that runs one trial of a search again: its recipe spelt out as an arm."""
+"""The command that runs one trial of a search again, with its recipe as an arm."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ _BASE_RECIPE = "gqa"  # that the changes of an arm start from
 
 
 def command_of(trial: TrialRecord, snapshot: str) -> str | None:
-    """Return a command line that runs the trial again and nothing else.
+    """Return a command line that runs only this trial again.
 
     Args:
         trial: The trial.
         snapshot: Path of the stored settings of its search.
 
     Returns:
-        None for a plan that the searcher has made, and for a trial of which too little was
-        recorded.
+        None for a plan that the searcher has made, and for a trial with too few records.
     """
     if trial.probe or trial.calibration_loss is not None or not trial.choices:
         return None
@@ -58,6 +57,6 @@ def _arm_of(trial: TrialRecord) -> dict[str, Any]:
 
 
 def _yaml(value: Any) -> str:
-    """Return a value on one line. Not as JSON: YAML takes its 1e-05 for a text."""
+    """Return a value on one line. Not as JSON: YAML reads its 1e-05 as text."""
     text = yaml.safe_dump([value], default_flow_style=True, width=1_000_000, sort_keys=False)
     return text.strip()[1:-1]

@@ -1,8 +1,8 @@
 """`headfold watch`: the state of a search, from the files in its folder, on any machine.
 
-Hours are those of trials as they have reported them: a trial's own process while it plans, converts
-and measures, and its workers while they train. The start of processes is not in them, nor what has
-not been reported yet.
+Hours are those reported by trials: of a trial's own process while it plans, converts and measures,
+and of its workers while they train. They do not include the start of processes, nor work that is
+not reported yet.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FrontPoint(TypedDict):
     trial_id: str
     recipe: str
     label: str
-    """The recipe as it is shown."""
+    """Displayed name of the recipe."""
     kv_ratio: float
     kv_bytes_per_token: int | None
     step: int
@@ -64,21 +64,21 @@ class SearchStatus:
     started: str | None
     seconds: float | None
     seconds_left: float | None
-    """By the share of rungs that are done."""
+    """By the share of finished rungs."""
     trials: dict[str, int]
-    """How many are in each state."""
+    """Number of trials in each state."""
     probes: int
     expected: int | None
-    """How many trials there will be; None if that is not known."""
+    """Expected number of trials; None if it is not known."""
     tokens: int
-    """Trained on so far."""
+    """Tokens trained on until now."""
     tokens_per_second: float
-    """Of the trials under way, as last reported."""
+    """Speed of the running trials, as last reported."""
     unit: str
-    """GPU or CPU, of the hours."""
+    """Unit of the hours: GPU or CPU."""
     hours_spent: float
     hours_left: float | None
-    """What the estimate at the start says, less what is spent."""
+    """The estimate at the start minus the hours spent."""
     money_spent: float | None
     """None without a price."""
     money_left: float | None
@@ -86,12 +86,12 @@ class SearchStatus:
     front: list[FrontPoint]
     """By rising KV bytes."""
     unfinished: str
-    """A note on relaxations that did not come to their end."""
+    """A note on unfinished relaxations."""
     failures: list[str]
     promotion: dict[str, int]
-    """How many candidates are in each state."""
+    """Number of candidates in each state."""
     waits_for: str | None
-    """Nodes that are slow to come."""
+    """Nodes that are slow to start."""
 
 
 def read_status(folder: SearchFolder, now: datetime | None = None) -> SearchStatus:
@@ -110,7 +110,7 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> SearchStat
     left = max(0.0, estimated - spent) if running and estimated is not None else None
     price = config.resources.price_per_hour if config else None
     rungs = len(config.rungs.steps) if config else 1
-    # Trials under way count with what was measured so far
+    # Running trials count with their measurements until now
     under_way = (records.RUNNING, records.WAITING, records.KILLED)
     so_far = [replace(t, status=records.STOPPED) if t.status in under_way else t for t in trials]
     return SearchStatus(
@@ -145,7 +145,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> tuple[str, float]:
-    """Return the unit, and the hours of it that trials have reported."""
+    """Return the unit, and the hours that trials have reported."""
     if config is None:
         return "CPU", sum(sum(t.seconds.values()) + _train_seconds(t) for t in trials) / 3600
     train = config.train
@@ -158,12 +158,12 @@ def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> t
 
 
 def _train_seconds(trial: TrialRecord) -> float:
-    """Return the seconds that the workers of a trial have worked."""
+    """Return the seconds that the workers of a trial have run."""
     return float(trial.last.get("seconds") or 0.0) if trial.step and trial.copy_of is None else 0.0
 
 
 def tokens_per_second(trials: Iterable[TrialRecord]) -> float:
-    """Return those of all trials that train now, each as it last reported."""
+    """Return the speed of all trials that train now, as last reported by each."""
     running = [t for t in trials if t.status == records.RUNNING]
     return sum(float(t.last.get("tokens_per_second") or 0) for t in running)
 
@@ -171,12 +171,11 @@ def tokens_per_second(trials: Iterable[TrialRecord]) -> float:
 def seconds_left(
     trials: Sequence[TrialRecord], expected: int | None, rungs: int, elapsed: float | None
 ) -> float | None:
-    """Return the seconds left, by the share of trials and rungs that are done.
+    """Return the remaining seconds, by the share of finished trials and rungs.
 
     Args:
-        trials: All that were started.
-        expected: How many there will be; None if that is not known.
-        rungs: Of a trial.
+        trials: All started trials. expected: Their final number; None if it is not known.
+        rungs: Rungs of a trial.
         elapsed: Seconds since the start.
 
     Returns:
@@ -232,7 +231,7 @@ def _front_point(trial: TrialRecord, original_loss: float | None) -> FrontPoint:
 
 
 def status_facts(status: SearchStatus) -> dict[str, str]:
-    """Return the numbers in words, by what they are about; what is not known is left out."""
+    """Return the numbers as text by topic; unknown ones are left out."""
     facts = {"state": status.state}
     if status.waits_for is not None:
         facts["waits for"] = status.waits_for
@@ -245,7 +244,7 @@ def status_facts(status: SearchStatus) -> dict[str, str]:
     counts = [f"{count} {name}" for name, count in status.trials.items() if count]
     probes = f" ({status.probes} probes)" if status.probes else ""
     states = ", ".join(counts) or "none yet"
-    facts["trials"] = f"{ended}/{status.expected or '?'} ended: {states}{probes}"
+    facts["trials"] = f"{ended}/{status.expected or '?'} finished: {states}{probes}"
     rate = status.tokens_per_second
     facts["tokens"] = compact(status.tokens) + (f", {compact(rate)}/s now" if rate else "")
     hours = f"{status.hours_spent:.2f} {status.unit}-hours"
@@ -281,7 +280,7 @@ def status_view(status: SearchStatus) -> Group:
             for point in status.front[:_POINTS]
         ]
         table = Table(columns, rows)
-        parts.append(table.for_terminal(title="front so far", title_justify="left"))
+        parts.append(table.for_terminal(title="current front", title_justify="left"))
     if status.unfinished:
         parts.append(Text(status.unfinished, style="yellow"))
     parts += [Text(f"failed: {failure}", style="red") for failure in status.failures[-3:]]
@@ -309,14 +308,12 @@ def watch_search(
     console: Console | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> SearchStatus:
-    """Show a search until it ends: in place on a terminal, else a line for each change.
+    """Show a search until it ends: updated in place on a terminal, else one line per change.
 
     Args:
         folder: Of the search.
-        every: Seconds between two looks.
-        once: Whether to look once and return.
-        console: Where it is shown.
-        sleep: Waits for some seconds.
+        every: Seconds between two updates. once: Whether to show the state once and return.
+        console: The console to print to. sleep: Function that waits for some seconds.
     """
     out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     printed = ""

@@ -33,9 +33,9 @@ LEFT = (
     "metric",
     *PROSE,
 )
-"""Columns of text; others hold numbers: right-aligned, never wrapped."""
+"""Columns of text; others contain numbers: right-aligned, never wrapped."""
 MAX_ROWS = 500
-"""Trials that the table of a page holds; of more, the best of each KV ratio."""
+"""Largest number of trials in the table of a page; of more, the best of each KV ratio."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Table:
     Attributes:
         columns: Names of the columns.
         rows: A cell for each column.
-        marked: Indices of rows that stand out, bold on a page.
+        marked: Indices of highlighted rows, bold on a page.
         intro: A sentence above it.
         notes: Sentences below it.
     """
@@ -59,11 +59,11 @@ class Table:
     def for_terminal(
         self, columns: Sequence[str] = (), *, star: bool = False, **options: Any
     ) -> rich.table.Table:
-        """Return some of the columns, or all, for the terminal.
+        """Return some or all of the columns for the terminal.
 
         Args:
-            columns: Names of those that are shown (default: all).
-            star: Whether a first column has a star in marked rows.
+            columns: Names of the columns to show (default: all). star: Whether a first column
+                has a star in marked rows.
             **options: Of `rich.table.Table`.
         """
         names = columns or self.columns
@@ -82,7 +82,7 @@ class Table:
 
 
 def with_intro(table: Table, intro: str) -> Table:
-    """Return the same table under a sentence."""
+    """Return the same table with a sentence above it."""
     return replace(table, intro=intro)
 
 
@@ -192,7 +192,7 @@ def _state(trial: TrialRecord) -> str:
 
 
 def _best(trials: Sequence[TrialRecord], max_rows: int) -> list[TrialRecord]:
-    """Return all trials by KV ratio and loss, or the best of each ratio, each its share."""
+    """Return all trials by KV ratio and loss, or an equal number of the best of each ratio."""
     ordered = sorted(trials, key=lambda t: (-t.kv_ratio, t.loss))
     if len(ordered) <= max_rows:
         return ordered
@@ -231,11 +231,11 @@ CACHE_COLUMNS = (
 
 
 def cache_table(points: Sequence[CachePoint], *, front_only: bool = False) -> Table:
-    """Return models with their caches as engines hold them, by falling bytes; the front is marked.
+    """Return models and cache formats of engines, by falling bytes; the front is marked.
 
     Args:
         points: Of a search.
-        front_only: Whether to leave out what is neither on the front nor the original model.
+        front_only: Whether to show only the front and the original model.
     """
     best = engine_front(points)
     shown = sorted(points, key=lambda point: (-point["kv_bytes_per_token"], point["loss"]))
@@ -276,7 +276,7 @@ PROMOTION_COLUMNS = (
 
 
 def promotion_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the candidates of `promotion.json`: losses, and their paths or why there is none."""
+    """Return the candidates of `promotion.json`: losses, and their paths or the reason for none."""
     return Table(
         (*PROMOTION_COLUMNS, "trial", "result"),
         [_promotion_row(candidate) for candidate in candidates],
@@ -311,7 +311,7 @@ def _promotion_row(candidate: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _shipped(candidate: Mapping[str, Any]) -> str:
-    """Return the path of a promoted model, and what loads it."""
+    """Return the path of a promoted model, and the software that loads it."""
     name = candidate.get("name") or f"{candidate['recipe']} {percent(candidate['kv_ratio'])}"
     path = candidate.get("model")
     if candidate.get("plain"):

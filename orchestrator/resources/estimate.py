@@ -243,7 +243,7 @@ class ConversionEstimate:
                 f"{self.available / giga:.1f} GiB" if self.available else "unknown"
             ),
             "disk": (
-                f"{self.disk / giga:.2f} GiB, and {self.scratch / giga:.2f} GiB on the way (layer "
+                f"{self.disk / giga:.2f} GiB, and {self.scratch / giga:.2f} GiB temporary (layer "
                 "by layer)"
             ),
             "work": f"{self.flops:.2g} operations; {time}",

@@ -163,7 +163,7 @@ class Needs:
         assert need.accelerator_type is not None
         of_trials = need.process not in TRAININGS and self.config.resources.trial_accelerator_type
         key = f"resources.{'trial_accelerator_type' if of_trials else 'accelerator_type'}"
-        share = f" and {need.share:g} of it is asked for" if need.share < 1 else ""
+        share = f" and {need.share:g} of it is requested" if need.share < 1 else ""
         larger = [kind for kind in GIGABYTES if (memory_of(kind) or 0) >= need.total]
         larger_type = (
             f"; or {key}={min(larger, key=lambda kind: GIGABYTES[kind])}" if larger else ""

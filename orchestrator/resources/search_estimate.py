@@ -236,7 +236,7 @@ class SearchEstimate(SearchTime, SearchWork):
                 f"about {compact(self.tokens)} to train on, {compact(self.tokens_most)} at most; "
                 f"{compact(self.tokens_measured)} to measure on"
             ),
-            "rate": f"{self.rate:.0f} tokens/s a worker, {self.rate_from}"
+            "rate": f"{self.rate:.0f} tokens/s per worker, {self.rate_from}"
             if self.rate
             else self.rate_from,
         }

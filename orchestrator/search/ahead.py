@@ -1,8 +1,8 @@
-"""What a search does ahead of its trials: conversions of candidates to come, and nodes for them.
+"""What a search does ahead of its trials: it converts later candidates, and reserves nodes.
 
-Neither the searcher nor the scheduler nor the journal know of it. A candidate that comes in any
-case, whatever is reported until then, is converted into the search's library by a task of its own;
-its trial finds it there (`orchestrator.search.trials.conversions`).
+Searcher, scheduler and journal are not involved. A candidate that will be tried whatever is
+reported until then is converted into the search's library by a separate task; its trial finds it
+there (`orchestrator.search.trials.conversions`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _HOLD_SECONDS = 15.0
 def convert_ahead(candidate: Candidate, context: TrialContext, folder: Path) -> None:
     """Convert a candidate into the search's library. A Ray task.
 
-    Nothing is done where its trial, or another task, does it already.
+    It does nothing if the candidate's trial, or another task, does it already.
 
     Args:
-        candidate: One that is to come.
+        candidate: A later candidate.
         context: What trials share.
-        folder: In place of a trial's; for this task alone.
+        folder: Used instead of a trial's folder, by this task alone.
     """
     library = ConversionLibrary.of_search(context.folder)
     key = conversion_key(candidate, context)
@@ -64,9 +64,9 @@ class _AheadTask:
     """A conversion under way.
 
     Attributes:
-        reference: Of the Ray task.
+        reference: Reference of the Ray task.
         started: On the monotonic clock, like `blocks_since`.
-        blocks_since: When workers first needed what it has; None while they do not.
+        blocks_since: When workers first needed its resources; None while they do not.
     """
 
     reference: Any
@@ -75,18 +75,17 @@ class _AheadTask:
     blocks_since: float | None = None
 
     def overdue(self, now: float) -> bool:
-        """Return whether workers have waited for it for as long as it had taken before."""
+        """Return whether workers have waited for it as long as it had run before."""
         since = self.blocks_since
         return since is not None and now - since > since - self.started
 
 
 class PlanAhead(Callback):
-    """Converts candidates to come on GPUs that nobody needs meanwhile, and keeps the library small.
+    """Converts later candidates on idle GPUs, and keeps the library small.
 
-    A task starts only where nodes that are there have room for it now, beside the workers of all
-    trials that train: no node is added for it. Workers that need its GPU after all, once a trial
-    has planned, wait for it for as long as it has taken so far; then it ends, and its trial plans
-    for itself.
+    A task starts only if the present nodes have room for it in addition to the workers of all
+    training trials: no node is added for it. If workers then need its GPU, they wait as long as the
+    task has run until then; after that it is stopped, and its trial makes the plan itself.
     """
 
     def __init__(
@@ -114,9 +113,10 @@ class PlanAhead(Callback):
         return {}
 
     def upcoming(self) -> dict[str, Candidate]:
-        """Return the candidates to come that are converted ahead, by the key of their conversion.
+        """Return the later candidates that are converted ahead, by the key of their conversion.
 
-        What a trial has begun with is left out, such as the same with another learning rate.
+        Conversions that a trial has begun with are left out, such as one with another learning
+        rate.
         """
         if not self.limit:
             return {}
@@ -149,14 +149,14 @@ class PlanAhead(Callback):
             self._library.remove_unneeded(self._needed())
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
-        """End what is under way; without a trial to come the library goes too."""
+        """Stop running conversions; if no trial will follow, remove the library too."""
         for key in list(self._tasks):
             self._end(key)
         if not self._history.open:
             self._library.remove()
 
     def _needed(self) -> set[str]:
-        """Return the keys of conversions that trials to come, or at rung 0, begin with."""
+        """Return the keys of the conversions that later trials, or trials at rung 0, begin with."""
         history = self._history
         at_rung_zero = [
             Candidate.from_config(history.configs[trial])
@@ -217,7 +217,7 @@ def _ended(reference: Any) -> bool:
 
 
 class HoldNodes(Callback):
-    """Has the autoscaler leave the workers' nodes that are up while trials to come need them."""
+    """Makes the autoscaler keep running worker nodes while later trials need them."""
 
     def __init__(self, session: SearchSession, history: History, expected: int) -> None:
         config = session.config
@@ -234,7 +234,7 @@ class HoldNodes(Callback):
         return {}
 
     def bundles(self) -> list[dict[str, float]]:
-        """Return the bundles of the workers that trials need now or later, at most what is up."""
+        """Return the worker bundles that trials need now or later, limited to running nodes."""
         ahead = self._expected - len(self._history.configs) + len(self._history.open)
         live = live_nodes()
         groups = min(ahead, group_slots(live, self._shape))

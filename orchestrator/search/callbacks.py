@@ -48,7 +48,7 @@ class SearchLog(Callback):
     def __getstate__(self) -> object:
         """Return nothing, and no password.
 
-        Tune pickles its callbacks for a resumption of its own, which is never used.
+        Tune pickles its callbacks for its own resumption, which is never used.
         """
         return {}
 
@@ -63,13 +63,13 @@ class SearchLog(Callback):
 
     @property
     def rungs(self) -> tuple[int, int]:
-        """Number of rungs that are done, and of all; an ended trial counts with all its rungs."""
+        """Number of completed rungs, and of all; a finished trial counts with all its rungs."""
         each = self.journal.history.rungs
         done = (each if r.status in results.ENDED else len(r.rungs) for r in self.records.values())
         return sum(done), each * self.expected
 
     def planning(self) -> str:
-        """Return how far a few of the trials are that plan, convert and measure."""
+        """Return the progress of a few of the trials that plan, convert and measure."""
         trials = self.journal.history.records  # by a thread of its own, which gives no names
         running = [r for r in list(trials.values()) if r.status == results.RUNNING and not r.rungs]
         folder = self.journal.path.parent / "trials"
@@ -90,13 +90,13 @@ class SearchLog(Callback):
         self.on_trial_start(iteration, trials, trial)
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
-        """Mark trials that have not ended (Ctrl-C); a resumed search takes them up again."""
+        """Mark unfinished trials (Ctrl-C); a resumed search continues them."""
         if self.journal.history.open and self.journal.failed is None:
             self.journal.append(INTERRUPT)
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Bring MLflow to where the journal is.
+        """Bring MLflow up to date with the journal.
 
         A driver may have been killed between the two, or the store may have been away.
         """
@@ -113,7 +113,7 @@ class SearchLog(Callback):
             self.journal.append(RUN, trial=record.trial_id, run_id=run_id)
 
     def _show(self, last: bool = False) -> None:
-        """Show the progress, once a second at most; with `last` in any case."""
+        """Show the progress, at most once per second; with `last` in any case."""
         now = time.time()
         if not last and now - self._shown < 1:
             return

@@ -40,7 +40,7 @@ class CandidateConfig(TypedDict):
     learning_rate: float
     seed: int
     choices: Mapping[str, Any]
-    """The recipe, as `Recipe.from_dict` takes it."""
+    """The recipe, in the form that `Recipe.from_dict` takes."""
     plan: NotRequired[str]
     probe: NotRequired[bool]
     used_kv_ratio: NotRequired[float]
@@ -154,7 +154,7 @@ class CandidateSpace:
     def vary(self, point: Mapping[str, Any], changes: int, generator: np.random.Generator) -> Point:
         """Return a valid point near another.
 
-        So many `changes` of its decisions are drawn anew, and what no longer fits them.
+        `changes` of its decisions are drawn anew, and so are those that no longer fit.
         """
         redrawn = set(generator.permutation(sorted(point))[:changes].tolist())
 
@@ -185,7 +185,7 @@ class CandidateSpace:
         return Candidate(recipe, kv_ratio, rate, self.seed, used=used)
 
     def locate(self, candidate: Candidate) -> Point | None:
-        """Return the point of a candidate, or None if it lies outside of the space."""
+        """Return the point of a candidate, or None if it is outside the space."""
         fields = {"kv_ratio": candidate.kv_ratio, "learning_rate": candidate.learning_rate}
         fields |= {k: v for k, v in candidate.recipe.to_dict().items() if k != "settings"}
         fields |= dict(candidate.recipe.settings)
@@ -221,8 +221,8 @@ def named_candidates(
         engine: What the engine of the search loads; None for any.
 
     Raises:
-        ConfigError: For an unknown recipe, and for a ratio below all that a recipe can meet on this
-            checkpoint, or with `search.strict` one that it cannot meet exactly.
+        ConfigError: For an unknown recipe, and for a ratio below all that a recipe can meet on
+            this checkpoint, or, with `search.strict`, for a ratio that it cannot meet exactly.
     """
     of_search = ratios_of(config.search, geometry)
     arms = [
@@ -269,7 +269,7 @@ def named_candidates(
 
 
 def with_objectives(recipe: Recipe, distillations: Sequence[str], weight: float) -> list[Recipe]:
-    """Return a recipe with each objective of training; itself where it has one of its own.
+    """Return a recipe with each objective of training; only itself if it sets its own.
 
     Args:
         recipe: The recipe, whose name stays.
@@ -287,7 +287,7 @@ def with_objectives(recipe: Recipe, distillations: Sequence[str], weight: float)
 
 
 def used_ratio(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> float | None:
-    """Return the share that a recipe uses in place of `kv_ratio`; None where that is met."""
+    """Return the share that a recipe uses instead of `kv_ratio`; None if that is met."""
     used = float(nearest_budget(recipe, kv_ratio, geometry))
     return None if abs(used - kv_ratio) <= ROUNDING / 2 else used
 
@@ -360,7 +360,7 @@ def _refused(recipe: Recipe, engine: EngineForm) -> list[str]:
 def _cannot_meet(
     recipe: Recipe, ratio: float, geometry: HeadGeometry, dtype: str, baseline: bool, strict: bool
 ) -> str | None:
-    """Say why a recipe cannot meet a ratio; None where it can.
+    """Return why a recipe cannot meet a ratio; None if it can.
 
     With the whole cache the baseline is the original model, trained for the same tokens.
     """

@@ -30,10 +30,10 @@ _LOCATIONS = (
 
 
 def work_digest(job: TrainJob, folder: Path) -> str:
-    """Return a digest that is equal for trainings that would end with the same weights.
+    """Return a digest that is equal for trainings that would produce the same weights.
 
-    It is of the job but for its folders and nodes, and of the weights in the trial's folder when it
-    begins (`converted`; with a relaxation `start` too).
+    It covers the job, except folders and nodes, and the weights in the trial's folder at its start
+    (`converted`; with a relaxation `start` too).
     """
     job = replace(job, checkpoint_minutes=None, checkpoint_steps=None)  # when, and not what
     record = {
@@ -45,7 +45,7 @@ def work_digest(job: TrainJob, folder: Path) -> str:
     for name in ("converted", "start"):
         file = folder / name / DIGESTS
         digests = read_json(file) if file.is_file() else {}
-        # The config beside the weights tells plans apart that differ in more than weights
+        # The config next to the weights distinguishes plans that differ in more than weights
         record[name] = {
             k: v for k, v in digests.items() if k.endswith(".safetensors") or k == "config.json"
         }

@@ -36,8 +36,7 @@ def estimate_search(
         storage: The folder that it will write into.
         parallel: Trials at a time.
         alone: Whether this machine is the only one that it runs on.
-        gpu_bytes: Memory of each GPU of the machines that it will run on, where they are not
-            this one.
+        gpu_bytes: GPU memory of the machines that it will run on, if not this one.
         gpu: Their type, likewise.
 
     Raises:
@@ -57,7 +56,7 @@ def estimate_search(
 
 
 def storage_of(setup: SearchSetup) -> Storage:
-    """Return where the configuration lets a search write, and how much."""
+    """Return the folders that a search writes to under the configuration, and how much."""
     return Storage.of(setup.inputs, setup.work.converted, setup.work.trainings)
 
 
@@ -80,7 +79,7 @@ def local_parallel(config: SearchConfig) -> int:
 def announce(setup: SearchSetup, folder: SearchFolder, parallel: int) -> None:
     """Print the estimate of a search as it starts, with warnings, and save it in its folder.
 
-    A search that is resumed was announced before. Where no estimate is possible, that is printed.
+    Nothing is printed for a resumed search. If no estimate is possible, that is printed.
     """
     if folder.estimate.exists():
         return

@@ -1,11 +1,11 @@
-"""Removal of what ended trials leave on disk and can no longer use.
+"""Removal of files of finished trials that are no longer needed.
 
-Of every trial stay its recipe and plan, its converted weights, and those of its last and its best
-step: any of them can be promoted from there. With `promotion.keep_weights: finalists` those of the
-finalists alone stay, without the last step's where another one was better. The optimiser's state
-stays only where a promotion would go on from it: of the trials that it would choose now. Which
-those are is known early: a trial that ends later only takes ranks away. Of a copy the weights go
-too, as the first trial has the same. Trials that are paused, or that `--resume` tries again, keep
+Each trial keeps its recipe and plan, its converted weights, and the weights of its last and its
+best step, so that any trial can be promoted. With `promotion.keep_weights: finalists`, only
+finalists keep weights, and those of the last step only if it is the best. The optimiser's state is
+kept only for the trials that a promotion would choose now and continue from it. Which those are is
+known early: a trial that ends later only takes ranks away. The weights of a copy are removed too,
+since the first trial has the same. Trials that are paused, or that `--resume` retries, keep
 everything.
 """
 
@@ -35,14 +35,14 @@ def select(trials: Sequence[TrialRecord], how: str, top: int) -> list[TrialRecor
 
 
 def best_of_recipe(trials: Sequence[TrialRecord], recipe: str) -> dict[float, TrialRecord]:
-    """Return the usable trial of a recipe of lowest held-out loss at each KV ratio that has one."""
+    """Return the usable trial of a recipe with the lowest held-out loss at each KV ratio."""
     return {
         ratio: best[0] for ratio, best in ranked([t for t in trials if t.recipe == recipe]).items()
     }
 
 
 def finalists(trials: Sequence[TrialRecord], config: SearchConfig) -> set[str]:
-    """Return the trials that the configured promotion would train on if no other trial ended.
+    """Return the trials that the configured promotion would train if no other trial finished.
 
     Candidates and baselines.
     """
@@ -51,9 +51,9 @@ def finalists(trials: Sequence[TrialRecord], config: SearchConfig) -> set[str]:
 
 
 def open_trials(folder: SearchFolder, config: SearchConfig) -> set[str]:
-    """Return the trials whose weights a search, or its promotion, goes on with.
+    """Return the trials whose weights a search, or its promotion, continues from.
 
-    Those that have not ended or have lost their machines, and the finalists.
+    These are unfinished trials, trials that lost their machines, and finalists.
     """
     history = read_history(folder.journal)
     lost = {trial for trial, end in history.ends.items() if end["lost"]}
@@ -66,7 +66,7 @@ def remove_leftovers(
     history: History,
     done: dict[str, bool] | None = None,
 ) -> None:
-    """Remove what the ended trials of a search can no longer use.
+    """Remove the files of finished trials that the search no longer needs.
 
     Doing it again, or after a kill, does no harm.
 
@@ -81,7 +81,7 @@ def remove_leftovers(
     for trial_id, end in history.ends.items():
         finalist = trial_id in staying
         if not end["lost"] and done.get(trial_id) != finalist:
-            # An address that is away: the next time, at the end of the search too
+            # If the address cannot be reached: the next time, or at the end of the search
             with contextlib.suppress(OSError):
                 _remove(folder, records[trial_id], finalist, address)
                 if config.promotion.keep_weights == "finalists":
@@ -97,7 +97,7 @@ def _remove(folder: SearchFolder, record: TrialRecord, finalist: bool, address: 
     gone = [root / "start"]
     if record.status == COPY:
         gone.append(root / "converted")
-    # Of a relaxation's stages the last one's result is what training went on from
+    # Training continued from the result of a relaxation's last stage
     relaxed = record.last.get("relaxed_dir")
     gone += [
         stage
@@ -109,7 +109,7 @@ def _remove(folder: SearchFolder, record: TrialRecord, finalist: bool, address: 
 
 
 def _remove_weights(folder: SearchFolder, record: TrialRecord, finalist: bool) -> None:
-    """Remove the weights that no promotion as it is configured takes up."""
+    """Remove the weights that no configured promotion starts from."""
     root = folder.trial(record.trial_id)
     last = record.last
     best = record.last.get("best_dir")
@@ -125,7 +125,7 @@ def _remove_weights(folder: SearchFolder, record: TrialRecord, finalist: bool) -
 
 
 class Cleaning(Callback):
-    """Removes leftovers while Tune runs, whenever a trial has ended."""
+    """Removes leftovers while Tune runs, whenever a trial finishes."""
 
     def __init__(self, config: SearchConfig, folder: SearchFolder, history: History) -> None:
         self.config = config

@@ -32,11 +32,11 @@ class SearchRecord(TypedDict):
     trials: list[Mapping[str, Any]]
     """The fields of each `TrialRecord`."""
     front: list[str]
-    """Ids of the trials that no other one beats."""
+    """Ids of the trials that no other trial beats."""
     best_per_budget: dict[str, str]
     """Id of the best trial by KV ratio."""
     comparison: list[Any]
-    """Arms beside each other (`orchestrator.reporting.comparison`)."""
+    """Comparison of the arms (`orchestrator.reporting.comparison`)."""
     promotion: Mapping[str, Any]
     promoted: list[Any]
     engine_caches: list[CachePoint]
@@ -118,7 +118,7 @@ class SearchOutcome:
 
 
 def print_outcome(outcome: SearchOutcome) -> None:
-    """Print promotion and caches, what has failed, and the last lines."""
+    """Print promotion, caches, failures, and the last lines."""
     print_promotion(outcome.promotion)
     print_caches(outcome.caches)
     failed = sum(t.status == records.FAILED for t in outcome.trials)

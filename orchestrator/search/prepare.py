@@ -114,8 +114,8 @@ def measure_original(
 
     Args:
         rows: Sequences at a time.
-        calibrates: Whether to leave its calibration in `cache`, and its facts in the record; else
-            others do.
+        calibrates: Whether to leave its calibration in `cache`, and its facts in the record;
+            else others make them.
     """
     started = time.perf_counter()
     opened = Checkpoint.open(path)
@@ -195,7 +195,7 @@ def decode_times(
 def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
     """Return where trials find a model: an absolute folder, or a hub name.
 
-    A Ray job's working folder vanishes with the job, so a model inside it is copied into the
+    The working folder of a Ray job is deleted with the job, so a model inside it is copied into the
     search.
     """
     source = Path(path).expanduser()
@@ -245,7 +245,7 @@ def trial_context(
 def head_similarities(context: TrialContext, recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
     """Return a recipe's similarity of the stored KV heads, `[U, U]`, by (layer, side).
 
-    For a searcher of plans.
+    For searchers that propose plans.
     """
     model = checkpoints.load_working(context.model, context.dtype, context.device)
     tokens = read_sequences(context.calibration_file)[:]
@@ -273,18 +273,18 @@ def run_search_phases(config: SearchConfig, prepared: Prepared, context: TrialCo
 
 
 # ---- increases of the loss, on the workers of a cluster ------------------------------------------
-# A layer's points need nothing of another layer, so there are as many Ray tasks as layers. Each
-# writes its points into the file that trials read (`search_spaces.planning.curves`); what is there
-# already is not measured again.
+# A layer's points do not depend on another layer, so there is one Ray task per layer. Each writes
+# its points into the file that trials read (`search_spaces.planning.curves`); existing points are
+# not measured again.
 
 SEVERAL = 4
-"""Workers from which on their start is worth it; two are enough where they are GPUs."""
+"""Number of workers from which their start pays off; two are enough on GPUs."""
 CurveTask = tuple[Candidate, int]
-"""A candidate, and the layer of which the loss increases are measured that its plan rests on."""
+"""A candidate, and the layer whose loss increases are measured for its plan."""
 
 
 def slots_of(config: SearchConfig) -> int:
-    """Return for how many tasks of one trial's CPUs and GPUs the cluster has room."""
+    """Return how many tasks with the CPUs and GPUs of one trial the cluster has room for."""
     resources = Demand.of(config).task.bundle | {"CPU": config.train.cpus_per_worker}
     return slots(cluster_nodes(), resources)
 
@@ -300,7 +300,7 @@ def calibration_workers(config: SearchConfig) -> Workers | None:
 def measure_increases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
     """Measure the loss increases that plans of named candidates rest on, by several workers.
 
-    Without room for several, the first trial that needs them measures them.
+    If there is no room for several, the first trial that needs them measures them.
     """
     cpus = config.train.cpus_per_worker
     if slots_of(config) >= SEVERAL:
@@ -321,7 +321,7 @@ def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]
             or "measure" not in AXES["allocation"].get(recipe.allocation).needs
         ):
             continue
-        # What no refinement fits is measured without a fit
+        # Plans that no refinement fits are measured without a fit
         axes = (*DECIDES, "allocation", "refinement")
         choices = tuple(
             (axis, getattr(recipe, axis), tuple(recipe.knobs(axis).items())) for axis in axes
@@ -351,7 +351,7 @@ def measure_on_workers(
 ) -> None:
     """Run the tasks as Ray tasks with these options of `ray.remote`.
 
-    A layer that cannot be measured is left to the trials, which say why.
+    A layer that cannot be measured is left to the trials, which report why.
     """
     if not tasks:
         return

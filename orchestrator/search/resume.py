@@ -1,10 +1,10 @@
 """Searcher and scheduler with a journal, from which a killed search is resumed.
 
-Tune sees `JournaledSearch` and `JournaledScheduler`; both hand on to the search's own. Their
+Tune sees `JournaledSearch` and `JournaledScheduler`; both pass calls to the search's own. Their
 answers are written to the journal before Tune acts on them. A resumed search replays the journal to
-a fresh searcher and a fresh scheduler, gives Tune the trials that had not ended, under their old
-names, and then goes on with the searcher. A trial that starts again reports everything again; what
-was decided about it stays decided.
+a fresh searcher and a fresh scheduler, gives Tune the unfinished trials, under their old names, and
+then continues with the searcher. A trial that starts again reports everything again; earlier
+decisions about it stay.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def error_of(trial: Any) -> str:
 
 
 def disk_failed(error: BaseException | str) -> bool:
-    """Whether Tune, or a trial, has ended because a file could not be written."""
+    """Whether Tune, or a trial, stopped because a file could not be written."""
     return re.search(DISK_FULL, str(error)) is not None
 
 
@@ -48,8 +48,8 @@ class SteadyTrial(Trial):
     """A trial that starts again when it has lost its machines, but not after its own error.
 
     Attributes:
-        checkpoint_step: The step of a trial's newest training checkpoint: with each one it has got
-            further.
+        checkpoint_step: The step of a trial's newest training checkpoint: a newer one means
+            progress.
     """
 
     was_lost = False
@@ -87,7 +87,7 @@ class JournaledScheduler(FIFOScheduler):
         self.failed: dict[str, Trial] = {}
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        """Add a trial; one that starts again is there already."""
+        """Add a trial; a restarted one is already there."""
         if trial.trial_id not in self._known:
             self._known.add(trial.trial_id)
             self.inner.on_trial_add(tune_controller, trial)
@@ -98,7 +98,7 @@ class JournaledScheduler(FIFOScheduler):
             return TrialScheduler.CONTINUE
         key = (trial.trial_id, int(result["step"]))
         if key in self._history.decisions:
-            # One that was paused and runs has been chosen to go on
+            # A trial that was paused and runs again was chosen to continue
             stopped = self._history.decisions[key] == TrialScheduler.STOP
             return TrialScheduler.STOP if stopped else TrialScheduler.CONTINUE
         report = result_of(result)
@@ -115,7 +115,7 @@ class JournaledScheduler(FIFOScheduler):
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         """Remember a failed trial.
 
-        Whether it starts again is not known yet: `JournaledSearch` hands on the end.
+        Whether it restarts is not known yet: `JournaledSearch` passes the end on.
         """
         self.failed[trial.trial_id] = trial
 
@@ -213,7 +213,7 @@ class JournaledSearch(SearchGenerator):
             trace = trial.error_file
             was_lost = getattr(trial, "was_lost", False)
             if disk_failed(reason):
-                # No end of its own: what is left of the search would end in the same way
+                # Stop the whole search: every other trial would fail in the same way
                 raise JournalError(f"{self._journal.path.parent}: {unwritable(reason)}")
             self._scheduler.inner.on_trial_error(None, trial)
         self._journal.append(
@@ -232,7 +232,7 @@ class JournaledSearch(SearchGenerator):
 
 
 def replay(history: History, searcher: ResumableSearcher, scheduler: RungScheduler) -> None:
-    """Replay a journal to a fresh searcher and a fresh scheduler, in the order of its events.
+    """Replay a journal to a new searcher and a new scheduler, in the order of its events.
 
     Nothing runs afterwards: the open trials take their slots when Tune has them back. The searcher
     suggests nothing: what another version of a library would suggest makes no difference.
@@ -278,9 +278,9 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
 
 
 def settle(journal: Journal) -> None:
-    """Write the ends that a kill has left out, and open again what has lost its machines.
+    """Write the trial ends that a kill prevented, and reopen trials that lost their machines.
 
-    A trial that was stopped, or has reported its last rung, has nothing left to do.
+    A trial that was stopped, or has reported its last rung, is done.
     """
     history = journal.history
     if history.interrupted:

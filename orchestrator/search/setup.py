@@ -26,11 +26,11 @@ from orchestrator.storage.paths import storage_path
 def open_models(config: SearchConfig, *, weights: bool = True) -> SearchConfig:
     """Return the configuration with plain copies of models that are GGUF files or quantised.
 
-    The copies lie in the storage, which every node sees.
+    The copies are in the storage, which every node sees.
 
     Args:
         config: The configuration as it was read.
-        weights: Whether the copies have weights. Without (for estimates) they are configs and
+        weights: Whether the copies have weights. Otherwise (for estimates) they are configs and
             tokenizers in the user's cache.
 
     Raises:
@@ -52,7 +52,7 @@ def open_models(config: SearchConfig, *, weights: bool = True) -> SearchConfig:
 class SearchSetup:
     """A configuration and its checkpoint, which is opened once.
 
-    What follows from the two is worked out when it is first needed, and cached.
+    Values derived from the two are computed when first needed, and cached.
 
     Attributes:
         config: The configuration, its models as `open_models` leaves them.
@@ -81,7 +81,7 @@ class SearchSetup:
 
     @cached_property
     def problem(self) -> SearchProblem:
-        """What the searcher is handed.
+        """The input of the searcher.
 
         Raises:
             ConfigError: For a candidate that cannot be.
@@ -102,16 +102,16 @@ class SearchSetup:
 
     @cached_property
     def dtype(self) -> str:
-        """Name of the dtype that models are written in, and that bytes are counted in.
+        """Name of the dtype in which models are written and bytes are counted.
 
         Raises:
-            ConfigError: If nothing says which the checkpoint has.
+            ConfigError: If the checkpoint's dtype is not known.
         """
         return checkpoints.written_dtype(self.model, self.config.model.dtype)
 
     @cached_property
     def inputs(self) -> SearchInputs:
-        """What estimates read. Raises ConfigError as `problem` and `dtype` do."""
+        """The input of estimates. Raises ConfigError as `problem` and `dtype` do."""
         candidates = self.problem.named
         return SearchInputs(
             config=self.config,
@@ -124,10 +124,11 @@ class SearchSetup:
 
     @cached_property
     def work(self) -> SearchWork:
-        """How much the search does: trials, trainings and tokens, counted."""
+        """The amount of work of the search: trials, trainings and tokens."""
         config, problem = self.config, self.problem
         trials = make_searcher(config.search.searcher, problem).total
-        # A searcher with a number of its own measures its samples untrained, and trains the best.
+        # A searcher with its own number of trainings measures samples untrained, and trains the
+        # best.
         probes = problem.samples if trials > problem.total else 0
         baselines = sum(c.recipe.name == config.search.baseline for c in problem.named)
         never_stopped = baselines if config.rungs.stop else trials - probes

@@ -1,4 +1,4 @@
-"""The texts of a search as token sets, which lie in the storage for all its searches."""
+"""The texts of a search as token sets, which are in the storage for all its searches."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trainers.text.token_sets import is_complete
 from trainers.text.unseen import UnseenCut
 
 _PROMOTION = "promotion"
-"""Beside the splits: the training text of a promotion that has its own."""
+"""In addition to the splits: the training text of a promotion that has its own."""
 TEST = "test"
-"""Beside the splits: the text of the gate and the model card."""
+"""In addition to the splits: the text of the gate and the model card."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class SearchTexts:
 
     Attributes:
         cache: Folder of token sets.
-        needs_test: Whether too little text for the gate's own is refused; else the gate does
-            without one.
+        needs_test: Whether too little text for the gate is refused; else the gate has no
+            separate text.
     """
 
     model: str
@@ -44,7 +44,7 @@ class SearchTexts:
 
     @classmethod
     def check(cls, config: SearchConfig, model: Checkpoint, cache: Path) -> SearchTexts:
-        """Check everything that can be checked before a text is read.
+        """Check all that can be checked before a text is read.
 
         Raises:
             DataError: Naming split and source.
@@ -76,7 +76,7 @@ class SearchTexts:
 
     @cached_property
     def folders(self) -> dict[str, Path]:
-        """The folder of each split's token set, which may not be there yet."""
+        """The folder of each split's token set, which may not exist yet."""
         return {split: cut.folder(self.tokenizer, self.cache) for split, cut in self.cuts.items()}
 
     def complete(self) -> list[str]:
@@ -84,7 +84,7 @@ class SearchTexts:
         return [split for split, folder in self.folders.items() if is_complete(folder)]
 
     def make_small(self) -> None:
-        """Tokenise, in this process, what is not there and has SMALL tokens or fewer.
+        """Tokenise, in this process, missing texts of at most SMALL tokens.
 
         Raises DataError.
         """
@@ -94,7 +94,7 @@ class SearchTexts:
                     token_set(cut, self.tokenizer, self.cache)
 
     def make_all(self) -> None:
-        """Tokenise what is not there on all CPUs of the cluster that this process is connected to.
+        """Tokenise missing texts on all CPUs of the cluster that this process is connected to.
 
         Raises DataError.
         """
@@ -106,7 +106,7 @@ class SearchTexts:
 
     @contextmanager
     def _checked(self, split: str, source: str) -> Iterator[None]:
-        """Name the split of a text that is too small; the gate's own may be, which is printed."""
+        """Name the split of a text that is too small; print a note for the gate's own text."""
         try:
             with _named(split, source):
                 yield

@@ -43,20 +43,20 @@ from orchestrator.training.run import checkpoint_step
 
 
 def run_trials(session: SearchSession, prepared: Prepared) -> None:
-    """Run the trials, or go on with those of an interrupted search.
+    """Run the trials, or continue those of an interrupted search.
 
-    The results lie in the folder's journal. Ctrl-C stops Tune in an orderly way: the open trials
+    The results are in the folder's journal. Ctrl-C stops Tune in an orderly way: the open trials
     are marked as killed.
 
     Raises:
         JournalError: If the journal cannot be written, as on a full disk; everything up to then
-            stays.
+            is kept.
     """
     config, folder = session.config, session.folder
     journal = Journal(folder.journal, session.control.check)
     history = journal.history
-    # Tune pickles the searcher into the search's folder: nothing in it holds the configuration,
-    # whose tracking address may have a password
+    # Tune pickles the searcher into the search's folder: nothing in it may contain the
+    # configuration, whose tracking address may have a password
     options = task_options(config)
     similar = partial(
         on_cluster, options, "similarities of heads", head_similarities, session.context
@@ -151,10 +151,10 @@ def _tuner(
 def _own(
     demand: Demand, rungs: Sequence[int], config: Mapping[str, Any]
 ) -> tune.PlacementGroupFactory:
-    """Return the resources of a trial's own process for as long as it lasts.
+    """Return the resources of a trial's own process for its whole duration.
 
-    All that planning needs where nothing comes after it, else no GPU, which would be idle while the
-    workers train.
+    They are all that planning needs if no training follows; otherwise no GPU, which would be idle
+    while the workers train.
     """
     trains = trained(Candidate.from_config(config), rungs)
     return tune.PlacementGroupFactory(
@@ -165,9 +165,9 @@ def _own(
 def stops_in_training(config: SearchConfig) -> bool:
     """Whether a trial may be stopped while its workers train.
 
-    Else its process, with torch and the original model loaded, takes the next trial. One that still
-    waits for workers must not: Tune gives it two seconds to end, then drops the *next* trial
-    without a word to anybody [ray 2.60].
+    Else its process, with torch and the original model loaded, takes the next trial. A trial that
+    still waits for workers must not be stopped: Tune gives it two seconds to end, then silently
+    drops the *next* trial [ray 2.60].
     """
     return config.rungs.stop and len(config.rungs.steps) > 2
 

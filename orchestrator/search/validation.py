@@ -1,4 +1,4 @@
-"""Checks of a search, before anything of it starts."""
+"""Checks of a search, before any part of it starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Prepared:
         setup: Its configuration with the checkpoint open.
         texts: Its texts; large ones are tokenised once there is a cluster (`SearchTexts.make_all`).
         reused: Splits whose token set an earlier search has made.
-        cache: The folder of what searches of one storage share.
+        cache: The folder that the searches of one storage share.
     """
 
     setup: SearchSetup
@@ -57,7 +57,7 @@ class Prepared:
 
     @property
     def problem(self) -> SearchProblem:
-        """What the searcher is handed."""
+        """The input of the searcher."""
         return self.setup.problem
 
     @property
@@ -75,9 +75,9 @@ def validate_search(config: SearchConfig) -> Prepared:
 
 
 def rehearse_search(config: SearchConfig) -> Prepared:
-    """Check a configuration as `validate_search` does, where nothing may be written.
+    """Check a configuration as `validate_search` does, without writing to the storage.
 
-    Small texts are tokenised for their mistakes alone, into a temporary folder.
+    Small texts are tokenised into a temporary folder, only to find mistakes.
     """
     prepared = check_search(config)
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
@@ -123,9 +123,9 @@ def check_search(config: SearchConfig) -> Prepared:
 
 
 def check_accelerators(setup: SearchSetup) -> None:
-    """Raise ConfigError for a process that cannot fit the GPU that it asks for by type.
+    """Raise ConfigError for a process that cannot fit the GPU type that it requests.
 
-    Nothing is checked where there is no type, or one whose memory is not known.
+    Nothing is checked without a type, or if its memory is not known.
     """
     section = setup.config.resources
     if not any(
@@ -133,7 +133,7 @@ def check_accelerators(setup: SearchSetup) -> None:
         for kind in (section.accelerator_type, section.trial_accelerator_type)
     ):
         return
-    # The smallest statistics: their form is chosen later, by the free space
+    # The smallest statistics: their form is chosen later, depending on free space
     if refusals := Needs(setup.inputs, "pooled").refusals():
         raise ConfigError("\n".join(refusals))
 
@@ -199,7 +199,7 @@ def _check_length(length: int, path: str, geometry: HeadGeometry) -> None:
 
 
 def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:
-    """Build the searcher once: it refuses itself what it cannot do."""
+    """Build the searcher once, since it validates its own settings."""
     try:
         make_searcher(config.search.searcher, problem)
     except ValueError as error:
@@ -210,7 +210,7 @@ def check_searcher(config: SearchConfig, problem: SearchProblem) -> None:
         ) from None
 
 
-# ---- what is measured beside loss and bytes ------------------------------------------------------
+# ---- measurements other than loss and bytes ------------------------------------------------------
 
 
 def check_extras(config: SearchConfig, model: Checkpoint) -> None:

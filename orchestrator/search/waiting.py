@@ -1,4 +1,4 @@
-"""Report of the nodes that a search waits for: in its log, its folder, MLflow and its gauge."""
+"""Report the nodes that a search waits for: in its log, its folder, MLflow and its gauge."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def report_waiting(
     """Report what the body waits for as it runs, once and when that changes.
 
     Args:
-        run: Returns the run of the search as MLflow should have it now.
+        run: Returns the run of the search as it should be in MLflow now.
 
     Raises:
-        StalledError: If it can never go on, or nodes have been missing for too long.
+        StalledError: If it can never continue, or nodes have been missing for too long.
     """
 
     def report(text: str | None) -> None:

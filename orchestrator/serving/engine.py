@@ -201,7 +201,7 @@ def run_child(
     try:
         return json.loads(lines[-1]), log
     except (IndexError, ValueError):
-        raise EngineError(f"{name} ended without an answer: {_last_words(log)}") from None
+        raise EngineError(f"{name} exited without an answer: {_last_words(log)}") from None
 
 
 def _end(code: int) -> str:

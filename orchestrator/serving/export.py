@@ -157,7 +157,7 @@ def _engine_cache(text: str | None, chosen: Target, opened: Checkpoint) -> Forma
     pair = read_cache_format(text)
     if not set(pair.engines) & set(chosen.engines):
         raise ConfigError(
-            f"cache_format: {pair.name} is held by {', '.join(pair.engines)}, and target "
+            f"cache_format: {pair.name} is supported by {', '.join(pair.engines)}, and target "
             f"{chosen.name} is read by {', '.join(chosen.engines)}"
         )
     held = chosen.held(opened.config, opened.plan)

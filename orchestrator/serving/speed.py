@@ -112,7 +112,7 @@ def engine_speed(
     interpreter = chosen.find(python)
     if tokens < 2:
         raise ConfigError(
-            f"speed_tokens: the speed in an engine wants at least 2 tokens to decode, got {tokens}"
+            f"speed_tokens: the speed in an engine needs at least 2 tokens to decode, got {tokens}"
         )
     sources = {"checkpoint": path} | ({} if original is None else {"original": original})
     paths = {key: _resolved(name, key) for key, name in sources.items()}

@@ -32,7 +32,7 @@ def find(python: str | None) -> str:
     python = python or os.environ.get(VARIABLE) or sys.executable
     if not has_module(python, "vllm"):
         raise EngineError(
-            f"vLLM is not installed for {python}. It wants an environment of its own: `make "
+            f"vLLM is not installed for {python}. It needs its own environment: `make "
             "engines` makes one in engines/vllm (3.5 GB), or name the Python of yours: "
             f"--engine-python PYTHON, or {VARIABLE}=PYTHON"
         )

@@ -314,6 +314,6 @@ def _describe(unit: str, records: dict[str, bytes]) -> str:
     last = datetime.fromtimestamp(events[-1].get("time") or 0, UTC).isoformat(timespec="seconds")
     ended = b'"ended"' in records.get(f"{unit}/state.json", b"")
     return (
-        f"{len(events)} events, the last of {last}; {trials} trial(s), {ends} ended; the search "
-        f"has {'ended' if ended else 'not ended'}"
+        f"{len(events)} events, the last of {last}; {trials} trial(s), {ends} finished; the search "
+        f"is {'finished' if ended else 'unfinished'}"
     )

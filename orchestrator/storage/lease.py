@@ -138,8 +138,8 @@ class AddressLease:
         if found is not None:
             process = describe_holder(found[0])
         return (
-            f"storage: {self._address} is being used by {process}, with a working folder of its "
-            "own; wait for it or stop it, or give this search another storage"
+            f"storage: {self._address} is being used by {process}, with its own working "
+            "folder; wait for it or stop it, or give this search another storage"
         )
 
     def beat(self) -> None:
@@ -207,8 +207,8 @@ class AddressLease:
 
     def _lose(self, holder: AddressHolder) -> None:
         self.lost = (
-            f"storage: {self._address} was taken over by {describe_holder(holder)}, with a working "
-            "folder of its own; this driver stops, and sends nothing more"
+            f"storage: {self._address} was taken over by {describe_holder(holder)}, with its own "
+            "working folder; this driver stops, and sends nothing more"
         )
 
     def _write(self) -> None:

@@ -135,7 +135,7 @@ class SearchLock(contextlib.AbstractContextManager):
         elif holder is not None and holder.get("epoch", 0) < self._epoch:
             self._write(beat or 0)
         else:
-            new = "another process, which has ended"
+            new = "another process, which no longer runs"
             if holder is not None:
                 new = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
             self._lost = (

@@ -84,8 +84,8 @@ def check_address(storage: str) -> None:
     shown = f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
     if "@" in address.netloc or set(parse_qs(address.query)) & set(_SECRET_SETTINGS):
         raise ConfigError(
-            f"storage: the address of {shown} holds credentials, which would end up in records; "
-            "give them to the environment instead (for S3 AWS_ACCESS_KEY_ID and "
+            f"storage: the address of {shown} contains credentials, which would be written "
+            "into records; give them to the environment instead (for S3 AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or a role of the machine)"
         )
     if address.scheme not in (*NATIVE, *known_implementations):

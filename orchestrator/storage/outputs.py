@@ -76,8 +76,7 @@ def check_file(file: str | Path, kind: Kind, key: str) -> Path:
             _check_existing(path, kind, key)
         if (around := checkpoint_around(path)) is not None:
             raise ConfigError(
-                f"{key}: {str(file)!r} lies within a checkpoint, {str(around)!r}; name a file "
-                "outside"
+                f"{key}: {str(file)!r} is within a checkpoint, {str(around)!r}; name a file outside"
             )
         with parents_made(path, keep=False):
             trial = unused(path)

@@ -77,8 +77,7 @@ def check_writable(folder: Path, key: str = "storage") -> None:
     """
     if (around := checkpoint_around(folder.resolve() / "search")) is not None:
         raise ConfigError(
-            f"{key}: {str(folder)!r} lies within a checkpoint, {str(around)!r}; give a folder "
-            "outside"
+            f"{key}: {str(folder)!r} is within a checkpoint, {str(around)!r}; give a folder outside"
         )
     try:
         with (
@@ -200,7 +199,7 @@ class SearchFolder:
             return "there is none at all; start one without --resume"
         ended = sorted(folder.root.name for folder in searches if folder.ended)
         others = sorted(folder.root.name for folder in searches if not folder.ended)
-        return f"not ended: {', '.join(others) or 'none'}; ended: {', '.join(ended) or 'none'}"
+        return f"unfinished: {', '.join(others) or 'none'}; finished: {', '.join(ended) or 'none'}"
 
     @classmethod
     def _of(cls, storage: Path, name: str) -> list[SearchFolder]:

@@ -32,5 +32,5 @@ def shipped(name: str) -> Path:
         if file.as_posix().endswith(_INSTALLED + name):
             return Path(str(file.locate())).resolve()
     raise FileNotFoundError(
-        f"this installation of Headfold lacks {name}; install it anew from its wheel"
+        f"this installation of Headfold lacks {name}; reinstall it from its wheel"
     )

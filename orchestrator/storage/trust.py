@@ -31,7 +31,7 @@ def doubts(folder: SearchFolder) -> list[str]:
     for trial in load_trials(folder.root):
         path = trial.last.get("checkpoint_path")
         if path and not Path(str(path)).resolve().is_relative_to(root):
-            reasons.append(f"a trial's checkpoint lies outside of it, at {path}")
+            reasons.append(f"a trial's checkpoint is outside it, at {path}")
             break
     return reasons
 

@@ -1,4 +1,4 @@
-"""One file per verb: its options are checked once, and its record is what it returns.
+"""One file per verb: its options are checked once, and it returns a record.
 
 An estimate, where there is one, decides how it is done.
 """

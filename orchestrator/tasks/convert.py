@@ -1,6 +1,6 @@
 """`headfold convert`: one checkpoint, without a cluster and without training.
 
-The way of a checkpoint is four calls: `request` opens and checks it, `estimate` decides whether it
+A checkpoint passes through four calls: `request` opens and checks it, `estimate` decides whether it
 is converted in memory or layer by layer, a store of its layers is opened accordingly, and
 `LayerStore.run` plans, converts, measures and writes.
 """
@@ -49,7 +49,7 @@ from search_spaces.recipes import choice
 from search_spaces.recipes.recipe import Recipe
 
 _FURTHER = (
-    "leave --polish out, and train what comes out with `headfold finetune --model OUT --original "
+    "leave --polish out, and train the result with `headfold finetune --model OUT --original "
     "MODEL`, which divides a model among workers"
 )
 
@@ -58,8 +58,9 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     """A conversion at one KV ratio, or at several from one calibration.
 
     Attributes:
-        config_only: Whether only the checkpoint's config is there, which is enough for an estimate.
-        log: Takes the lines of a conversion layer by layer.
+        config_only: Whether only the checkpoint's config is available, which is enough for an
+            estimate.
+        log: Takes the output lines of a conversion layer by layer.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
 
     @property
     def out(self) -> Path | None:
-        """Where the result is saved, if anywhere."""
+        """Folder of the result, if it is saved."""
         return None if self.options.out is None else Path(self.options.out)
 
     def check(self) -> None:
@@ -107,7 +108,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         recipe = chosen_recipe(checkpoint, options.recipe, options.engine, options.recipe_settings)
         if self.budget is not None:
             ratios = self.budget.kv_ratios(recipe, checkpoint.geometry)
-            # Ratios are of heads from here on
+            # From here on, ratios are of heads
             options = replace(options, kv_bytes=None, kv_ratio=ratios)
         else:
             ratios = requested_ratios(
@@ -143,7 +144,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         return request
 
     def _check_polish(self, recipe: Recipe) -> None:
-        """Raise ConfigError for a polish that cannot be."""
+        """Raise ConfigError for an impossible polish."""
         if self.options.layerwise:
             raise ConfigError(f"polish: layer by layer no step of training is possible; {_FURTHER}")
         if self.options.polish_weights == "kv" and recipe.sharing != "none":
@@ -154,7 +155,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
 
     @cached_property
     def _joins_curve(self) -> bool:
-        """Whether the result is one more ratio of a folder of several."""
+        """Whether the result is added to a folder of several ratios."""
         return self.out is not None and is_curve(self.out)
 
     @property
@@ -163,7 +164,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
 
     @property
     def _chooses_cache(self) -> bool:
-        """Whether the KV ratio is that of the cache format that is yet to be chosen."""
+        """Whether the KV ratio includes the cache format that is still to be chosen."""
         return self.budget is not None and self.budget.automatic
 
     @cached_property
@@ -187,7 +188,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
 
     @cached_property
     def estimate(self) -> RunEstimate:
-        """What it takes, and with that whether it is done in memory, decided once."""
+        """The estimate, which decides whether the conversion is done in memory."""
         points = estimate_conversions(self.request, compared=self.compared)
         layerwise = self.options.layerwise
         estimate = RunEstimate.of(points, self.out, several=self._several, layerwise=layerwise)
@@ -213,7 +214,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         self.estimate.announce()
 
     def _advise(self) -> None:
-        """Say what a cache format alone does, and which text is taken if none is named."""
+        """Print what a cache format alone achieves, and which text is used if none is named."""
         if self.budget is not None:
             formats = formats_alone(self.request.checkpoint, self.options.engine)
             for share in self.budget.shares:
@@ -232,8 +233,8 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
 
         Returns:
             One record: losses and KL in nats per token, KV bytes planned and measured, seconds by
-            phase; of several ratios what they have in common, and `points` by falling KV ratio.
-            Ratios that come to the same plan are converted once.
+            phase; for several ratios, the common fields, and `points` by falling KV ratio. Ratios
+            with the same plan are converted once.
 
         Raises:
             ConfigError: For what a user can mend. Likewise DataError of texts, PlanError of plans,
@@ -285,10 +286,10 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         return [take_choice(store, choice)], choice.combinations
 
     def _choose_recipe(self, store: MemoryStore, kv_ratio: float) -> dict[str, float]:
-        """Let a store convert by the best of the recipes that compete at a KV ratio.
+        """Let a store convert by the best of the recipes that are compared at a KV ratio.
 
         Returns:
-            The loss increase of each by a short fit; nothing where only one competes.
+            The loss increase of each by a short fit; empty if there is only one.
         """
         request = self.request
         recipes = equal_budgets(self.competing, kv_ratio, request.checkpoint)
@@ -302,7 +303,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     def _open_store(self) -> LayerStore[Any]:
         """Open the layers of the checkpoint, in memory or on disk.
 
-        An estimate is made only where the options leave that open.
+        An estimate is made only if the options leave that open.
         """
         layerwise = self.options.layerwise
         if layerwise is None and self.out is not None and not self._several:
@@ -311,7 +312,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             if layerwise and (self._chooses_cache or self.options.cache_format is not None):
                 raise ConfigError(
                     "cache_format: the model has no room in memory, and layer by layer nothing is "
-                    "measured in a cache format; give --kv-ratio in the place of --kv-bytes, and "
+                    "measured in a cache format; give --kv-ratio instead of --kv-bytes, and "
                     "measure with `headfold evaluate --cache-format`"
                 )
         if layerwise:

@@ -1,4 +1,4 @@
-"""`headfold demo`: what Headfold does, shown on a small checkpoint that is part of the package."""
+"""`headfold demo`: a demonstration of Headfold on a small checkpoint of the package."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def demo(options: DemoOptions) -> None:
         flush=True,
     )
     subprocess.run([sys.executable, str(shipped(READER)), exported], check=True)
-    # By its recipe, often one with a head count of its own in each layer
+    # By its recipe, often one with a different head count in each layer
     best = promoted_models(outcome.promotion)[0]
     _load_in_llama_cpp(Path(str(best["path"])), best["label"], Path(settings.storage) / "gguf")
     print(f"demo: exported checkpoint  {exported}")

@@ -1,4 +1,4 @@
-"""`headfold doctor`: whether a cluster will do, in minutes, before a search of days."""
+"""`headfold doctor`: check a cluster in minutes before a search of days."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Doctor(Task[DoctorOptions, DoctorRecord]):
         require(self.config, self.only)
         if self.options.storage is not None and self.options.config is not None:
             raise ConfigError(
-                f"storage: got {self.options.storage!r} beside --config; change that of the "
-                f"config: storage={self.options.storage}"
+                f"storage: got {self.options.storage!r} with --config; change it in the config: "
+                f"storage={self.options.storage}"
             )
         check_packages("doctor", *SEARCH_PACKAGES)
 
@@ -53,7 +53,7 @@ class Doctor(Task[DoctorOptions, DoctorRecord]):
 
     @property
     def storage(self) -> str:
-        """The storage that is tried."""
+        """The storage to test."""
         return self.config.storage if self.config else self.options.storage or _STORAGE
 
     def run(self) -> DoctorRecord:
@@ -113,9 +113,7 @@ class Doctor(Task[DoctorOptions, DoctorRecord]):
         """
         failed = dict.fromkeys(_failed(record["findings"]))
         if failed:
-            raise ConfigError(
-                f"doctor: failed: {', '.join(failed)}; the table says what to do about each"
-            )
+            raise ConfigError(f"doctor: failed: {', '.join(failed)}; see the table for remedies")
         return 0
 
 

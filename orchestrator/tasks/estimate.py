@@ -1,7 +1,6 @@
-"""`headfold estimate`: what a search or a conversion will take, from configs alone.
+"""`headfold estimate`: the resources of a search or a conversion, from configs alone.
 
-What is wrong with the command or the configuration is reported before any library that takes long
-to import.
+Errors of the command or the configuration are reported before slow libraries are imported.
 """
 
 from __future__ import annotations
@@ -83,14 +82,14 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
 
     @cached_property
     def cache_formats(self) -> list[FormatRecord]:
-        """What the checkpoint as it is takes in the cache formats of engines."""
+        """The size of the unchanged checkpoint in the cache formats of engines."""
         from orchestrator.conversion.cache_choice import formats_alone
 
         return formats_alone(self.request.checkpoint, self.options.engine)
 
     @cached_property
     def search_estimate(self) -> SearchEstimate:
-        """What the search takes on this machine, or on one with GPUs of `gpu_memory`."""
+        """The estimate of the search on this machine, or on one with GPUs of `gpu_memory`."""
         from orchestrator.search.estimate import estimate_search, local_parallel
         from orchestrator.search.setup import SearchSetup, open_models
         from orchestrator.storage.paths import storage_path
@@ -109,7 +108,7 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
 
     @cached_property
     def conversion(self) -> Convert:
-        """The run that is estimated."""
+        """The run to estimate."""
         from orchestrator.tasks.convert import Convert
 
         given = self.options
@@ -128,7 +127,7 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
 
     @cached_property
     def points(self) -> list[ConversionEstimate]:
-        """What each conversion takes, by falling KV ratio."""
+        """The estimate of each conversion, by falling KV ratio."""
         from orchestrator.conversion.estimate import estimate_conversions
 
         return estimate_conversions(
@@ -158,7 +157,7 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         """Return 0.
 
         Raises:
-            ConfigError: For processes that do not fit the GPU that they ask for.
+            ConfigError: For processes that do not fit the requested GPU.
         """
         if self.search_config is not None:
             self.search_estimate.check()

@@ -1,4 +1,4 @@
-"""`headfold evaluate`: what a checkpoint is worth, beside the original and a baseline."""
+"""`headfold evaluate`: measure a checkpoint, the original and a baseline."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class EvaluationRecord(TypedDict):
     plan: Mapping[str, Any]
     plan_digest: str
     dtype: str
-    """What the cache is held in, and what decodes for the speed."""
+    """The format of the cache, and the engine that decodes for the speed."""
     seed: int
     recipe: Mapping[str, Any] | None
     kv_ratio_of: str
-    """Of whose cache `kv_ratio` is a share."""
+    """The model whose cache `kv_ratio` is a share of."""
     kv_ratio: float
     kv_bytes_per_token: int
     cache_bytes_measured: int
@@ -77,15 +77,15 @@ class EvaluationRecord(TypedDict):
     prefill_tokens_per_second: NotRequired[float]
     decode_tokens_per_second: NotRequired[float]
     engine_cache: NotRequired[FormatRecord]
-    """With `--cache-format`: what checkpoint and baseline were measured with; the share is of the
-    original's cache in 16 bits, or of the checkpoint's own."""
+    """With `--cache-format`: the format that checkpoint and baseline were measured with; the share
+    is of the original's cache in 16 bits, or of the checkpoint's own."""
     seconds: dict[str, float]
 
 
 class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
     """Held-out loss, increase and KL against the original, KV bytes, tokens per second.
 
-    With an engine: speed and the sequences that fit there, and nothing else
+    With an engine: only speed and the number of sequences that fit
     (`orchestrator.serving.speed`).
     """
 
@@ -108,10 +108,10 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
 
     @cached_property
     def cache_facts(self) -> FormatRecord | None:
-        """What that cache takes.
+        """The size of that cache.
 
         Raises:
-            ConfigError: For a model whose heads the engine does not hold so.
+            ConfigError: For a model whose heads the engine does not support in this format.
         """
         if self.cache_pair is None:
             return None
@@ -125,7 +125,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
 
     @cached_property
     def models(self) -> dict[str, Checkpoint]:
-        """The checkpoints that are measured, by what they are."""
+        """The checkpoints to measure, by role."""
         options = self.options
         named = {
             CHECKPOINT: options.checkpoint,
@@ -144,7 +144,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
 
     @cached_property
     def extras(self) -> Extras:
-        """What is measured beside loss and cache."""
+        """Measurements other than loss and cache."""
         tasks, prompts = self.options.tasks, self.options.prompts
         if isinstance(tasks, str):
             tasks = [name.strip() for name in tasks.split(",")]
@@ -171,10 +171,10 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """That of the original, or else of the checkpoint.
+        """The tokenizer of the original, or else of the checkpoint.
 
-        Losses per token of different tokens cannot be compared, so all models must be made for its
-        tokens. A model without a tokenizer is taken to be.
+        Losses per token cannot be compared across tokenizers, so all models must use its tokens. A
+        model without a tokenizer is assumed to.
         """
         first = ORIGINAL if ORIGINAL in self.models else CHECKPOINT
         tokenizer = checkpoints.load_tokenizer(self.models[first])
@@ -204,7 +204,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
 
     @cached_property
     def prepared(self) -> PreparedExtras:
-        """What is measured beside, with its data."""
+        """Additional measurements, with their data."""
 
         def held_out(length: int) -> Tensor:
             return self._cut(NUM_TEXTS * length, length).held_out
@@ -362,7 +362,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
 
 
 def _refuse_with_engine(options: EvaluateOptions, rehearsal: bool) -> None:
-    """Raise ConfigError for what is not measured in an engine."""
+    """Raise ConfigError for measurements that are not possible in an engine."""
     others: Sequence[tuple[str, Any]] = [
         ("--tasks", options.tasks),
         ("--prompts", options.prompts),
@@ -381,7 +381,7 @@ def _refuse_with_engine(options: EvaluateOptions, rehearsal: bool) -> None:
 def _reference_cache(
     checkpoint: Checkpoint, model: PreTrainedModel, original: PreTrainedModel | None
 ) -> tuple[float, str]:
-    """Return the KV heads that a KV ratio is a share of, and whose they are, in words."""
+    """Return the KV heads that a KV ratio is a share of, and a description of their model."""
     dim = plan_of(model).head_dim
     if original is not None:
         cached = plan_of(original)

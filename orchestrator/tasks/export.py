@@ -1,6 +1,6 @@
 """`headfold export`: one checkpoint in a format that engines load.
 
-A model card is written with it, and where requested it is uploaded.
+A model card is written with it, and it is uploaded on request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from orchestrator.tasks.task import Task, require
 
 
 class Push(TypedDict):
-    """An upload to the hub: done, or where `uploaded` is None only shown."""
+    """An upload to the hub: done, or only shown if `uploaded` is None."""
 
     repository: str
     files: dict[str, int]
@@ -54,20 +54,20 @@ class Export(Task[ExportOptions, ExportRecord]):
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """What is exported."""
+        """The checkpoint to export."""
         opened = checkpoints.open_model(
             self.options.checkpoint, "checkpoint", dequantize=self.options.dequantize
         )
         return checkpoints.open_checkpoint(opened, "checkpoint")
 
     def run(self) -> ExportRecord:
-        """Export and write the card; upload if `push` names a repository and it is no dry run.
+        """Export and write the card; upload if `push` names a repository, except in a dry run.
 
         Raises:
             ConfigError: For what a user can mend. Likewise TargetError, LargerCacheError,
                 EngineError, OutputError.
-            CheckError: If the engine computes something else; nothing is written.
-            PushError: If the hub does not take it; the export stays.
+            CheckError: If the engine computes different results; nothing is written.
+            PushError: If the hub refuses it; the export is kept.
         """
         self.check()
         out, push = Path(self.options.out), self.options.push

@@ -1,6 +1,6 @@
 """`headfold finetune`: train a checkpoint on the user's text, and keep its best measured step.
 
-OUT.training also holds the weights of the best step until OUT is written
+OUT.training also has the weights of the best step until OUT is written
 (`orchestrator.training.request`).
 """
 
@@ -61,8 +61,7 @@ class FinetuneRequest(TrainingRequest):
     """A training of a checkpoint, checked.
 
     Attributes:
-        original: What is distilled from.
-        dtype: Of the trained checkpoint.
+        original: The model to distil from. dtype: Dtype of the trained checkpoint.
     """
 
     NAME, VERB, KEEPS_BEST = "finetune", "finetune", True
@@ -101,7 +100,7 @@ class FinetuneRequest(TrainingRequest):
     def prepare(self, eval_file: Path) -> Mapping[str, Any]:
         """Measure the loss before.
 
-        The files of a hub model come here too, before any worker needs them.
+        The files of a hub model are downloaded here too, before any worker needs them.
         """
         folder = str(Checkpoint.open(self.model).folder)
         teacher = None if self.original is None else str(Checkpoint.open(self.original).folder)
@@ -118,7 +117,7 @@ class FinetuneRequest(TrainingRequest):
         """Write the best measured step to `out`.
 
         Returns:
-            Which one it is, and the digest of its weights.
+            The step, and the digest of its weights.
         """
         best, dtype = Path(last["best_dir"]), DTYPES[self.dtype]
         piecewise.save_as(best, _tensors(best, dtype), self.out, checkpoint.carried(self.start_dir))
@@ -208,7 +207,7 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
             checkpoint_minutes=options.checkpoint_minutes,
         )
         if request.mark and not {"distillation", "distillation_weight"} & self._named:
-            # One that was begun when the weight's default was another goes on with it
+            # A training that started with another default of the weight continues with it
             weight = request.mark["settings"]["distillation_weight"]
             begun = settings.model_copy(update={"distillation_weight": weight})
             request = replace(request, settings=begun)
@@ -233,9 +232,9 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
         )
 
     def _settings(self) -> TrainSettings:
-        """Return the settings with --tuning and --original in them.
+        """Return the settings with --tuning and --original.
 
-        Raises ConfigError where `--set` says something else.
+        Raises ConfigError if `--set` contradicts them.
         """
         options = self.options
         record = train_section({}, options, options.peak_rate)
@@ -243,13 +242,13 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
         distilled = options.original is not None
         if isinstance(train, dict):
             if "tuning" in train:
-                raise ConfigError("train.tuning: it has an option of its own; give it as --tuning")
+                raise ConfigError("train.tuning: it has its own option; give it as --tuning")
             if (
                 not distilled
                 and cast(Mapping[str, object], train).get("distillation", "none") != "none"
             ):
                 raise ConfigError(
-                    "train.distillation: it needs the model to learn from; give it as --original"
+                    "train.distillation: it needs the original model; give it as --original"
                 )
             named = not distilled or "distillation" in train
             record["train"] = ({} if named else _OBJECTIVE) | train | {"tuning": options.tuning}
@@ -258,7 +257,7 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
     def run(self) -> FinetuneRecord:
         """Train and save.
 
-        The same training goes on where it was stopped, or returns what it has measured.
+        An interrupted training is continued; a finished one returns its results.
 
         Raises:
             ConfigError: For what a user can mend. Likewise DataError, OutputError.

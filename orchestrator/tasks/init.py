@@ -1,4 +1,4 @@
-"""`headfold init`: a first configuration for a checkpoint of one's own, and a smoke test of it."""
+"""`headfold init`: a first configuration for your checkpoint, and a smoke test of it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def init(options: InitOptions) -> None:
     """Write the two files, or print the first.
 
     Raises:
-        ConfigError: For a checkpoint that has nothing to convert, and for files that are there
-            or cannot be written.
+        ConfigError: For a checkpoint that has nothing to convert, and for files that exist or
+            cannot be written.
     """
     first, shortage = _first_config(options)
     if str(options.out) == "-":
@@ -56,7 +56,7 @@ def init(options: InitOptions) -> None:
 
 
 def _first_config(options: InitOptions) -> tuple[FirstConfig, str | None]:
-    """Return the first configuration, made small for a small disk, and what it still lacks."""
+    """Return the first configuration, adapted to a small disk, and the storage it lacks."""
     opened = checkpoints.open_model(
         options.model, "model", dequantize=options.dequantize, weights=False
     )
@@ -87,7 +87,7 @@ def _first_config(options: InitOptions) -> tuple[FirstConfig, str | None]:
 
 
 def _shortage(first: FirstConfig, opened: Checkpoint) -> str | None:
-    """Return what a search of one trial at a time lacks in its storage; None if it fits."""
+    """Return the storage that a search of one trial at a time lacks; None if it fits."""
     config = parse_config(read_yaml(first.text()), where="the new configuration")
     model = config.model.with_folders(path=opened.path)
     setup = SearchSetup(config.model_copy(update={"model": model}), opened)

@@ -1,6 +1,6 @@
-"""`headfold inspect`: which heads of a checkpoint matter, and what each budget would take.
+"""`headfold inspect`: the sensitive heads of a checkpoint, and the cost of each budget.
 
-It also shows which heads are alike.
+It also shows which heads are similar.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INSPECTED_RATIOS = (0.5, 0.25)
 class Inspect(Task[InspectOptions, InspectionRecord]):
     """Measurements of a checkpoint, from one calibration.
 
-    Nothing is trained or written but the caches.
+    Nothing is trained, and only caches are written.
     """
 
     @property
@@ -46,7 +46,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
 
     @cached_property
     def request(self) -> ConversionRequest:
-        """What is measured, checked once."""
+        """The measurement, checked once."""
         options = self.options
         opened = checkpoints.open_model(
             options.checkpoint, "checkpoint", dequantize=options.dequantize
@@ -70,7 +70,7 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
 
     @cached_property
     def compared(self) -> dict[str, Recipe]:
-        """The recipes to convert by, as far as they go without training."""
+        """The recipes to convert by, without their training."""
         names = self.options.compare
         if names is None:
             names = COMPARED

@@ -1,4 +1,4 @@
-"""Packages that a task needs and this Python may not have."""
+"""Packages that a task needs and that may not be installed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def install_message(verb: str, package: str) -> str:
 
 
 def _requirements() -> dict[str, str]:
-    """Return what Headfold requires, extras apart: the requirement of each package."""
+    """Return the requirement of each package that Headfold requires, without extras."""
     try:
         lines = metadata.requires("headfold") or []
     except metadata.PackageNotFoundError:  # a checkout that is not installed

@@ -18,7 +18,7 @@ class Promote(Task[PromoteOptions, Mapping[str, Any]]):
     """A promotion from the folder of a search.
 
     Attributes:
-        outcome: What it came to, once it has run.
+        outcome: The result, once it has run.
     """
 
     outcome: PromoteOutcome
@@ -40,7 +40,7 @@ class Promote(Task[PromoteOptions, Mapping[str, Any]]):
         return [record]
 
     def run(self) -> Mapping[str, Any]:
-        """Train, check and register, with the results printed."""
+        """Train, check and register, and print the results."""
         from orchestrator.promotion.promote import promote_search
 
         options = self.options
@@ -54,7 +54,7 @@ class Promote(Task[PromoteOptions, Mapping[str, Any]]):
         return self.outcome.to_dict()
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """Print nothing: the promotion has."""
+        """Print nothing: the promotion has printed its results."""
 
     def exit_code(self, record: Mapping[str, Any]) -> int:
         return self.outcome.exit_code

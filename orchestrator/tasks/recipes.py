@@ -1,4 +1,4 @@
-"""`headfold recipes`: the named recipes, and which of them suits a checkpoint."""
+"""`headfold recipes`: the named recipes, and the one that suits a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RecipeRow(TypedDict):
     papers: list[str]
     cost: str
     engines: list[str]
-    """Engines that load what it makes of the checkpoint."""
+    """Engines that load its conversion of the checkpoint."""
 
 
 class RecipesRecord(TypedDict):
@@ -32,7 +32,7 @@ class RecipesRecord(TypedDict):
     model: str | None
     family: str
     auto: str
-    """The recipe that `--recipe auto` takes."""
+    """The recipe that `--recipe auto` uses."""
     recipes: list[RecipeRow]
 
 
@@ -42,7 +42,7 @@ class Recipes(Task[RecipesOptions, RecipesRecord]):
     reason: str
 
     def check(self) -> None:
-        """Nothing is checked beforehand: all that is read is a config."""
+        """Nothing is checked beforehand: only a config is read."""
 
     def run(self) -> RecipesRecord:
         """Choose for the checkpoint, and list."""

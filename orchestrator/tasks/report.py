@@ -1,6 +1,6 @@
 """`headfold report`, `watch` and `ui`: the three views of a search.
 
-They read its files and change nothing of it.
+They read its files and change nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SearchReport(Task[ReportOptions, Mapping[str, Any]]):
 
 
 def watch_progress(options: WatchOptions) -> None:
-    """Show how far a search is until it ends, or once."""
+    """Show the progress of a search until it ends, or once."""
     from orchestrator.reporting import status
     from orchestrator.storage.outputs import check_results, write_result
 

@@ -1,6 +1,6 @@
 """`headfold search`: a search, new or resumed, from its configuration to its report.
 
-A wrong key of the configuration is reported before any library that takes long to import.
+A wrong key of the configuration is reported before slow libraries are imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
     """One search.
 
     Attributes:
-        outcome: What it came to, once it has run.
+        outcome: The result, once it has run.
     """
 
     outcome: SearchOutcome
@@ -47,7 +47,7 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
         require(self.config)
         if self.rehearsal and self.options.resume:
             raise ConfigError(
-                "dry_run: a search that goes on was checked when it began; leave out --resume"
+                "dry_run: a resumed search was checked when it started; leave out --resume"
             )
 
     def rehearse(self) -> Iterator[Mapping[str, str]]:
@@ -68,13 +68,12 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
         check_disk(setup, parallel)
         folder = SearchFolder.free_path(storage, config.name)
         taken = (
-            f" ({config.name!r} is there already; --resume goes on with the newest search of that "
-            "name)"
+            f" ({config.name!r} exists already; --resume continues the newest search of that name)"
         )
         yield {"folder": f"{folder}{taken if folder.name != config.name else ''}"}
 
     def run(self) -> Mapping[str, Any]:
-        """Run the search, which prints how far it is and what it came to."""
+        """Run the search, which prints its progress and its results."""
         from orchestrator.pipeline import search
 
         options = self.options
@@ -86,19 +85,19 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
         return self.outcome.to_dict()
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """Print nothing: the search has."""
+        """Print nothing: the search has printed its results."""
 
     def exit_code(self, record: Mapping[str, Any]) -> int:
         return self.outcome.exit_code
 
 
 def split_overrides(words: list[str], resume: bool) -> tuple[list[str], str | None]:
-    """Return the overrides among some words, and the search that `--resume` names.
+    """Return the overrides among the arguments, and the search that `--resume` names.
 
-    That is the one word that is no override.
+    That is the one argument that is not an override.
 
     Raises:
-        ConfigError: If there are several such words.
+        ConfigError: If there are several such arguments.
     """
     names = (
         [word for word in words if "=" not in word or (Path(word) / "search.yaml").is_file()]

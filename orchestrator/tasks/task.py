@@ -1,4 +1,4 @@
-"""What all tasks have in common: options in, a record out."""
+"""The base of all tasks: options in, a record out."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Task(ABC, Generic[OptionsT, RecordT]):
     """One run of a verb. The command line and the Python functions run the same tasks.
 
     Attributes:
-        options: What was asked for.
-        rehearsal: Whether it is only checked and estimated, for which no weights are read.
+        options: The options of the verb. rehearsal: Whether it is only checked and estimated,
+            without reading weights.
     """
 
     def __init__(self, options: OptionsT, *, rehearsal: bool = False) -> None:
@@ -26,7 +26,7 @@ class Task(ABC, Generic[OptionsT, RecordT]):
 
     @property
     def outputs(self) -> Mapping[str, str | Path | None]:
-        """Where it writes: a `folder` or a `page`.
+        """The outputs: a `folder` or a `page`.
 
         `orchestrator.storage.outputs.check_results` takes it.
         """
@@ -34,24 +34,24 @@ class Task(ABC, Generic[OptionsT, RecordT]):
 
     @abstractmethod
     def check(self) -> None:
-        """Check all that can be checked before texts and weights are read.
+        """Check everything that can be checked before texts and weights are read.
 
         A second call does nothing.
 
         Raises:
-            ValueError: For what a user can mend, with a message that says how.
+            ValueError: For mistakes that a user can correct, with a message that says how.
         """
 
     def announce(self) -> None:
-        """Say what it will take, and refuse what does not fit this machine."""
+        """Print the estimate, and refuse a run that does not fit this machine."""
 
     def rehearse(self) -> Iterable[Mapping[str, str]]:
-        """Read the texts, and return in words what it would take; nothing is written."""
+        """Read the texts, and return the estimate as text; nothing is written."""
         return []
 
     @abstractmethod
     def run(self) -> RecordT:
-        """Carry it out."""
+        """Run the task."""
 
     @abstractmethod
     def show(self, record: RecordT) -> None:
@@ -61,30 +61,27 @@ class Task(ABC, Generic[OptionsT, RecordT]):
         """Return the exit code of the process, once the record is printed and written.
 
         Raises:
-            ValueError: For a result that a user has to act on.
+            ValueError: For a result that requires an action of the user.
         """
         return 0
 
 
 def print_by_topic(words: Mapping[str, str]) -> None:
-    """Print what a verb would do or take, a line for each thing that it is about."""
+    """Print the effects or the estimate of a verb, one line per topic."""
     for topic, text in words.items():
         print(f"{topic}: {text}")
 
 
 def advise_text(*sources: str | None) -> None:
-    """Say on stderr what text is taken where none was named."""
+    """Print on stderr which text is used if none was named."""
     if not any(sources):
         print(
-            "text: none was named, so the built-in one is taken (Python's help topics and "
-            "standard library); give text like that of your users with --data",
+            "text: none was named, so the built-in text is used (Python's help topics and "
+            "standard library); give text similar to your users' with --data",
             file=sys.stderr,
             flush=True,
         )
 
 
 def require(*checked: object) -> None:
-    """Do nothing with properties that check what they return.
-
-    To name them here is to have them checked.
-    """
+    """Evaluate properties, which check their values."""

@@ -1,6 +1,6 @@
 """`headfold train`: a model of a known architecture from random weights.
 
-It is a plain Transformer or a DCFormer. OUT.training holds the untrained model too
+It is a plain Transformer or a DCFormer. OUT.training has the untrained model too
 (`orchestrator.training.request`).
 """
 
@@ -179,15 +179,13 @@ class Train(TrainingTask[TrainOptions, TrainRecord]):
                 "use none"
             )
         if section.train.tuning != "full":
-            raise ConfigError(
-                "train.tuning: random weights have nothing worth keeping as it is; use full"
-            )
+            raise ConfigError("train.tuning: random weights must all be trained; use full")
         return section
 
     def run(self) -> TrainRecord:
         """Train and save.
 
-        The same training goes on where it was stopped, or returns what it has measured.
+        An interrupted training is continued; a finished one returns its results.
 
         Raises:
             ConfigError: For what a user can mend. Likewise PlanError, DataError, OutputError.
@@ -207,9 +205,9 @@ class Train(TrainingTask[TrainOptions, TrainRecord]):
 
 
 def _answers(request: ScratchRequest) -> dict[str, Any]:
-    """Return how the trained model answers the held-out synthetic tasks.
+    """Return the results of the trained model on the held-out synthetic tasks.
 
-    Empty unless that is what it was measured on.
+    Empty unless it was measured on them.
     """
     if not request.eval_data.startswith(synthetic_corpus.SYNTHETIC_PREFIX):
         return {}

@@ -1,4 +1,4 @@
-"""What `headfold train` and `headfold finetune` have in common."""
+"""The common part of `headfold train` and `headfold finetune`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ TrainingOptionsT = TypeVar("TrainingOptionsT", bound=TrainingOptions)
 
 
 class TrainingTask(Task[TrainingOptionsT, RecordT]):
-    """A training outside of a search.
+    """A training outside a search.
 
     Attributes:
-        log: Takes what is trained, and each milestone, as lines.
+        log: Takes lines on the training and on each milestone.
     """
 
     def __init__(self, options: TrainingOptionsT, *, rehearsal: bool = False) -> None:
@@ -67,24 +67,24 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
         speed, hours = "", ""
         if rate:
             about = duration(request.tokens / rate / settings.num_workers)
-            speed = f"{rate:.0f} tokens/s a worker, "
-            hours = f"; about {about}, starts and measurements left out"
+            speed = f"{rate:.0f} tokens/s per worker, "
+            hours = f"; about {about}, without starts and measurements"
         saved = checkpoint_bytes(config, size, settings)
         return [
             {
                 "training": f"{request.title}, {request.steps} steps, "
                 f"{compact(request.tokens)} tokens ({request.epochs} of the text)",
-                "model": f"{compact(size.total)} parameters, composition left out, as "
-                f"{Path(request.source).name} has them",
+                "model": f"{compact(size.total)} parameters without composition, as in "
+                f"{Path(request.source).name}",
                 "text": f"{request.train_data} to train on, {request.eval_data} to measure on",
                 "rate": f"{speed}{rate_source}{hours}",
                 **describe_checkpoints(saved, request.checkpoint_minutes),
-                "results": f"{request.out}, and beside it {request.folder.name}",
+                "results": f"{request.out}, and {request.folder.name} next to it",
             }
         ]
 
     def train(self) -> None:
-        """Train, or what is left of it, and put the checkpoint in place."""
+        """Train, or continue an interrupted training, and put the checkpoint in place."""
         request = self.request
         of_text = f"{request.tokens} tokens ({request.epochs} of the text)"
         self.log(
@@ -111,7 +111,7 @@ def _print_at_once(line: str) -> None:
 def train_section(
     record: dict[str, Any], options: TrainingOptions, learning_rate: float
 ) -> dict[str, Any]:
-    """Return `record` with the overrides and the options that have a flag of their own.
+    """Return `record` with the overrides and the options that have their own flag.
 
     An override reads `train.KEY=VALUE`. Raises ConfigError for one that has a flag.
     """

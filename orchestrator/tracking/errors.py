@@ -11,7 +11,7 @@ _REFUSALS = (
     "BAD_REQUEST",
     "INVALID_STATE",
 )
-"""Answers of a store that another try would get again."""
+"""Answers of a store that a retry would not change."""
 _SECRETS = "token|key|secret|passw|sig|credential|auth"
 
 
@@ -30,7 +30,7 @@ def redact(text: str) -> str:
 
 
 def is_away(error: Exception) -> bool:
-    """Return whether a store could not be reached or could not work; False if it has refused."""
+    """Return whether a store could not be reached or failed; False if it refused the request."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):

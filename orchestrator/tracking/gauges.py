@@ -1,8 +1,8 @@
 """Gauges of a running search in Ray's metrics.
 
 Prometheus collects them and `deploy/grafana/headfold.json` draws them. Ray exports a gauge as
-`ray_` and its name, for as long as the process that sets it runs. The gauges of a training are set
-where it runs (`trainers.jobs.ray_link.WORKER_GAUGES`), those here by the driver.
+`ray_` and its name while the process that sets it runs. The gauges of a training are set where it
+runs (`trainers.jobs.ray_link.WORKER_GAUGES`), those here by the driver.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GAUGES = {
         ("search", "kv_ratio"),
     ),
     WAITS: ("1 while a search waits for nodes, else 0", ("search",)),
-    BEHIND: ("Runs of a search that MLflow may not have as they should be", ("search",)),
+    BEHIND: ("Runs of a search that may not be up to date in MLflow", ("search",)),
 }
 """Description and labels of each gauge. `search`: the name of its folder."""
 

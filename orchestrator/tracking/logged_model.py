@@ -1,8 +1,8 @@
-"""A checkpoint as a model of MLflow: a file `MLmodel` and a few small ones beside its weights.
+"""A checkpoint as a model of MLflow: a file `MLmodel` and a few small files next to its weights.
 
 `mlflow.pyfunc.load_model`, and for a stock format `mlflow.transformers.load_model`, then load the
-folder itself, from wherever it lies, and the weights are stored once. MLflow's own `save_model`
-would write them again, in a folder below.
+folder itself, wherever it is, and the weights are stored once. MLflow's own `save_model` would
+write them again, in a subfolder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MLMODEL = "MLmodel"
 _TOKENIZER = "tokenizer_config.json"
 _REQUIREMENTS = ("mlflow", "torch", "transformers", "accelerate")
 _LOADER = "orchestrator.tracking.pyfunc_model"
-"""Of Headfold's own format, which MLflow has no flavour for."""
+"""For Headfold's own format, which MLflow has no flavour for."""
 _NEW_TOKENS = 64  # of a prediction, by default
 
 

@@ -1,4 +1,4 @@
-"""Names of the metrics of a run in MLflow. No other file spells one."""
+"""Names of the metrics of a run in MLflow, spelt in no other file."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ METRICS = {
     "loss_difference_stderr": "test_loss_below_baseline_stderr",
     "original_kv_bytes_per_token": "original_kv_bytes_per_token",
 }
-"""By the name of the value in reports and records.
+"""Metrics by the name of the value in reports and records.
 
-Losses are held out, in nats per token, but for `train_loss` (mean since the last evaluation) and
-`train_loss_step` (of one batch); `eval_loss_delta` is over the original model.
+Losses are of held-out text, in nats per token, except `train_loss` (mean since the last evaluation)
+and `train_loss_step` (of one batch); `eval_loss_delta` is over the original model.
 """
 _PREFIXES = (
     "task_",
@@ -55,7 +55,7 @@ _PREFIXES = (
     "engine_",
     "loss_last_positions",
 )
-"""Of values whose number depends on what is measured; they keep their names."""
+"""Prefixes of values whose number depends on the measurement; they keep their names."""
 
 MetricPoint = dict[str, float]
 """Values of metrics by name, with their `step` and `time` (seconds since 1970)."""
@@ -65,9 +65,9 @@ def point(values: Mapping[str, Any], step: int, time: float) -> MetricPoint:
     """Return a point of MLflow's series.
 
     Args:
-        values: Values by their names in reports; those that are no numbers, or have no name in
-            MLflow, are left out. A held-out loss gives a perplexity too.
-        step: Training steps so far.
+        values: Values by their names in reports; others than numbers, and those without a name
+            in MLflow, are left out. A held-out loss gives a perplexity too.
+        step: Training steps until then.
         time: Seconds since 1970.
     """
     metrics = {
@@ -93,5 +93,5 @@ def best_point(
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is an int or a float; True and False are none."""
+    """Return whether a value is an int or a float, but no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -5,7 +5,7 @@
 Settings are environment variables, as `cluster.yaml` sets them: HEADFOLD_MLFLOW_STORE (database),
 _ARTIFACTS (folder or object store), _BACKUP (a file on the shared file system; only for sqlite),
 _PORT (5000) and _BACKUP_SECONDS (300). A database that is not there is restored from the backup: a
-new head goes on with the records of a lost one.
+new head node continues with the records of a lost one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ServerSettings:
     store: str
     artifacts: str
     backup: Path | None
-    """None for a database that is not a file here, whose server keeps it safe."""
+    """None for a database that is not a local file, whose own server makes backups."""
     port: int
     backup_seconds: float
 
@@ -94,7 +94,7 @@ class Server:
         if self.process is None or self.process.poll() is not None:
             if self.process is not None:
                 print(
-                    f"MLflow ended with exit code {self.process.returncode}, starting it again",
+                    f"MLflow exited with code {self.process.returncode}; restarting it",
                     flush=True,
                 )
             environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
@@ -103,8 +103,8 @@ class Server:
     def end(self, patience: float = 20) -> None:
         """End the server with all its workers.
 
-        One that was just starting a worker may wait for it for ever: after `patience` seconds it
-        is killed, since the last backup is still to be made.
+        A server that was starting a worker may wait for it without end: after `patience` seconds it
+        is killed, so that the last backup can be made.
         """
         if self.process is not None and self.process.end(patience):
             print(
@@ -143,12 +143,12 @@ def main() -> int:
 
 
 def try_to_back_up(database: Path, backup: Path) -> None:
-    """Back the database up; a file system that is away for a while must not end the server."""
+    """Back up the database; an unavailable file system must not end the server."""
     try:
         if database.exists():
             back_up(database, backup)
     except (OSError, sqlite3.Error) as error:
-        print(f"no backup to {backup}: {error}", flush=True)
+        print(f"cannot back up to {backup}: {error}", flush=True)
 
 
 if __name__ == "__main__":

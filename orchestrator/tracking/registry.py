@@ -78,7 +78,7 @@ class Registry:
     def _logged_model(
         self, name: str, folder: Path, run_id: str, tags: dict[str, str], upload: bool
     ) -> tuple[Any, str]:
-        """Return the logged model of a run, made once, and where a version of it is loaded from.
+        """Return the logged model of a run, made once, and the address of a version of it.
 
         Its weights are uploaded to a server. A store on this machine has links to them, and a
         folder to write notes to that is not the checkpoint.
@@ -121,7 +121,7 @@ class Registry:
         return None if version is None else str(version)
 
     def set_alias(self, name: str, alias: str, version: str) -> None:
-        """Let an alias point to a version, in one step: there is no moment without it.
+        """Let an alias point to a version, in one step: the alias exists at any time.
 
         Raises:
             TrackingError: If the store refuses.
@@ -142,7 +142,7 @@ class Registry:
 
 
 def _link_files(folder: Path, target: Path) -> Path:
-    """Fill `target` with hard links: MLflow follows no link that leads out of its own folder.
+    """Fill `target` with hard links: MLflow follows no link out of its own folder.
 
     Returns:
         `target`; `folder` itself on another file system, or on one without links.

@@ -38,12 +38,11 @@ _MODEL_METRICS = (
 def shared_metadata(
     config: SearchConfig, folder: SearchFolder, files: Mapping[str, Path], base_model: str | None
 ) -> SharedMetadata:
-    """Return what all runs of a search have in common.
+    """Return the metadata that all runs of a search share.
 
     Args:
-        config: Of the search.
-        folder: Of the search.
-        files: Its token sets, by split.
+        config: Configuration of the search. folder: Folder of the search. files: Its token
+            sets, by split.
         base_model: Name of the original model.
     """
     tags = source_tags("search", read_json(folder.state).get("command", "headfold search"))
@@ -101,7 +100,7 @@ def datasets_of(
     Args:
         config: Of the search.
         files: Token sets by split: train, eval and calibration.
-        promotion: Whether the run is a promotion, which may have a training text of its own.
+        promotion: Whether the run is a promotion, which may have its own training text.
     """
     datasets = []
     for split, file in files.items():

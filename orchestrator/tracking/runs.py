@@ -1,6 +1,6 @@
 """The runs of an experiment in MLflow. The driver is the single writer.
 
-One parent run a search, one child a trial (by the tag `mlflow.parentRunId`), one level;
+One parent run per search, one child run per trial (by the tag `mlflow.parentRunId`), one level;
 `orchestrator.tracking.sync` keeps them up to date. Metrics are series over training steps; plans,
 pictures and reports are artifacts; checkpoints are recorded by folder and SHA-256. Only this file,
 `registry.py`, `logged_model.py` and `errors.py` import mlflow.
@@ -63,7 +63,7 @@ class Dataset:
     """A text that a run has used."""
 
     context: str
-    """What for: train, eval or calibration."""
+    """Its use: train, eval or calibration."""
     source: str
     digest: str
     """Of its tokens."""
@@ -77,10 +77,10 @@ def default_uri(storage: str | Path) -> str:
 
 
 def open_client(uri: str) -> Any:
-    """Return MLflow's client of a store; no request is sent yet."""
+    """Return MLflow's client for a store; no request is sent yet."""
     os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # it may hold a secret
-    # An address that nobody serves must fail in seconds
+    # An address without a server must fail in seconds
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     from mlflow import MlflowClient
 
@@ -137,8 +137,7 @@ class Tracker(Registry):
         """Start a run and return its id.
 
         Args:
-            name: What it is shown as.
-            parent: The run that it is a child of.
+            name: Its displayed name. parent: The run that it is a child of.
             tags: Its tags.
             at: When it started, in seconds since 1970 (default: now).
         """
@@ -188,7 +187,7 @@ class Tracker(Registry):
             self.client.log_batch(run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
 
     def log_datasets(self, run_id: str, datasets: Sequence[Dataset]) -> None:
-        """Log the texts that a run has used; a store takes equal ones once."""
+        """Log the texts that a run has used; a store keeps equal ones once."""
         from mlflow.entities import Dataset as DatasetEntity
         from mlflow.entities import DatasetInput, InputTag
 
@@ -221,7 +220,7 @@ class Tracker(Registry):
         self.client.log_artifact(run_id, str(path))
 
     def set_status(self, run_id: str, status: str, at: float | None = None) -> None:
-        """Set the status of a run; one that goes on is no longer ended.
+        """Set the status of a run; a continued run is no longer marked as finished.
 
         Args:
             run_id: The run.
@@ -242,7 +241,7 @@ class Tracker(Registry):
 
         Args:
             run_id: Its id, if that is known.
-            tags: Tags that it is found by otherwise.
+            tags: Tags to find it by otherwise.
         """
         from mlflow.exceptions import MlflowException
 
@@ -269,7 +268,7 @@ class Tracker(Registry):
 
 
 def _opening(address: str) -> contextlib.AbstractContextManager[object]:
-    """Return the lock under which a store is opened: of a file beside an sqlite database."""
+    """Return the lock for opening a store: a file next to an sqlite database."""
     database = urlparse(address).path.removeprefix("/")
     if not address.startswith("sqlite:///") or not database:
         return contextlib.nullcontext()

@@ -1,10 +1,10 @@
 """MLflow, brought up to date with the files of a search whenever it can be reached.
 
-What MLflow should have (`TrackedRun`) follows from journal, settings and promotion; `MlflowSync`
-finds each run by its tags, or makes it, and logs what is missing. Doing so twice changes nothing:
-points have the times of their reports, and a store keeps equal points once. So nothing is lost
-while the store is away, and nothing needs to be saved for it: the next try, the end of the search,
-or its resumption brings it up to date.
+The required content of MLflow (`TrackedRun`) follows from journal, settings and promotion;
+`MlflowSync` finds each run by its tags, or creates it, and logs what is missing. Doing so twice
+changes nothing: points have the times of their reports, and a store keeps equal points once. So
+nothing is lost while the store cannot be reached, and nothing needs to be saved for it: the next
+attempt, the end of the search, or its resumption brings it up to date.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _KEY_TAGS = (
 )
 """Tags that identify a run of a search."""
 _DIGEST_TAG = "headfold.synced"
-"""Set last, on a run that has ended: the digest of its `TrackedRun`."""
+"""Set last, on a finished run: the digest of its `TrackedRun`."""
 PAUSE_SECONDS = (2.0, 60.0)
-"""Between two attempts to reach a store that is away: the first one, and the longest."""
+"""Seconds between two attempts to reach a store: the first interval, and the longest."""
 
 Key = tuple[tuple[str, str], ...]
 
 
 @dataclass
 class TrackedRun:
-    """What MLflow should have of one run. Times are in seconds since 1970.
+    """The content that MLflow should have of one run. Times are in seconds since 1970.
 
     Attributes:
         name: What it is shown as.
@@ -62,7 +62,7 @@ class TrackedRun:
         ended: None: when its end is logged.
     """
 
-    # The digests of runs that have ended are of these names
+    # The digests of finished runs are of these names
     name: str
     tags: dict[str, Any]
     status: str | None = RUNNING
@@ -87,14 +87,14 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class SharedMetadata:
-    """What all runs of a search have in common; a run's own tags, params and datasets override."""
+    """The metadata that all runs of a search share; a run's own metadata overrides it."""
 
     tags: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
     datasets: Sequence[Dataset] = ()
 
     def added_to(self, run: TrackedRun) -> TrackedRun:
-        """Return the run with what it lacks."""
+        """Return the run completed with it."""
         return replace(
             run,
             tags={**self.tags, "mlflow.runName": run.name, **run.tags},
@@ -109,11 +109,11 @@ def _key_of(tags: Mapping[str, Any]) -> Key:
 
 @dataclass
 class _SyncState:
-    """A run, and as much of it as the store is sure to have.
+    """A run, and the parts of it that are certainly in the store.
 
     Attributes:
-        changed: Whether `target` is another one than was sent last.
-        new_points: Further points that are to be sent.
+        changed: Whether `target` differs from the one that was sent last.
+        new_points: Further points to be sent.
         sent: Requests, by their keys; `points`: points, by a hash.
     """
 
@@ -130,10 +130,10 @@ class _SyncState:
 class MlflowSync:
     """The runs of one search: `parent`, and its children.
 
-    Only the registration of a model needs the store there and then (`registry`).
+    Only the registration of a model needs the store at once (`registry`).
 
     Args:
-        connect: Opens the store; raises TrackingError if it is away.
+        connect: Opens the store; raises TrackingError if it cannot be reached.
         parent: The run of the search.
         tracker: The store, if it is open already.
         shared: What all runs have in common.
@@ -161,19 +161,19 @@ class MlflowSync:
 
     @property
     def parent_id(self) -> str | None:
-        """The store's id of the parent; None as long as it was never reached."""
+        """The store's id of the parent; None until it has been reached."""
         return self._runs[self._parent].run_id
 
     @property
     def waiting(self) -> int:
-        """How many runs the store may not have as they should be."""
+        """Number of runs that may not be up to date in the store."""
         return len(self._pending)
 
     def put(self, run: TrackedRun) -> str | None:
-        """Bring a run up to date, and all that are pending.
+        """Bring a run up to date, and all pending runs.
 
         Returns:
-            Its id; None as long as the store is away.
+            Its id; None until the store can be reached.
         """
         run = self._shared.added_to(run)
         with self._lock:
@@ -192,10 +192,10 @@ class MlflowSync:
 
         Args:
             tags: Of the run; those that identify it are enough.
-            points: Later ones than were put or added.
+            points: Points later than those that were put or added.
 
         Returns:
-            Its id; None as long as the store is away.
+            Its id; None until the store can be reached.
         """
         key = _key_of({**self._shared.tags, **tags})
         with self._lock:
@@ -208,19 +208,21 @@ class MlflowSync:
             return state.run_id
 
     def flush(self) -> bool:
-        """Try now, and return whether the store has everything."""
+        """Try now, and return whether everything is in the store."""
         with self._lock:
             self._send_all()
             return not self.waiting
 
     def registry(self) -> Tracker:
-        """Return the store, up to date, for what cannot wait.
+        """Return the store, up to date, for requests that cannot wait.
 
         Raises:
             TrackingError: If it is away.
         """
         if not self.flush() or self._tracker is None:
-            raise TrackingError("the MLflow store is away; go on with --resume when it is back")
+            raise TrackingError(
+                "the MLflow store is not reachable; continue with --resume when it is"
+            )
         return self._tracker
 
     def _send_all(self) -> None:
@@ -233,7 +235,7 @@ class MlflowSync:
             return
         self._delay = 0.0
         if self._warned:
-            logger.warning("MLflow is back, and up to date")
+            logger.warning("MLflow is reachable again, and up to date")
             self._warned = False
 
     def _pause(self, error: Exception) -> None:
@@ -244,7 +246,7 @@ class MlflowSync:
         self._children = None  # a run may have been made whose answer was lost
         if not self._warned:
             logger.warning(
-                "MLflow is away (%s); it is brought up to date as soon as it can be reached",
+                "MLflow is not reachable (%s); it will be brought up to date when it is",
                 reason(error, redact),
             )
             self._warned = True
@@ -269,7 +271,7 @@ class MlflowSync:
             return
         self._send_points(state, tracker, run_id, run.points)
         requests = _requests(tracker, run_id, run)
-        # A tag that is no longer set may come back
+        # A tag that is no longer set may return
         state.sent -= {key for key in state.sent - requests.keys() if key.startswith("tag ")}
         for key, request in requests.items():
             self._send_once(state, key, request)
@@ -284,7 +286,7 @@ class MlflowSync:
     def _send_points(
         self, state: _SyncState, tracker: Tracker, run_id: str, points: Sequence[MetricPoint]
     ) -> None:
-        """Send the points that were not sent, in one go; one by one where the store refuses."""
+        """Send the unsent points in one request; one by one if the store refuses."""
         missing = {hash(repr(point)): point for point in points}
         missing = {key: point for key, point in missing.items() if key not in state.points}
         if not missing:
@@ -300,7 +302,7 @@ class MlflowSync:
         state.points |= missing.keys()
 
     def _send_once(self, state: _SyncState, key: str, request: Callable[[], None]) -> None:
-        """Send a request unless it was sent; warn of what the store refuses, and go on."""
+        """Send a request unless it was sent; if the store refuses it, warn and continue."""
         if key in state.sent:
             return
         try:
@@ -317,7 +319,7 @@ class MlflowSync:
         state.sent.add(key)
 
     def _find_or_start(self, state: _SyncState, tracker: Tracker) -> str:
-        """Find the run in the store, or start it; its id."""
+        """Find the run in the store, or start it, and return its id."""
         run = state.target
         is_parent = run.key == self._parent
         tags = dict(run.key)
@@ -349,7 +351,7 @@ class MlflowSync:
 
 
 def _requests(tracker: Tracker, run_id: str, run: TrackedRun) -> dict[str, Callable[[], None]]:
-    """Return what brings a run up to date, by keys that tell whether it was sent before."""
+    """Return the requests that bring a run up to date, by keys that show whether they were sent."""
     requests = {"params": partial(tracker.log_params, run_id, run.params)}
     if run.datasets:
         requests["datasets"] = partial(tracker.log_datasets, run_id, run.datasets)
@@ -369,7 +371,7 @@ def parent_run(folder: Path, waits_for: str | None = None, **more: Any) -> Track
 
     Args:
         folder: Of the search.
-        waits_for: Nodes that are slow to come, "" if it waits no longer.
+        waits_for: Nodes that are slow to start, "" if it waits no longer.
         **more: Other fields of the run.
     """
     tags = {"headfold.kind": "search", "headfold.folder": str(folder)}

@@ -25,7 +25,7 @@ from orchestrator.tracking.metrics import METRICS
 from orchestrator.tracking.mlflow_server import HOST, SQLITE, is_taken
 from orchestrator.tracking.runs import Tracker, default_uri
 
-_NO_RUNS = "{!r} has no runs in MLflow yet: the search has not begun"
+_NO_RUNS = "{!r} has no runs in MLflow yet: the search has not started"
 _SERVER = ("http://", "https://")
 _SECTION = "loss-and-cache"
 
@@ -94,7 +94,7 @@ def serve_page(folder: SearchFolder, port: int) -> None:
     try:
         server.wait()
         raise ConfigError(
-            f"MLflow's server ended with exit code {server.returncode}; what it has said is above"
+            f"MLflow's server exited with code {server.returncode}; see its output above"
         )
     except KeyboardInterrupt:
         pass

@@ -60,7 +60,7 @@ def asym_walk(
 
 
 _KNOBS = (
-    Knob("iterations", "int", "moves tried a layer and side", low=1, high=100_000),
+    Knob("iterations", "int", "moves tried per layer and side", low=1, high=100_000),
     Knob("accept", "float", "probability of moving to what is not better", low=0.0, high=1.0),
     Knob("reset", "float", "probability of starting over before a move", low=0.0, high=1.0),
     Knob("neighbours", "int", "most similar heads that a move chooses from", low=1, high=1024),

@@ -191,9 +191,8 @@ def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeo
     if recipe.sharing != "none":
         if geometry.num_kv_heads < geometry.num_heads:
             raise ValueError(
-                f"sharing={recipe.sharing} gives a query head the weights of another with the key "
-                f"and value of its "
-                f"own, and this checkpoint has {geometry.num_kv_heads} KV heads for "
+                f"sharing={recipe.sharing} gives a query head the weights of another with its own "
+                f"key and value, and this checkpoint has {geometry.num_kv_heads} KV heads for "
                 f"{geometry.num_heads} query heads; "
                 "it takes a multi-head checkpoint"
             )

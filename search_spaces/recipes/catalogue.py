@@ -89,7 +89,7 @@ NAMED_RECIPES = (
             settings=(("grouping.equal_sizes", False),),
             source="Chen 2024 (DHA): searched groups and budgets, learned per-dimension fusion",
         ),
-        "Give layers key and value heads of their own and learn how the heads of a group mix.",
+        "Give each layer its own key and value heads and learn how the heads of a group mix.",
         ("DHA",),
     ),
     NamedRecipe(
@@ -186,8 +186,8 @@ NAMED_RECIPES = (
             allocation="layerwise",
             refinement="fit_heal",
             source=(
-                "ours: headfold_gqa with a head count of its own in each layer, which vLLM and "
-                "llama.cpp hold"
+                "ours: headfold_gqa with a different head count in each layer, which vLLM and "
+                "llama.cpp load"
             ),
         ),
         "headfold_gqa with a head count per layer, more where the loss needs them.",

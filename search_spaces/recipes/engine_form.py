@@ -123,7 +123,8 @@ class EngineForm:
             )
         if record.get("together", True) is False and not self.apart:
             reasons.append(
-                f"{name} holds a key head with each value head, so together must be true, got false"
+                f"{name} stores a key head with each value head, so together must be true, "
+                "got false"
             )
         if by_layer and not self.own_counts:
             reasons.append(
@@ -136,7 +137,7 @@ class EngineForm:
             and not equal_groups
             and not (self.own_unequal if by_layer else self.unequal)
         ):
-            where = "beside head counts of each layer's own, " if by_layer and self.unequal else ""
+            where = "with a different count in each layer, " if by_layer and self.unequal else ""
             reasons.append(
                 f"{name} holds no groups of unequal size {where}of this family, so "
                 f"grouping.equal_sizes must be true "

@@ -101,8 +101,7 @@ def _no_cost_for_allocation(objective: str | None, allocation: str) -> str | Non
 def _split_counts(together: bool, allocation: str) -> str | None:
     if together and "apart" in ALLOCATION.get(allocation).needs:
         return (
-            f"allocation={allocation} gives keys and values counts of their own; set together "
-            f"to false"
+            f"allocation={allocation} gives keys and values different counts; set together to false"
         )
     return None
 

@@ -41,7 +41,7 @@ def test_a_pair_is_read_and_named_alike() -> None:
     [
         ("q8", "expected one of f16, bf16, fp8, q8_0, q5_1, q4_0"),
         ("f16,f16,f16", "or two of them"),
-        ("fp8,q8_0", "no engine holds keys in fp8 beside values in q8_0"),
+        ("fp8,q8_0", "no engine supports keys in fp8 with values in q8_0"),
     ],
 )
 def test_what_no_engine_holds_is_refused(text: str, message: str) -> None:

@@ -86,7 +86,7 @@ def test_kv_bytes_refuses_an_unknown_dtype() -> None:
         (lambda: AttentionPlan((LayerPlan.identity(2),), 0), "head_dim must be a positive integer, got 0"),
         (lambda: AttentionPlan((LayerPlan.identity(2), LayerPlan.identity(3)), 8), "layer 1: key_map has 3"),
         (lambda: HeadShare(1, 0, 1, 0), "earlier layer, got layer 1"),
-        (lambda: AttentionPlan((LayerPlan.identity(2),), 8, (HeadShare(5, 0, 0, 0),)), "lies outside"),
+        (lambda: AttentionPlan((LayerPlan.identity(2),), 8, (HeadShare(5, 0, 0, 0),)), "is outside"),
         (lambda: LayerPlan((0, 0), (0, 0), 0), "key_width must be a whole number of head dims, at least 1, got 0"),
         (lambda: LayerPlan((0, 0), (0, 0), 1, True), "value_width must be a whole number of head dims"),
         (lambda: AttentionPlan((LayerPlan((0, 0), (0, 0), 2, 2),), 8, composition=Composition()), "got wider"),

@@ -62,7 +62,7 @@ def test_a_command_that_has_ended_is_not_run_again(tmp_path: Path, monkeypatch: 
     assert first["loss"] == 2 and first["wall_seconds"] > 0
     monkeypatch.setattr(workspace, "_headfold", lambda: [sys.executable, "-c", "raise SystemExit(3)"])
     assert work.run("one", "inspect", "model") == first
-    with pytest.raises(CommandError, match=r"`headfold inspect model` ended with exit code 3"):
+    with pytest.raises(CommandError, match=r"`headfold inspect model` exited with code 3"):
         work.run("two", "inspect", "model")
     (tmp_path / workspace.GGUF).touch()
     assert command.measure("inspect", work)["status"] == "done", "it has ended before"

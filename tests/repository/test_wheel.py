@@ -36,7 +36,7 @@ def test_completion_knows_the_verbs(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_what_comes_along_is_found_and_the_rest_is_told() -> None:
     assert shipped("configs/demo.yaml") == REPOSITORY / "configs" / "demo.yaml"
-    with pytest.raises(FileNotFoundError, match=r"lacks configs/none\.yaml; install it anew"):
+    with pytest.raises(FileNotFoundError, match=r"lacks configs/none\.yaml; reinstall it"):
         shipped("configs/none.yaml")
 
 

@@ -10,51 +10,36 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+GENERATED = {"docs/real.md", "docs/gpu.md"}
 PAGES = (
-    "README.md",
-    "SECURITY.md",
-    "docs/index.md",
-    "docs/quickstart.md",
-    "docs/faq.md",
-    "docs/glossary.md",
-    "docs/python.md",
-    "docs/formats.md",
-    "docs/families.md",
-    "docs/serving.md",
-    "docs/evaluation.md",
-    "docs/trials.md",
-    "docs/resume.md",
-    "docs/cluster.md",
+    *("README.md", "SECURITY.md", "CONTRIBUTING.md", "examples/README.md"),
+    *sorted({page.relative_to(REPOSITORY).as_posix() for page in REPOSITORY.glob("docs/*.md")} - GENERATED),
     *(f"docs/{name}" for name in ("howto", "clusters", "reference")),
 )
-"""Pages for users, and folders of them. The reference has the help of all verbs, options and keys."""
-CODE = (
-    "headfold",
-    "attention",
-    "search_spaces",
-    "trainers",
-    "orchestrator/config",
-    "orchestrator/conversion",
-    "orchestrator/doctor",
-    "orchestrator/evaluation",
-    "orchestrator/promotion",
-    "orchestrator/resources",
-    "orchestrator/serving",
-    "orchestrator/storage",
-    "orchestrator/training",
-    "orchestrator/checkpoints.py",
-    "orchestrator/main.py",
-    "orchestrator/pipeline.py",
-)
+"""Pages, and folders of them. The reference has the help of all verbs, options and keys; pages that benchmarks write
+have strings of their code."""
+CODE = ("headfold", "attention", "search_spaces", "trainers", "orchestrator", "benchmarks")
 """Where the strings of the code are checked."""
-COUNTED = "tokens|nats|heads|bytes|steps|operations|sequences|parameters|seconds"
+COUNTED = (
+    "tokens|tokens/s|nats|heads|bytes|steps|operations|sequences|parameters|seconds|moves?|prompt|calls|events|CPUs"
+)
+UNITS = "second|sequence|token|parameter|layer|head|step|trial|search|run|node|worker|site|line"
 WORDS = {
     r"\bcomes? along\b": "bundled",
     r"\bof the checkpoint's(?= KV\b|$)": "of the KV cache",
     r"\b(?:is|are) told\b": "is reported",
     r"\bin its place\b": "instead",
+    r"\bof (?:its|their|one's|your) own\b": "its own, separate",
+    r"\bon (?:the|its|their) way\b": "temporary, starting",
+    r"\bbesides?\b": "next to, compared with, in addition to",
+    r"(?<=\s)held\b(?![- ]out)|\bheld(?= (?!out))": "stored, reserved, supported",
+    r"(?<=\s)ended\b|\bended(?= \w)": "finished, stopped, exited",
+    r"\bwants\b": "needs",
+    r"\blies (?:in|on|at|within|outside)(?= )|\blie beside\b": "is in",
+    r"(?:^|\d) so far\b": "elapsed",
     r"\bgo(?:es)? on\b": "continues",
-    rf"\b(?:{COUNTED}) an? (?:second|sequence|token|parameter|layer|head|step|trial|search|run|node)\b": "per",
+    r"\bin (?:the|their) place of\b": "instead of",
+    rf"\b(?:{COUNTED}) an? (?:{UNITS})\b": "per",
 }
 """Expressions, and what to say instead."""
 
@@ -88,6 +73,11 @@ def test_pages_for_users_have_usual_words(page: Path) -> None:
     assert found(" ".join(page.read_text(encoding="utf-8").split())) == []
 
 
+def test_the_changes_since_the_last_release_have_usual_words() -> None:
+    top = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ", 2)[1]
+    assert found(" ".join(top.split())) == []
+
+
 def test_strings_of_the_code_have_usual_words() -> None:
     modules = files(CODE, "*.py")
     assert len(modules) > 100
@@ -101,8 +91,13 @@ def test_strings_of_the_code_have_usual_words() -> None:
 
 
 def test_words_of_the_list_are_found() -> None:
-    text = "It comes along. 64 tokens a second of the checkpoint's KV; a user is told to go on in its place."
+    text = (
+        "0:42 so far. It comes along. 64 tokens a second of the checkpoint's KV; a user is told to go on in its place. "
+        "A file beside it lies in a folder of its own, on the way; what has ended was held, and wants it in the place "
+        "of memory."
+    )
     assert len(found(text)) == len(WORDS)
-    assert found("64 tokens per second, half of the checkpoint's own KV cache") == []
+    usual = "64 tokens per second, half of the checkpoint's own KV cache; a held-out loss, held out, as measured so far"
+    assert found(usual) == []
     code = 'def f():\n    """It goes on."""\n    return f"{f} goes on"\n'
     assert list(strings(code)) == [(3, " goes on")]

@@ -109,10 +109,10 @@ def test_what_is_refused_says_why_and_the_space_is_never_empty() -> None:
     form = EngineForm.of("vllm", config, geometry)
     chosen = RECIPES["headfold"]
     (reason,) = form.refusals(chosen.to_dict(), equal_groups=chosen.equal_groups)
-    assert "holds a key head with each value head, so together must be true, got false" in reason
+    assert "stores a key head with each value head, so together must be true, got false" in reason
     unequal = recipe("headfold_layers", **{"grouping.equal_sizes": False})
     (reason,) = form.refusals(unequal.to_dict(), equal_groups=unequal.equal_groups)
-    assert "no groups of unequal size beside head counts of each layer's own" in reason
+    assert "no groups of unequal size with a different count in each layer" in reason
     stock = EngineForm.of("gqa", config, geometry)
     with pytest.raises(ValueError, match="allocation must be uniform, got layerwise"):
         JointSpace([0.5], geometry, choices={"allocation": ["layerwise"]}, engine=stock)

@@ -109,7 +109,7 @@ def test_jobs_survive_json() -> None:
         ({"storage_path": "runs"}, "storage_path must be an absolute path"),
         ({"storage_path": "s3://bucket/x"}, "storage_path must be an absolute path"),
         ({"schedule_offset": -1}, r"schedule_offset must be at least 0 \(minus start_step\)"),
-        ({"schedule_offset": 3, "relaxation": RELAXATION}, "is 0 for a job with a relaxation of its own, got 3"),
+        ({"schedule_offset": 3, "relaxation": RELAXATION}, "is 0 for a job with its own relaxation, got 3"),
     ],
 )
 def test_impossible_jobs_are_refused(wrong: dict[str, Any], message: str) -> None:

@@ -66,7 +66,7 @@ def private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(
-            f"{folder} belongs to another user; remove it, or set TMPDIR to a folder of your own"
+            f"{folder} belongs to another user; remove it, or set TMPDIR to one of your folders"
         )
 
 

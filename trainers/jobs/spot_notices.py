@@ -230,7 +230,7 @@ def leave_container() -> int:
     )
     seconds: float = parser.parse_args().seconds
     started = time.monotonic()
-    if not drain_node(Notice(seconds, "the container is ended")):
+    if not drain_node(Notice(seconds, "the container is stopped")):
         return 1
     while _trains_here() and time.monotonic() - started < seconds:
         time.sleep(1.0)

@@ -115,8 +115,8 @@ class TrainJob:
         if self.schedule_offset < -self.start_step or (self.schedule_offset and self.relaxation):
             raise ValueError(
                 f"schedule_offset must be at least {-self.start_step} (minus start_step), and is 0 "
-                f"for a job with a "
-                f"relaxation of its own, got {self.schedule_offset}"
+                f"for a job with its "
+                f"own relaxation, got {self.schedule_offset}"
             )
         if self.start_step and self.resume_from is None:
             raise ValueError(

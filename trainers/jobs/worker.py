@@ -101,7 +101,7 @@ def job_metrics(job: TrainJob, ended: dict[str, Any] | None) -> dict[str, Any]:
         raise TrainingDiverged(ended["diverged"])
     if not ended or "metrics" not in ended:
         raise RuntimeError(
-            f"run {job.run_name!r} ended without a report; see its logs under {job.storage_path}"
+            f"run {job.run_name!r} finished without a report; see its logs under {job.storage_path}"
         )
     return ended["metrics"]
 

@@ -95,11 +95,10 @@ def _written(conversation: Conversation, tokenizer: Any) -> str:
     """Return a conversation as text, special tokens included."""
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
-            f"{conversation.field} holds conversations, and the tokenizer has no chat template to "
-            f"write them by; copy "
-            "chat_template.jinja (or tokenizer_config.json) of the model's chat version beside it, "
-            "or give records "
-            "with their text in one field (--text-field)"
+            f"{conversation.field} contains conversations, and the tokenizer has no chat template "
+            f"for them; copy "
+            "chat_template.jinja (or tokenizer_config.json) of the model's chat version into its "
+            "folder, or give records with their text in one field (--text-field)"
         )
     try:
         return tokenizer.apply_chat_template(conversation.messages, tokenize=False)

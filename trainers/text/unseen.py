@@ -83,7 +83,7 @@ class UnseenCut:
         there = len(ids) // self.text.sequence_length
         if there < FEWEST or documents < 2:
             raise DataError(
-                f"beside the {self.seen.sequences} sequences that are measured on, the held-out "
+                f"in addition to the {self.seen.sequences} measured sequences, the held-out "
                 f"documents of {self.source} leave {len(ids)} tokens in {documents} documents, "
                 f"expected at least {FEWEST * self.text.sequence_length} in 2; give more text, a "
                 "source for data.test, or fewer data.eval.tokens"

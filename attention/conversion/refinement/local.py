@@ -52,7 +52,7 @@ FIT_KNOBS = (
         1,
         2**20,
     ),
-    Knob("fit_tokens", "int", "calibration tokens that are held in memory and fitted on", 2),
+    Knob("fit_tokens", "int", "calibration tokens that are loaded into memory and fitted on", 2),
 )
 FIT_DECAY = 1 / 3
 """In a local fit of a layer with fused keys the error falls as the number of steps to the power

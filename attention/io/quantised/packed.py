@@ -163,8 +163,7 @@ def _fp8(
     scale = next((stored[n] for n in (f"{name}_scale_inv", f"{name}_scale") if n in stored), None)
     if scale is None:
         raise ValueError(
-            f"{name} is of {tensor.dtype} and has neither {name}_scale_inv nor {name}_scale beside "
-            f"it"
+            f"{name} is of {tensor.dtype} and has neither {name}_scale_inv nor {name}_scale"
         )
     block = settings.get("weight_block_size")
 
@@ -295,7 +294,7 @@ def _compressed(
 
 def _beside(stored: Mapping[str, Stored], name: str, of: str) -> Stored:
     if name not in stored:
-        raise ValueError(f"{of} has no {name} beside it; download or copy the checkpoint again")
+        raise ValueError(f"{of} has no {name}; download or copy the checkpoint again")
     return stored[name]
 
 

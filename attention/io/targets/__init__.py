@@ -275,7 +275,7 @@ def best_target(
     if not cache_bytes:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
         raise TargetError(
-            f"no target holds this plan ({reasons}); keep it in Headfold's own format"
+            f"no target supports this plan ({reasons}); keep it in Headfold's own format"
         )
     best = min(
         cache_bytes, key=lambda name: (cache_bytes[name], -len(targets()[name].engines), name)

@@ -72,8 +72,8 @@ def check_query_heads(plan: AttentionPlan) -> int:
     counts = kv_heads_of(plan)
     index = max(range(len(counts)), key=lambda i: counts[: i + 1].index(counts[i]))
     raise TargetError(
-        f"layer {index} has {counts[index]} KV heads beside "
-        f"{sorted(set(counts) - {counts[index]})} in other layers: one number of query heads that "
+        f"layer {index} has {counts[index]} KV heads, other layers "
+        f"{sorted(set(counts) - {counts[index]})}: one number of query heads that "
         f"all divide is {heads}, more than {MOST_QUERY_HEADS} times the model's {plan.num_heads}; "
         f"choose counts that divide each other, or export to target gguf"
     )
@@ -173,6 +173,6 @@ def written_out(plan: AttentionPlan) -> tuple[str, ...]:
     return (
         f"{heads} shared heads and {len(plan.mlp_shares)} shared MLP blocks are written out: this "
         f"format "
-        "holds a copy of its own for every layer, so the file and the memory are those "
+        "has a separate copy for every layer, so the file and the memory are those "
         "of the unshared model",
     )

@@ -58,7 +58,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     family = family_of(config).name
     composed = plan.composition
     if composed is not None and (family == "gpt_neox" or window_of(config)):
-        what = "of the gpt_neox family" if family == "gpt_neox" else "beside a sliding window"
+        what = "of the gpt_neox family" if family == "gpt_neox" else "with a sliding window"
         raise TargetError(
             f"target transformers has no composition of heads {what}, which every layer from layer "
             f"0 on has (dcmha); "

@@ -35,7 +35,7 @@ _TICKS = (0, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 def bytes_figure(rows: Sequence[ComparisonRow], original: OriginalRecord) -> Figure:
     """Draw the increase of the held-out loss against KV bytes per token, with bars of one sd.
 
-    One line an arm at its best rates; arms of one KV ratio are a little apart sideways. Hollow:
+    One line per arm at its best rates; arms of one KV ratio are shifted sideways. Hollow:
     the row compares at an earlier rung than the others.
     """
     figure, axes = single_axes(5.2, KV_BYTES_LABEL)
@@ -100,9 +100,9 @@ def _set_increase_axis(axes: Any, original: OriginalRecord, lowest: float, highe
 def tokens_figure(rows: Sequence[ComparisonRow], original: OriginalRecord) -> Figure:
     """Draw the held-out loss against tokens trained on, those of a relaxation included.
 
-    A row of panels a KV ratio: on the left from the untrained model on, on the right the trained
-    models from close by. One line an arm at its best rate, its band one standard deviation to each
-    side; dashed where a relaxation went on, in which nothing is measured.
+    One row of panels per KV ratio: on the left from the untrained model on, on the right an
+    enlarged view of the trained models. One line per arm at its best rate, with a band of one
+    standard deviation to each side; dashed during a relaxation, in which nothing is measured.
     """
     kv_ratios = list(dict.fromkeys(row["kv_ratio"] for row in rows))
     figure = Figure(figsize=(7, 0.7 + 2.6 * len(kv_ratios)), layout="constrained")
@@ -111,7 +111,7 @@ def tokens_figure(rows: Sequence[ComparisonRow], original: OriginalRecord) -> Fi
     styles = styles_of(arms)
     handles = {}
     points = [point for arm in arms.values() for row in arm for point in row["curve"]]
-    # An arm that is first measured after a later step has been relaxing
+    # An arm whose first measurement is late was in a relaxation until then
     first_step = min((p["step"] for p in points if p["step"] > 0), default=None)
     for kv_ratio, (whole, close) in zip(kv_ratios, grid, strict=True):
         shown = {
@@ -140,7 +140,7 @@ def _arms(
 ) -> dict[str, list[ComparisonRow]]:
     """Return rows that have a loss and a size (or a curve), by the name of the arm, bytes rising.
 
-    Of the searcher's own candidates, each with a name of its own, only the best at each KV ratio
+    Of the searcher's own candidates, which all have different names, only the best at each KV ratio
     is drawn.
     """
     best: dict[str, dict[float, ComparisonRow]] = {}
@@ -183,7 +183,7 @@ def _draw_curve(
 
 
 def _zoom(axes: Any, rows: Mapping[str, ComparisonRow], original: OriginalRecord) -> None:
-    """Show what lies between the original model and the later half of the training."""
+    """Show the range between the original model and the later half of the training."""
     trained = [
         point
         for row in rows.values()

@@ -1,4 +1,4 @@
-"""The course of a search: what rung 0 predicted, when trials ran, the time of their phases."""
+"""The course of a search: the prediction of rung 0, the times of trials and of their phases."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _END_MARKS: Mapping[str, str] = {records.STOPPED: "o", records.FAILED: "X", reco
 
 
 class ProxyAgreement(TypedDict):
-    """How well the untrained loss ranks the trials of a KV ratio."""
+    """Agreement of the ranks by untrained loss with the final ranks at a KV ratio."""
 
     trials: int
     rho: float
     """Spearman's rank correlation of the losses at rung 0 and at the last rung."""
     regret: float
-    """Nats that the best at rung 0 ends above the best of all."""
+    """Final loss of the best trial at rung 0 minus the lowest final loss, in nats."""
 
 
 class Interval(NamedTuple):
-    """A time in which a trial worked, in seconds since 1970, and the step at its end."""
+    """A time interval in which a trial ran, in seconds since 1970, and the step at its end."""
 
     start: float
     end: float
@@ -54,7 +54,7 @@ class Interval(NamedTuple):
 
 
 def proxy_agreement(trials: Sequence[TrialRecord]) -> dict[float, ProxyAgreement]:
-    """Return how well rung 0 ranks the trials that came to the last rung, by falling KV ratio.
+    """Return how well rung 0 ranks the trials that reached the last rung, by falling KV ratio.
 
     Ratios of fewer than four trials are left out, and so are relaxations.
     """
@@ -70,7 +70,7 @@ def proxy_agreement(trials: Sequence[TrialRecord]) -> dict[float, ProxyAgreement
 
 
 def _pairs(trials: Sequence[TrialRecord]) -> dict[float, list[tuple[float, float]]]:
-    """Return the losses at rung 0 and at the last rung of any trial, of those that got there."""
+    """Return the losses at rung 0 and at the last rung, of the trials that reached it."""
     last = max((t.step for t in trials if t.usable), default=0)
     pairs: dict[float, list[tuple[float, float]]] = {}
     for trial in sorted(trials, key=lambda t: -t.kv_ratio):
@@ -119,7 +119,7 @@ def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
 
 
 def seconds_by_phase(trial: TrialRecord) -> dict[str, float]:
-    """Return seconds of the phases of a trial's own process, then `train`: of its workers.
+    """Return seconds of the phases of a trial's own process, and `train` for its workers.
 
     That includes measuring and saving.
     """
@@ -132,7 +132,7 @@ def seconds_by_phase(trial: TrialRecord) -> dict[str, float]:
 
 @styled
 def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Draw the mean seconds of a trial of each arm, by phase; None if no trial has reported any."""
+    """Draw the mean seconds of a trial of each arm, by phase; None without reported times."""
     arms: dict[str, list[dict[str, float]]] = {}
     for trial in trials:
         if seconds := seconds_by_phase(trial):
@@ -168,13 +168,13 @@ def phases_figure(trials: Sequence[TrialRecord]) -> Figure | None:
 
 
 def working_intervals(trial: TrialRecord) -> list[Interval]:
-    """Return when a trial worked, up to each report that has a time."""
+    """Return when a trial ran, up to each report that has a time."""
     intervals = []
     before = 0.0
     for rung in trial.rungs:
         total = float(rung.get("seconds") or 0.0)
-        # Seconds of workers count from the first of their rungs; those of rung 0 are of the trial's
-        # own process
+        # Seconds of workers count from their first rung; those of rung 0 belong to the trial's own
+        # process
         seconds = total if rung["step"] == 0 else max(0.0, total - before)
         before = total if rung["step"] else 0.0
         if rung.get("timestamp"):
@@ -185,10 +185,10 @@ def working_intervals(trial: TrialRecord) -> list[Interval]:
 
 @styled
 def timeline_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Draw when each trial worked, one row per trial by its start.
+    """Draw when each trial ran, one row per trial by its start.
 
-    A bar goes up to each rung; a mark shows where a trial was stopped or failed. Of many trials
-    those that got furthest are drawn.
+    A bar goes up to each rung; a mark shows where a trial was stopped or failed. Of many trials,
+    those with the most steps are drawn.
 
     Returns:
         None if the trials' reports have no times.

@@ -1,4 +1,4 @@
-"""What all figures share: colours of light and dark pages, style, legends, values, files."""
+"""Shared code of all figures: colours of light and dark pages, style, legends, values, files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLOURS = (
     "#7A4B1E",
     "#44AA99",
 )
-"""Colours that stay apart for colour-blind eyes: Okabe and Ito's, then some of Tol's."""
+"""Colours that colour-blind readers can distinguish: Okabe and Ito's, then some of Tol's."""
 _DARK_COLOURS = (
     "#4fa8e0",
     "#ff8a3d",
@@ -128,7 +128,7 @@ def write_cells(
 
 
 def legend_below(figure: Figure, handles: Mapping[str, Any], columns: int = 4) -> None:
-    """Draw one legend for all axes of a figure, under them, where it covers nothing."""
+    """Draw one legend for all axes of a figure, under them, so that it covers nothing."""
     if handles:
         figure.legend(
             list(handles.values()),
@@ -141,17 +141,17 @@ def legend_below(figure: Figure, handles: Mapping[str, Any], columns: int = 4) -
 
 
 def label_points(artist: Any, values: Iterable[str]) -> None:
-    """Give each marker of a plot or scatter plot the words that a page shows when it is pointed at.
+    """Give each marker of a plot or scatter plot the text that a page shows on hover.
 
     Args:
         artist: A line with markers, or a collection of points.
-        values: The words for each of its points, in order.
+        values: The text of each of its points, in order.
     """
     artist.set_gid(_POINTS + _POINTS.join(value.replace(_POINTS, " ") for value in values))
 
 
 def _with_values(text: str) -> str:
-    """Return an SVG whose labelled markers have their words as an attribute."""
+    """Return an SVG whose labelled markers have their text as an attribute."""
     before, *groups = re.split(rf' id="{re.escape(_POINTS)}([^"]*)"', text)
     parts = [before]
     for values, following in zip(groups[::2], groups[1::2], strict=True):
@@ -164,18 +164,18 @@ def _with_values(text: str) -> str:
 
 
 def svg(figure: Figure, label: str) -> str:
-    """Return the figure as an SVG element of the width and colours of its page.
+    """Return the figure as an SVG element with the width and colours of its page.
 
     Args:
         figure: The figure.
-        label: What a screen reader says of it, as markup-safe text.
+        label: Description for screen readers, as markup-safe text.
     """
     stream = io.StringIO()
     figure.savefig(stream, format="svg", metadata={"Date": None}, transparent=True)
     text = stream.getvalue()
     text = text[text.index("<svg") :]
     text = _with_values(text)
-    # Names of groups, the same in every figure, which nothing refers to
+    # Names of groups, the same in every figure, which are not referenced
     text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
     for name, (light, _) in THEME.items():
         text = re.sub(rf"{light}\b", f"var(--{name})", text, flags=re.IGNORECASE)

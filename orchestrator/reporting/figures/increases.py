@@ -1,4 +1,4 @@
-"""The axis of loss increases: logarithmic, with a band for what is no increase."""
+"""The axis of loss increases: logarithmic, with a band for values of 0 or less."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BAND_LABEL = "0 or less"
 class IncreaseAxis:
     """A logarithmic axis for some increases.
 
-    An increase of 0 or less is drawn in a band at its low end, which has a tick of its own.
+    An increase of 0 or less is drawn in a band at its low end, which has its own tick.
 
     Attributes:
         floor: The middle of that band.
@@ -42,7 +42,7 @@ class IncreaseAxis:
         return increase < self._low
 
     def put_on(self, axes: Any, which: Literal["x", "y"] = "y") -> None:
-        """Make it an axis of a plot."""
+        """Set it as an axis of a plot."""
         axes.set(**{f"{which}scale": "log", f"{which}lim": (self._bottom, self._high)})
         draw_band = axes.axhspan if which == "y" else axes.axvspan
         draw_band(self._bottom, self._low, color=FAINT, alpha=0.3, lw=0, zorder=0)

@@ -56,7 +56,7 @@ def sensitivity_figure(record: Mapping[str, Any]) -> Figure:
             write_cells(axes, table, _short, lambda x: norm(max(x, _LOWEST)) > 0.62, 7.5)
         axes.set_title(SIDE_TITLES[side], loc="left", fontsize=11)
         axes.set_xticks(range(len(counts)), [str(count) for count in counts], fontsize=9)
-        axes.set_xlabel("heads kept at this place")
+        axes.set_xlabel("heads kept in this layer")
         axes.tick_params(length=0)
     panels[0].set_ylabel("layer")
     ticks = range(0, len(layers), max(1, len(layers) // 16))
@@ -87,7 +87,7 @@ def _short(increase: float) -> str:
 
 @matplotlib.rc_context(_MAP_STYLE)
 def pairs_figure(record: Mapping[str, Any]) -> Figure:
-    """Draw the mean cosine of every pair of stored heads, as they are and aligned: a row a layer.
+    """Draw the mean cosine of every pair of stored heads, unaligned and aligned, per layer.
 
     The diagonal is left out.
     """
@@ -142,7 +142,7 @@ def _off_diagonal(matrix: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def evenly(items: Sequence[Any], max_items: int) -> list[Any]:
-    """Return at most so many of `items`, first and last among them."""
+    """Return at most `max_items` of `items`, including the first and the last."""
     if len(items) <= max_items:
         return list(items)
     return [items[round(i * (len(items) - 1) / (max_items - 1))] for i in range(max_items)]
@@ -150,7 +150,7 @@ def evenly(items: Sequence[Any], max_items: int) -> list[Any]:
 
 @styled
 def recipes_figure(record: Mapping[str, Any]) -> Figure | None:
-    """Draw the increase of the held-out loss by recipe, untrained, one mark a KV ratio.
+    """Draw the increase of the held-out loss by recipe, untrained, one mark per KV ratio.
 
     Returns:
         None if nothing could be converted.

@@ -1,4 +1,4 @@
-"""What trials measured of themselves: similarity of heads that share, relaxations over time."""
+"""Measurements of trials: similarity of heads that share, relaxations over time."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _PANELS = {
     "masks_open": "share of masks open",
     "distance": "distance of the pairs, 1 at the start",
 }
-"""Titles of the relaxations' own metrics, in the order of their panels."""
+"""Titles of the relaxations' metrics, in the order of their panels."""
 _LOGARITHMIC = ("fusion_loss",)
 
 
 @styled
 def similarity_figure(trials: Sequence[TrialRecord]) -> Figure | None:
-    """Draw the mean cosine of the heads that share: hollow as they are, filled if aligned.
+    """Draw the mean cosine of the heads that share: hollow without alignment, filled with it.
 
-    A line an arm at a KV ratio, averaged over its trials.
+    One line per arm and KV ratio, averaged over its trials.
 
     Returns:
         None if no trial has measured any.

@@ -31,7 +31,7 @@ from orchestrator.reporting.figures.increases import INCREASE_LABEL, IncreaseAxi
 from orchestrator.storage.records import OriginalRecord, TrialRecord, family, front
 
 MAX_CURVES = 200
-"""Trials that a picture of curves holds; of more, those that got furthest."""
+"""Largest number of trials in a figure of curves; those with the most steps are drawn."""
 
 
 @styled
@@ -97,7 +97,7 @@ def _draw_trials(
 ) -> dict[str, Any]:
     """Draw trials, and return the entries of a legend.
 
-    Hollow: stopped at an earlier rung, so trained less than its neighbours on the picture.
+    Hollow: stopped at an earlier rung, so trained less than others in the figure.
     """
     handles: dict[str, Any] = {}
     last_step = max((t.step for t in trials), default=0)

@@ -20,11 +20,11 @@ from orchestrator.storage.json_files import read_json
 from orchestrator.storage.records import OriginalRecord, relaxation_left
 
 _GPU_MEMORY = 80 * 2**30
-"""Bytes of memory of the GPU that the page counts sequences for."""
+"""Memory in bytes of the GPU that the page counts sequences for."""
 _CONTEXT = 4096
-"""Tokens of these sequences, of a model that takes as many."""
+"""Tokens per sequence, if the model takes as many."""
 _MIN_WEIGHTS = 10**9
-"""Bytes; of a smaller model the number says nothing."""
+"""Bytes; for a smaller model the number is meaningless."""
 _MODEL_NAMES = {"checkpoint": "this model", "original": "original", "baseline": "baseline"}
 """By their names in records, in the order in which they are read."""
 _SUPPORT = "Engines that load the model without a larger KV cache."
@@ -39,7 +39,7 @@ _RECALL = (
 def model_part(
     model: PromotedModel, candidate: Mapping[str, Any], original: OriginalRecord
 ) -> PagePart:
-    """Return the part of a promoted model.
+    """Return the part of the page on a promoted model.
 
     Args:
         model: The model.
@@ -108,7 +108,7 @@ def _quality(
 
 
 def _sequences(model: PromotedModel, original: OriginalRecord) -> list[Stat]:
-    """Return how many sequences fit with the weights of a model of a GB or more, if it is there."""
+    """Return how many sequences fit with the weights, for an existing model of a GB or more."""
     folder = Path(model["path"] or "")
     size = model["kv_bytes_per_token"]
     if not size or not (folder / "config.json").is_file():
@@ -131,7 +131,7 @@ def _sequences(model: PromotedModel, original: OriginalRecord) -> list[Stat]:
 def sequences_that_fit(memory: int, weights: int, kv_bytes_per_token: int, context: int) -> int:
     """Return how many sequences of `context` tokens fit in `memory` bytes with the weights.
 
-    What an engine needs besides is not counted.
+    Other memory of an engine is not counted.
     """
     return max(0, memory - weights) // (kv_bytes_per_token * context)
 
@@ -147,7 +147,7 @@ def _commands(model: PromotedModel) -> list[tuple[str, str]]:
 
 
 def _engines(model: PromotedModel, candidate: Mapping[str, Any]) -> list[Table]:
-    """Return which engines load the model, and the checks of those that were tried."""
+    """Return which engines load the model, and the results of their checks."""
     rows = []
     for service in model["serve"]:
         if "why_not" in service:

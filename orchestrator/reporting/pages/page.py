@@ -1,9 +1,9 @@
 """A self-contained HTML page, through the template `page.html`. No network.
 
-It has parts of headed sections, for any width from 360 px on, for light and dark, for keyboards and
-for screen readers: what is wider than the page scrolls in its own box, and every picture has a
-description in words. The script of the page (`page.js`) sorts and filters tables, copies commands
-and shows the values of points; without it all content is there.
+It consists of parts with headed sections, and supports any width from 360 px, light and dark
+colours, keyboards and screen readers: wide content scrolls in its own box, and every picture has a
+text description. The script of the page (`page.js`) sorts and filters tables, copies commands and
+shows the values of points; without it, all content is still shown.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class Stat(NamedTuple):
 
 
 class Repetition(TypedDict):
-    """How a trial is run again."""
+    """How to run a trial again."""
 
     summary: str
     facts: dict[str, str]
     command: str | None
     why_not: str
-    """Shown where there is no command."""
+    """Shown if there is no command."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its words.
+    """A figure with its texts.
 
     Attributes:
         figure: The figure.
-        alt: What it shows, for those who do not see it.
-        caption: Below it, for all.
-        narrow: The same for a narrow page; without one, the figure scrolls there.
+        alt: Description for screen readers.
+        caption: Caption below it.
+        narrow: The figure for a narrow page; without one, the figure scrolls there.
     """
 
     figure: Figure
@@ -62,7 +62,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A heading and the content under it, in this order.
+    """A heading and the content below it, in this order.
 
     Attributes:
         title: The heading.
@@ -71,12 +71,11 @@ class PageSection:
         picture: A picture.
         tables: Tables.
         commands: Names, and lines to be copied.
-        samples: Texts side by side, as `evaluation.generations` records them.
-        again: How single trials are run again.
-        source: Text that is shown as it is.
-        folded: A summary that the rest is folded under.
-        wide: Whether it takes the whole width of a wide page.
-        tall: Whether it takes two rows of its sections.
+        samples: Texts side by side, as recorded by `evaluation.generations`.
+        again: How to run single trials again.
+        source: Text that is shown unchanged. folded: Summary of the folded content.
+        wide: Whether it uses the whole width of a wide page.
+        tall: Whether it uses two rows of its sections.
     """
 
     title: str
@@ -103,7 +102,7 @@ class PageSection:
 class PagePart:
     """A part of a page: its heading, its sections, and a sentence above them.
 
-    Sections with nothing in them are left out, and so is a part without any.
+    Empty sections are left out, and so is a part without sections.
 
     Attributes:
         folded: Whether only its heading is shown until it is opened.
@@ -119,7 +118,7 @@ def render_page(title: str, heading: str, lead: str, parts: Sequence[PagePart]) 
     """Return the HTML of a page.
 
     Raises:
-        RuntimeError: For one that is too large.
+        RuntimeError: If it is too large.
     """
     shown = []
     for part in parts:

@@ -1,7 +1,7 @@
 """One self-contained page of a search.
 
-First a table of the promoted models and the picture of the front; then, folded, each model, the
-trials and how to repeat the search.
+First a table of the promoted models and the figure of the front; then, folded, each model, the
+trials, and the commands that repeat the search.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ReportRecord(TypedDict):
     report: str
     """Path of the page."""
     bytes: int
-    """Of the page."""
+    """Size of the page."""
     search: str
     comparison: list[ComparisonRow]
 
@@ -75,7 +75,7 @@ def write_report(search: str | Path, out: str | Path | None = None) -> ReportRec
         out: File to write; `report.html` in the folder by default.
 
     Raises:
-        ConfigError: If `search` is none, or if `out` is a file that Headfold did not write.
+        ConfigError: If `search` is not a search, or if `out` is a file that Headfold did not write.
     """
     folder = SearchFolder.existing(search)
     if out is not None:
@@ -107,7 +107,7 @@ def _build_page(
     original: OriginalRecord,
     rows: Sequence[ComparisonRow],
 ) -> str:
-    """Return the HTML of a search as far as it has come."""
+    """Return the HTML of a search in its present state."""
     parts: list[PagePart] = []
     lead = "No trial has reported yet."
     if trials and original:
@@ -131,7 +131,7 @@ def _build_page(
 
 
 def _lead(candidates: Sequence[TrialRecord], original: OriginalRecord) -> str:
-    """Return the original model and the size of the search in a sentence."""
+    """Return a sentence on the original model and the size of the search."""
     name = Path(str(original.get("model", "the model"))).name
     return (
         f"{len(candidates)} trials on {name}, whose held-out loss is {original['loss']:.3f} nats "
@@ -158,7 +158,7 @@ def _front_section(
     original: OriginalRecord,
     entries: Sequence[Mapping[str, Any]],
 ) -> PageSection:
-    """Return the picture of the search: loss increase against KV cache."""
+    """Return the figure of the search: loss increase against KV cache."""
     promoted = [entry for entry in entries if entry.get("status") == PROMOTED]
     points = [
         f"{t.kv_bytes_per_token:,} bytes {number(t.loss - original['loss'], '+.3f')} ({t.label})"

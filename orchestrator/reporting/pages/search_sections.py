@@ -133,7 +133,7 @@ def _arm_sections(rows: Sequence[ComparisonRow], original: OriginalRecord) -> li
 
 
 def _measured_sections(trials: Sequence[TrialRecord]) -> list[PageSection]:
-    """Return relaxations and similarities, as far as trials have recorded them."""
+    """Return relaxations and similarities, if trials have recorded them."""
     relaxations = " ".join(filter(None, (_RELAXATIONS, records.unfinished_note(trials))))
     similarity = measured.similarity_figure(trials)
     return [
@@ -143,7 +143,7 @@ def _measured_sections(trials: Sequence[TrialRecord]) -> list[PageSection]:
 
 
 def _section(title: str, figure: Figure | None, caption: str) -> PageSection:
-    """Return a section of a picture; empty without one."""
+    """Return a section with a figure; empty without one."""
     if figure is None:
         return PageSection(title)
     return PageSection(title, picture=Picture(figure, f"{title}. {caption}", caption))
@@ -182,7 +182,7 @@ def _kept_heads(selection: str, plans: Mapping[str, AttentionPlan]) -> PageSecti
 
 
 def _plans(folder: SearchFolder, trial_ids: Mapping[str, str]) -> dict[str, AttentionPlan]:
-    """Return the plans of some trials by the name they are shown under, where they were written."""
+    """Return the plans of some trials by their displayed names, if they were written."""
     plans = {}
     for name, trial_id in trial_ids.items():
         file = folder.trial(trial_id) / "plan.json"
@@ -192,7 +192,7 @@ def _plans(folder: SearchFolder, trial_ids: Mapping[str, str]) -> dict[str, Atte
 
 
 def _course_sections(trials: Sequence[TrialRecord]) -> list[PageSection]:
-    """Return what rung 0 predicted, when trials ran, and how long their phases took."""
+    """Return the prediction of rung 0, the times of trials, and the duration of their phases."""
     trials = [t for t in trials if t.copy_of is None]  # whose scores are not its own
     regrets = []
     for ratio, agreement in course.proxy_agreement(trials).items():

@@ -6,12 +6,13 @@ share one bracket, since a trial with fewer bytes is never behind one with more 
 ranks are by dominance.
 
 Asynchronous (Li 2020, Algorithm 2): of the n trials that have reached a rung, the best floor(n /
-factor) may go on; those of them that have not yet done so advance, the highest rung first. The best
-are chosen by non-dominated sorting (Schmucker 2021, Algorithm 1); with one objective it is a sort.
+factor) may continue; those of them that have not yet done so advance, the highest rung first. The
+best are chosen by non-dominated sorting (Schmucker 2021, Algorithm 1); with one objective it is a
+sort.
 
 Synchronous (Jamieson 2016): trials advance from a rung once all that can reach it have done so.
-Slow trials delay the others; who advances depends on the results alone and not on the order in
-which they come.
+Slow trials delay the others; which trials advance depends on the results alone, not on the order in
+which they arrive.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Rung:
     """The trials that have reached a rung, in order of arrival.
 
     Attributes:
-        advanced: Those that have gone on from here.
-        waiting: Those that have neither gone on nor ended.
-        best: Those that may go on; None if they have to be chosen anew.
+        advanced: Those that have advanced from here.
+        waiting: Those that have neither advanced nor finished.
+        best: Those that may advance; None if they have to be chosen anew.
     """
 
     trials: list[str] = field(default_factory=list)
@@ -88,7 +89,7 @@ class Rungs:
             self.rungs[self._highest[trial]].waiting.discard(trial)
 
     def rejoin(self, trial: str) -> None:
-        """Bring a trial that had left back to the rung that it had reached."""
+        """Return a trial that had left to the rung that it had reached."""
         if trial not in self._left:
             return
         self._left.discard(trial)
@@ -99,17 +100,14 @@ class Rungs:
             rung.waiting.add(trial)
 
     def advance(self, trial: str) -> int:
-        """Let a trial go on from where it waits. Return the index of the rung that it leaves."""
+        """Advance a waiting trial. Return the index of the rung that it leaves."""
         index = self._highest[trial]
         self.rungs[index].advanced.add(trial)
         self.rungs[index].waiting.discard(trial)
         return index
 
     def close(self) -> bool:
-        """Let at least one trial go on from each rung, as no more come.
-
-        Return whether anything changes by that.
-        """
+        """Let at least one trial of each rung advance, as no more arrive; False if done before."""
         was_closed = self._closed
         self._closed = True
         for rung in self.rungs:
@@ -126,7 +124,7 @@ class Rungs:
         return None
 
     def _best(self, rung: Rung) -> list[str]:
-        """Return the trials that may go on from a rung, best first.
+        """Return the trials that may advance from a rung, best first.
 
         They are chosen anew after each arrival only.
         """
@@ -144,7 +142,7 @@ class Rungs:
     def _open(self, index: int) -> bool:
         """Return whether trials may advance from a rung.
 
-        In a synchronous search they may only when nobody else can come to it.
+        In a synchronous search they may only when no other trial can reach it.
         """
         if self._expected is None:
             return True
@@ -153,7 +151,7 @@ class Rungs:
         return all(self._passed(below, index) for below in self.rungs[:index])
 
     def _passed(self, below: Rung, index: int) -> bool:
-        """Return whether all trials of lower rungs have come to `index`, or have left."""
+        """Return whether all trials of lower rungs have reached `index`, or have left."""
         if any(trial in below.waiting for trial in self._best(below)):
             return False
         return all(trial in self._left or self._highest[trial] >= index for trial in below.advanced)
@@ -162,8 +160,8 @@ class Rungs:
 class FrontHalving(RungScheduler):
     """`Rungs` for Tune.
 
-    When the searcher has no more candidates, nothing runs and nobody is to advance, the trials that
-    still wait are stopped, at least one of each rung having gone on.
+    When the searcher has no more candidates, nothing runs and no trial is to advance, the trials
+    that still wait are stopped, after at least one of each rung has advanced.
     """
 
     def __init__(self, problem: RungProblem, ties: str, synchronous: bool) -> None:
@@ -177,7 +175,7 @@ class FrontHalving(RungScheduler):
         self._next: str | None = None
 
     def _decide(self, trial: Any, rung: int, values: Values) -> str:
-        """Let the trial that is the next to advance go on at once, in its own process."""
+        """Advance the next trial at once, in its own process."""
         self._rungs.arrive(trial.trial_id, rung, values)
         if self._choose() != trial.trial_id:
             return TrialScheduler.PAUSE
@@ -198,13 +196,13 @@ class FrontHalving(RungScheduler):
         self._choose()
 
     def _choose(self) -> str | None:
-        """Who advances next. New candidates wait for it."""
+        """Choose the trial that advances next. New candidates wait for it."""
         self._next = self._rungs.next()
         self.slots.promised = self._next is not None
         return self._next
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        """Add a trial, also one that comes back; one that is to wait comes back as paused."""
+        """Add a trial, new or returning; one that is to wait returns as paused."""
         super().on_trial_add(tune_controller, trial)
         if self.counts(trial):
             self._rungs.rejoin(trial.trial_id)
@@ -239,7 +237,7 @@ class FrontHalving(RungScheduler):
         return None
 
     def _close(self, tune_controller: Any) -> None:
-        """End what still waits, once it has stopped, where nothing runs and nobody advances."""
+        """End the trials that still wait, once stopped, if nothing runs and no trial advances."""
         if self._rungs.close():
             self._choose()
         elif all(trial.status == Trial.PAUSED for trial in self._paused.values()):
@@ -255,13 +253,13 @@ class FrontHalving(RungScheduler):
         Knob(
             "ties",
             "choice",
-            "whom to take of a rank that does not fit in whole",
+            "which trials to take of a rank that does not fit as a whole",
             choices=pareto.TIES,
         ),
         Knob(
             "synchronous",
             "bool",
-            "advance only when a rung is complete: decisions without regard to order",
+            "advance only when a rung is complete: decisions independent of arrival order",
         ),
     ),
 )

@@ -20,7 +20,7 @@ SCHEDULERS = Axis("scheduler", "orchestrator.search.schedulers")
 class Slots:
     """The trials that run at a time.
 
-    In place of Tune's `max_concurrent_trials`, which counts paused ones too [2.60].
+    Used instead of Tune's `max_concurrent_trials`, which counts paused ones too [2.60].
 
     Attributes:
         capacity: Their number, or a function that returns it; None for no limit.
@@ -44,8 +44,8 @@ class RungProblem:
 
     Attributes:
         rungs: Number of rungs, the untrained conversion included; results have a `rung`, from 0.
-        reduction_factor: About 1 / `reduction_factor` of the trials goes on at each rung.
-        protected: Recipes whose trials always go on.
+        reduction_factor: About 1 / `reduction_factor` of the trials continues at each rung.
+        protected: Recipes whose trials always continue.
         objectives: Keys of a report that are minimised; the first one is the quality.
         trials: Largest number of trials of the search.
     """
@@ -76,28 +76,28 @@ def make_scheduler(
 
 
 class RungScheduler(FIFOScheduler):
-    """Decides at each rung whether a trial goes on.
+    """Decides at each rung whether a trial continues.
 
-    Subclasses decide in `_decide`; here every trial goes on.
+    Subclasses decide in `_decide`; here every trial continues.
 
-    The last rung stops nobody: its trials end by themselves and write their weights. A trial whose
-    recipe is protected (the baseline of every comparison) goes on whatever its loss and does not
-    count at the rungs; nor does one whose `plan` the searcher has made: a probe, which ends
-    untrained, or the plan that many probes have led to. A trial whose loss is not finite is stopped
-    at once. A rung that a trial reports again, because it continues from a checkpoint or was
-    restarted, counts once and stays decided.
+    No trial is stopped at the last rung: its trials end by themselves and write their weights. A
+    trial whose recipe is protected (the baseline of every comparison) continues whatever its loss
+    and does not count at the rungs; nor does one whose `plan` the searcher has made: a probe, which
+    ends untrained, or the plan that many probes have led to. A trial whose loss is not finite is
+    stopped at once. A rung that a trial reports again, because it continues from a checkpoint or
+    was restarted, counts once and stays decided.
 
-    A report that is `pooled` is of a model which the trial never trains from: its relaxation starts
-    from unfused heads. It stops nobody and does not count; the first rung after the relaxation
-    does. A trial whose `work_digest` another one has reported before would be trained to the same
-    model: it is stopped, as a copy of that one (`copies`: by copy, the first), and does not count.
+    A `pooled` report is of a model that the trial never trains from: its relaxation starts from
+    unfused heads. It stops no trial and does not count; the first rung after the relaxation does. A
+    trial whose `work_digest` another one has reported before would be trained to the same model: it
+    is stopped, as a copy of that one (`copies`: by copy, the first), and does not count.
 
-    Trials are compared by their loss at the rung itself, all after the same number of steps: what
-    is decided is which of them training still helps. The result of a trial in the end is its best
-    step (`TrialRecord.best`), which stays.
+    Trials are compared by their loss at the rung itself, all after the same number of steps: the
+    decision is which of them still profit from training. The final result of a trial is its best
+    step (`TrialRecord.best`).
 
     The state is a function of the events alone, in their order: trials added, reports, advances,
-    ends. A resumed search replays the events to a fresh scheduler, for Tune brings one back as it
+    ends. A resumed search replays the events to a fresh scheduler, since Tune restores one as it
     was when the search began [ray 2.60].
     """
 
@@ -113,12 +113,12 @@ class RungScheduler(FIFOScheduler):
     def _decide(self, trial: Any, rung: int, values: tuple[float, ...]) -> str:
         """Return CONTINUE, PAUSE or STOP for a trial that counts.
 
-        It is asked once for each rung below the last.
+        Called once for each rung below the last.
         """
         return TrialScheduler.CONTINUE
 
     def _over(self, trial: Any) -> None:
-        """Free the slot of a trial that has ended, however it did."""
+        """Free the slot of a trial that has ended, for whatever reason."""
         self.slots.taken.discard(trial.trial_id)
 
     def counts(self, trial: Any) -> bool:
@@ -127,9 +127,9 @@ class RungScheduler(FIFOScheduler):
     # ---- events ----------------------------------------------------------------------------------
 
     def advance(self, trial_id: str) -> None:
-        """Let a paused trial go on.
+        """Continue a paused trial.
 
-        `choose_trial_to_run` has given it to Tune, or had before a restart.
+        `choose_trial_to_run` gave it to Tune, perhaps before a restart.
         """
         self.slots.taken.add(trial_id)
 
@@ -181,7 +181,7 @@ class RungScheduler(FIFOScheduler):
         return trial.config.get("recipe") in self.problem.protected
 
     def _is_copy(self, trial: Any, work: str | None) -> bool:
-        """Return whether another trial, the first with this work, does it.
+        """Return whether another trial, the first with this work, does this work.
 
         A protected trial always does its own.
         """

@@ -1,4 +1,4 @@
-"""Schedulers that pause nobody: a trial is stopped for good, or goes on at once."""
+"""Schedulers without pauses: a trial is stopped for good, or continues at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def asha(problem: RungProblem) -> RungScheduler:
     return StoppingAsha(problem)
 
 
-@SCHEDULERS.part("none", source="no early stopping: a comparison of recipes, as papers print it")
+@SCHEDULERS.part("none", source="no early stopping: a full comparison of recipes, as in papers")
 def none(problem: RungProblem) -> RungScheduler:
-    """Return the scheduler `none`: every trial goes on."""
+    """Return the scheduler `none`: every trial continues."""
     return RungScheduler(problem)

@@ -1,10 +1,10 @@
-"""The walk of AsymGQA as parallel trials: every move that it scores is a probe of its own.
+"""The walk of AsymGQA as parallel trials: every move that it scores is a separate probe.
 
-Several chains walk at a time, each with a generator of its own and one probe at most under way, so
-that each accepts, resets and preserves as in the paper; results are taken as they come. A chain's
-score is minus its probe's loss on the calibration tokens: the held-out text judges the search and
-decides nothing in it. When the probes are used up, the best plan of each KV ratio is trained
-through the rungs, once with every learning rate, objective of training and seed.
+Several chains run at a time, each with its own generator and at most one running probe, so that
+each accepts, resets and preserves as in the paper; results are taken as they arrive. A chain's
+score is minus its probe's loss on the calibration tokens: the held-out text evaluates the search
+and influences no decision in it. When the probes are used up, the best plan of each KV ratio is
+trained through the rungs, once with every learning rate, objective of training and seed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from search_spaces.recipes.catalogue import Recipe, recipe
 SCORE = "calibration_loss"
 _RECIPE = "asymgqa-search"
 CHOSEN = ("grouping", "similarity", "alignment", "fusion", "refinement", "recovery")
-"""What `search.search_space` may set, one value each; the rest is as in the recipe asymgqa."""
+"""Keys that `search.search_space` may set, one value each; the rest is as in recipe asymgqa."""
 
 
 class ChainSearch(ResumableSearcher):
@@ -79,7 +79,7 @@ class ChainSearch(ResumableSearcher):
     def on_trial_complete(
         self, trial_id: str, result: dict | None = None, error: bool = False
     ) -> None:
-        """Take a probe's score: it reports once.
+        """Record a probe's score: it reports once.
 
         A probe that failed, or diverged, counts as rejected.
         """
@@ -116,7 +116,7 @@ class ChainSearch(ResumableSearcher):
         return None
 
     def _walking(self) -> list[tuple[float, Chain]]:
-        """Return the chains that have not ended, by ratio, those that have moved least first."""
+        """Return the unfinished chains, by ratio, those with the fewest moves first."""
         chains = [
             (kv_ratio, chain)
             for kv_ratio, chains in self._chains.items()
@@ -138,7 +138,7 @@ class ChainSearch(ResumableSearcher):
         return None
 
     def _final(self) -> Candidate | None:
-        """Return the best plan of a KV ratio whose chains have all ended.
+        """Return the best plan of a KV ratio whose chains have all finished.
 
         It is suggested once with each learning rate, objective of training and seed.
         """
@@ -260,7 +260,7 @@ def _spread(
         )
         raise ConfigError(
             f"search.num_samples: got {samples}, but {chains} chain(s) for each budget, with "
-            f"{walked}, make {len(targets)} probes with one move a site and "
+            f"{walked}, make {len(targets)} probes with one move per site and "
             f"{iterations * len(targets)} with grouping.iterations {iterations}; choose a number "
             "between them, or other searcher.chains or grouping.iterations in search.params"
         )

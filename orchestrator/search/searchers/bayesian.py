@@ -1,14 +1,14 @@
 """Tree-structured Parzen estimators over the joint space, by Optuna, which only this file uses.
 
 Two objectives, held-out loss and KV bytes per token (three where decode time is measured), so that
-the search spreads along the front and does not settle at one budget. Conditional decisions are made
-only where they come up (define by run). A suggestion is a function of the seed, its number and the
-results reported before it, in whatever order they came.
+the search spreads along the front and does not concentrate on one budget. Conditional decisions are
+made only when they arise (define by run). A suggestion is a function of the seed, its number and
+the results reported before it, in whatever order they arrived.
 
-A trial that is paused or stopped at an early rung is reported with the lowest loss that it had
-until then, and again when it gets further: the result of a trial is its best step, as in every
-table (`TrialRecord.best`). An early loss is above what full training would give, and only trials
-that were behind at the same rung stay there, so the estimator errs on the safe side. A trial that
+A trial that is paused or stopped at an early rung is reported with its lowest loss until then, and
+again when it progresses: the result of a trial is its best step, as in every table
+(`TrialRecord.best`). An early loss is above what full training would give, and only trials that
+were behind at the same rung stay there, so the estimator errs on the safe side. A trial that
 diverged or failed is not reported, nor is the loss of a pooled model that a relaxation never trains
 from.
 """
@@ -44,7 +44,7 @@ With all of them TPE would be slower each time, and it weighs old results down a
 class FrontSearch(ListedSearcher):
     """The configured candidates, then proposals of Optuna.
 
-    It learns from the configured ones too, if they lie in the space.
+    It learns from the configured ones too, if they are in the space.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
@@ -64,7 +64,7 @@ class FrontSearch(ListedSearcher):
     ) -> None:
         """End a trial.
 
-        A paused trial that is stopped for good comes without a result: its earlier report counts.
+        A paused trial that is stopped for good has no final result: its earlier report counts.
         """
         if result is not None and not error:
             self.on_trial_result(trial_id, result)
@@ -113,8 +113,8 @@ class FrontSearch(ListedSearcher):
     def draws(self, number: int) -> Iterator[Candidate]:
         """Yield the estimator's proposal, then its neighbours: one decision drawn anew, later more.
 
-        Another proposal of the estimator helps little: among decisions that are mostly choices its
-        likeliest draw is the best so far, whatever the seed.
+        Another proposal of the estimator helps little: when most decisions are categorical, its
+        likeliest draw is the current best, whatever the seed.
         """
         space = self._problem.space
         directions = [optuna.study.StudyDirection.MINIMIZE] * len(self._problem.objectives)

@@ -72,19 +72,19 @@ class RandomSearcher(ListedSearcher):
 
 
 @SEARCHERS.part(
-    "random", source="Bergstra and Bengio 2012: the comparison that any cleverer searcher must beat"
+    "random", source="Bergstra and Bengio 2012: the baseline that any other searcher must beat"
 )
 def random(problem: SearchProblem) -> ResumableSearcher:
     """Return the searcher `random`."""
     return RandomSearcher(problem)
 
 
-@SEARCHERS.part("grid", source="exhaustive comparison, as papers print it")
+@SEARCHERS.part("grid", source="exhaustive comparison, as in papers")
 def grid(problem: SearchProblem) -> ResumableSearcher:
     """Return the searcher of the configured candidates alone. Raises ConfigError for samples."""
     if problem.samples:
         raise ConfigError(
-            f"search.num_samples: got {problem.samples}, but the grid searcher draws no candidates "
-            "of its own; set it to 0, or choose searcher optuna or random"
+            f"search.num_samples: got {problem.samples}, but the grid searcher draws no "
+            "candidates; set it to 0, or choose searcher optuna or random"
         )
     return ListedSearcher(problem)

@@ -17,22 +17,21 @@ from search_spaces.recipes.recipe import Recipe
 
 SEARCHERS = Axis("searcher", "orchestrator.search.searchers")
 TRIES = 50
-"""Draws in search of a candidate that has not been tried, before a repeated one is accepted."""
+"""Draws for an untried candidate before a repeated one is accepted."""
 
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """What a searcher has to search.
+    """The input of a searcher.
 
     Attributes:
         space: What `samples` candidates are drawn from.
         named: The configured candidates, tried first.
         samples: Number of candidates that are drawn after them.
-        seed: Of the searcher.
-        settings: Its own knobs.
-        seeds: With which a plan that it has searched is trained.
+        seed: Seed of the searcher. settings: Its own knobs. seeds: Seeds for training a plan
+            that it has found.
         similarities: `similarities(recipe)` returns the recipe's similarity of the stored KV heads
-            `[U, U]` by (layer, side); it may load the model, and is there when trials run.
+            `[U, U]` by (layer, side); it may load the model, and is available when trials run.
         objectives: Keys of a report that are minimised, the loss first.
     """
 
@@ -51,7 +50,7 @@ class SearchProblem:
 
 
 class ResumableSearcher(Searcher):
-    """A searcher that can take up trials which it suggested in an earlier process.
+    """A searcher that can continue trials that it suggested in an earlier process.
 
     `total`: largest number of trials.
     """
@@ -61,14 +60,14 @@ class ResumableSearcher(Searcher):
         self.total = total
 
     def add_trial(self, trial_id: str, config: Mapping[str, Any]) -> None:
-        """Take up a recorded suggestion, as if `suggest` had made it now."""
+        """Replay a recorded suggestion, as if `suggest` had made it now."""
         raise NotImplementedError
 
     def upcoming(self, count: int) -> Sequence[Candidate]:
-        """Return candidates that are suggested next whatever is reported until then.
+        """Return the candidates that come next whatever is reported until then.
 
         Args:
-            count: How many at most.
+            count: Largest number.
         """
         return ()
 
@@ -80,7 +79,7 @@ def make_searcher(name: str, problem: SearchProblem) -> ResumableSearcher:
 
 
 def first_new(candidates: Iterator[Candidate], tried: Collection[Any]) -> Candidate:
-    """Return the first candidate with a new key; after TRIES draws too many, whatever comes."""
+    """Return the first candidate with a new key; after TRIES draws, accept any."""
     for candidate in itertools.islice(candidates, TRIES):
         if candidate.key not in tried:
             return candidate

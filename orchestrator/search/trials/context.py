@@ -1,4 +1,4 @@
-"""What the steps and the trials of a search share, and the training job of each trial."""
+"""The input that the steps and trials of a search share, and the training job of each trial."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from trainers.settings import AUTO_STRATEGY, Strategy, TrainSettings
 
 @dataclass(frozen=True)
 class TrialContext:
-    """What all trials of a search share; plain values, paths absolute and visible to every node.
+    """The input of all trials of a search: plain values, absolute paths visible to every node.
 
     Attributes:
-        dtype: Of what is written and counted.
+        dtype: Dtype in which models are written and bytes are counted.
         promotion_file: The promotion's own training text.
-        test_file: The gate's own text; None where there was too little for one.
+        test_file: The gate's own text; None if there was too little text.
         weights: Digest of the original model's.
         mixed_moments: How its statistics are kept.
-        pool: Name of the worker pool; None: every training starts workers of its own.
-        accelerator_type: Of the workers.
-        checkpoint_minutes: After which a training has a checkpoint at the latest.
-        checkpoint_address: Where training checkpoints lie, if storage is an address.
-        decode_times: Of the engine that the search is for, where decode time is an objective.
+        pool: Name of the worker pool; None: every training starts its own workers.
+        accelerator_type: Accelerator type of the workers.
+        checkpoint_minutes: Longest time between checkpoints of a training.
+        checkpoint_address: Address of training checkpoints, if storage is an address.
+        decode_times: Decode times of the target engine, if decode time is an objective.
         recomputation: What `train.activation_checkpointing: auto` selects for each process.
-        task: `ray.remote` options of the task that plans a trial which trains; None: its own
-            process does.
+        task: `ray.remote` options of the task that plans for a trial that trains; None: the
+            trial's own process plans.
     """
 
     folder: str
@@ -79,7 +79,7 @@ class TrialContext:
     def calibration(self, tokens: Tensor) -> Calibration:
         """Return the original model's statistics over calibration `tokens` `[N, T]`.
 
-        They are kept in the search's cache.
+        They are stored in the search's cache.
         """
         return checkpoint_calibration(
             self.model,
@@ -92,24 +92,21 @@ class TrialContext:
         )
 
     def search_phase(self, candidate: Candidate) -> dha_distances.SearchPhase | None:
-        """Return DHA's search phase on which a candidate's plan rests; None if it needs none."""
+        """Return DHA's search phase that a candidate's plan is based on; None if it needs none."""
         settings = TrainSettings.model_validate(self.train)
         return dha_distances.SearchPhase.of(
             candidate.recipe, self.model, self.train_file, settings, candidate.seed
         )
 
     def settings(self, recipe: Recipe, learning_rate: float) -> TrainSettings:
-        """Return how a recipe is trained.
-
-        That is the search's settings with what the recipe's recovery changes.
-        """
+        """Return the training settings of the search with the changes of the recipe's recovery."""
         settings = TrainSettings.model_validate(
             {**self.train, **recipe.apply("recovery"), "learning_rate": learning_rate}
         )
         return self.recomputing(settings, "training worker")
 
     def recomputing(self, settings: TrainSettings, process: str) -> TrainSettings:
-        """Return settings in which `activation_checkpointing: auto` is what it comes to."""
+        """Return settings in which `activation_checkpointing: auto` is resolved."""
         if settings.activation_checkpointing != "auto":
             return settings
         choice = self.recomputation.get(process, False)
@@ -172,12 +169,12 @@ class TrialContext:
 
 @dataclass(frozen=True)
 class SearchControl:
-    """What a driver must ask before it writes a record of a search, or reads weights of a trial.
+    """Calls that a driver makes before it writes a record of a search, or reads a trial's weights.
 
     Attributes:
         check: Raises ConfigError once another driver has taken over the search, or the storage's
             address.
-        fetch: Fetches files of trials, by id, that are at the address alone.
+        fetch: Fetches files of trials, by id, that are only at the address.
     """
 
     check: Callable[[], None] = lambda: None
@@ -185,7 +182,7 @@ class SearchControl:
 
     @classmethod
     def of(cls, folder: SearchFolder, lock: SearchLock, mirror: Mirror | None) -> SearchControl:
-        """Return that of a search whose lock is taken."""
+        """Return the control of a search whose lock is taken."""
         if mirror is None:
             return cls(lock.check)
 
@@ -198,7 +195,7 @@ class SearchControl:
 
 @dataclass(frozen=True)
 class SearchSession:
-    """What the steps of a search, or of a promotion from it, have in common.
+    """The input that the steps of a search, or of a promotion from it, share.
 
     Attributes:
         parallel: Trials at a time.
@@ -216,7 +213,7 @@ class SearchSession:
 def relaxation_steps(recipe: Recipe, rungs: Sequence[int]) -> int:
     """Return the training steps of a trial that its relaxation takes; 0 without one.
 
-    They are of those up to the last rung. Only with a fraction of 1 it takes all, which leaves no
+    They are part of the steps up to the last rung. Only a fraction of 1 takes all, which leaves no
     recovery.
     """
     if recipe.relaxation == "none" or len(rungs) == 1:
@@ -231,7 +228,7 @@ def relaxation_steps(recipe: Recipe, rungs: Sequence[int]) -> int:
 
 
 def unfinished_relaxations(recipes: Iterable[Recipe], rungs: Sequence[int]) -> list[str]:
-    """Say, for each recipe whose relaxation cannot end by the last rung, why and what helps."""
+    """Return cause and remedy for each recipe whose relaxation cannot end by the last rung."""
     foreseen = []
     for recipe in dict.fromkeys(recipes):
         if steps := relaxation_steps(recipe, rungs):
@@ -249,8 +246,8 @@ def training_job(
 ) -> TrainJob:
     """Return the brief fine-tuning of a trial: from its converted checkpoint through the rungs.
 
-    With a relaxation it starts from the unfused heads, and the rungs that lie within it are left
-    out: until it has collapsed, at the last rung at the latest, there is no model to measure.
+    With a relaxation it starts from the unfused heads, and the rungs within it are left out: until
+    it has collapsed, by the last rung, there is no model to measure.
     """
     settings = context.settings(candidate.recipe, candidate.learning_rate)
     spec = context.relaxation(candidate.recipe, folder, settings)

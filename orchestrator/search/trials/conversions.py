@@ -1,13 +1,13 @@
-"""The conversions of a search: each is made once, and serves every training that begins with it.
+"""The conversions of a search: each is made once, and shared by every training that begins with it.
 
 A converted model follows from the original model and its statistics, the plan, and how heads are
-aligned, fused and refined; learning rate and recovery change nothing of it, nor does a seed by
-which the same plan is found.
+aligned, fused and refined; it does not depend on learning rate, recovery, or a seed that leads to
+the same plan.
 
 <search>/.conversions/
     <digest>/            converted/, start/ where a relaxation begins there, plan.json, record.json
     candidates/<key>.json    the conversion that a candidate led to, and the cost of its plan
-    locks/<key>          locked by who makes the conversion of a candidate
+    locks/<key>          locked by the process that makes the conversion of a candidate
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.training.run import TrainingReport
 
 _FOLDER = ".conversions"
-"""Hidden, so that storage at an address is not sent its links: trials have the same files."""
+"""Hidden, so that its links are not copied to storage at an address: trials have the same files."""
 _PARTS = ("converted", "start")
 
 
@@ -41,7 +41,7 @@ class _Conversion(TypedDict):
     """`record.json` of a conversion.
 
     Attributes:
-        facts: The report of rung 0, but for what its own trial did.
+        facts: The report of rung 0, except the parts about its own trial.
         cost: Of converting and refining (`orchestrator.conversion.execution.cost`).
     """
 
@@ -62,7 +62,7 @@ class _CandidateConversion(TypedDict):
 
 
 def conversion_key(candidate: Candidate, context: TrialContext) -> str:
-    """Return a digest of all that the conversion of a candidate depends on."""
+    """Return a digest of everything that the conversion of a candidate depends on."""
     phase = context.search_phase(candidate)
     return _digest(
         _of_context(candidate, context),
@@ -95,9 +95,9 @@ def conversion_digest(
 
 
 def _of_context(candidate: Candidate, context: TrialContext) -> tuple[object, ...]:
-    """Return what a conversion and its rung 0 depend on besides the recipe and its plan.
+    """Return what a conversion and its rung 0 depend on, other than the recipe and its plan.
 
-    Of the training that is how many sequences are measured at a time, and whether it relaxes.
+    Of the training, that is the number of sequences measured at a time, and whether it relaxes.
     """
     settings = context.settings(candidate.recipe, candidate.learning_rate)
     return (
@@ -137,7 +137,7 @@ class ConversionLibrary:
         return cls(Path(folder) / _FOLDER)
 
     def has(self, key: str) -> bool:
-        """Return whether the conversion of a candidate is there."""
+        """Return whether the conversion of a candidate exists."""
         named = self._of_candidate(key)
         return named is not None and (self.root / named["conversion"] / "record.json").is_file()
 
@@ -162,7 +162,7 @@ class ConversionLibrary:
     def take_conversion(
         self, digest: str, plan_cost: Mapping[str, float], candidate: Candidate, folder: Path
     ) -> TrainingReport | None:
-        """Do what `take` does with a conversion by its digest.
+        """Do the same as `take`, for a conversion by its digest.
 
         Args:
             digest: Of the conversion.
@@ -257,14 +257,14 @@ class ConversionLibrary:
 
     @contextlib.contextmanager
     def turn(self, key: str, *, wait: bool = True) -> Iterator[bool]:
-        """Hold the right to make the conversion of a candidate.
+        """Acquire the right to make the conversion of a candidate.
 
         It ends with the process. Where the file system has no locks, two processes may make the
         same conversion.
 
         Args:
             key: Of the candidate.
-            wait: Whether to wait for another process that makes it.
+            wait: Whether to wait if another process makes it.
 
         Yields:
             Whether this process has the right.
@@ -280,7 +280,7 @@ class ConversionLibrary:
 def conversion_note(
     candidate: Candidate, part: str, original: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return what is noted beside the weights of a trial's folder.
+    """Return the note that is stored with the weights of a trial's folder.
 
     Args:
         candidate: Of the trial.
@@ -298,7 +298,7 @@ def add_costs(first: Mapping[str, float], second: Mapping[str, float]) -> dict[s
 
 
 def _put(source: Path, folder: Path, plan: AttentionPlan, note: Mapping[str, Any]) -> None:
-    """Put a part of a conversion in place, with a note of its own."""
+    """Put a part of a conversion in place, with a separate note."""
 
     def write(fresh: Path) -> None:
         ignored = shutil.ignore_patterns(DIGESTS, checkpoint.PLAN_FILE)
@@ -311,7 +311,7 @@ def _put(source: Path, folder: Path, plan: AttentionPlan, note: Mapping[str, Any
 
 
 def _link(source: str, target: str) -> None:
-    """Link weights, and copy what is small and may be written again in its place."""
+    """Link weights, and copy small files that may be rewritten later."""
     if source.endswith(".safetensors"):
         os.link(source, target)
     else:

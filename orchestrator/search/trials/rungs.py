@@ -1,4 +1,4 @@
-"""A trial's reports to Tune: one per rung, with all that searcher and scheduler look at."""
+"""A trial's reports to Tune: one per rung, with everything that searcher and scheduler use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from orchestrator.training.run import TrainingReport, add_steps
 class ReportRungs:
     """Reports of the milestones with the trial's own facts (KV ratio, bytes, rung).
 
-    Searcher and scheduler look at single reports.
+    Searcher and scheduler read single reports.
 
     Args:
-        offset: Steps of the relaxation, which the job does not count and a trial does.
+        offset: Steps of the relaxation, which count for the trial but not for the job.
     """
 
     def __init__(self, context: TrialContext, facts: TrainingReport, offset: int) -> None:
@@ -39,7 +39,7 @@ class ReportRungs:
         return report | {"rung": self._context.rungs.index(step), "loss_increase": increase}
 
     def report(self, metrics: TrainingReport) -> None:
-        """Report from the trial's process; it ends, by SystemExit, if Tune stops the trial."""
+        """Report from the trial's process, which exits by SystemExit if Tune stops the trial."""
         if (report := self.complete(metrics)) is not None:
             tune.report(report)
 

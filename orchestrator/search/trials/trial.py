@@ -1,7 +1,7 @@
 """One trial: plan, convert, measure untrained, and train through the remaining rungs.
 
-Runs in a process of Ray Tune's with little CPU of its own; the Ray Train workers that it starts,
-with DeepSpeed, have the rest.
+Runs in a process of Ray Tune with little CPU; the Ray Train workers that it starts, with DeepSpeed,
+have the rest.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.training.run import TrainingReport, TrainingRun
 
 OF_RUNG_0 = ("phases", "pooled", "work_digest")
-"""What only the first report of a trial has.
+"""Fields of the first report of a trial only.
 
-That is where its time went, whether it is of a pooled model from which the trial's relaxation does
-not start, and what it would go on to train (`orchestrator.search.duplicates`).
+They are the time of its phases, whether it is of a pooled model that the trial's relaxation does
+not start from, and the digest of the training to follow (`orchestrator.search.duplicates`).
 """
 
 
@@ -63,9 +63,9 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
 
 
 def rung_zero(candidate: Candidate, context: TrialContext, folder: Path) -> TrainingReport:
-    """Return the report of rung 0, by the conversion of another trial where there is one.
+    """Return the report of rung 0, from the conversion of another trial if there is one.
 
-    It waits for who makes the same conversion in this moment: no accelerator is held meanwhile.
+    It waits for a process that is making the same conversion; meanwhile no accelerator is reserved.
     """
     if candidate.probe:
         return watched_facts(candidate, context, folder)

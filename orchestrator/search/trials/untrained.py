@@ -1,4 +1,4 @@
-"""Rung 0: a trial's plan, its conversion, and what that measures before any training."""
+"""Rung 0: a trial's plan, its conversion, and its measurements before any training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from trainers.text.data import read_sequences
 
 
 class SharedParts(NamedTuple):
-    """What trials need of the original model.
+    """The parts of the original model that trials need.
 
     Attributes:
         tokens: For calibration, `[N, T]`.
@@ -109,10 +109,10 @@ def untrained_facts(candidate: Candidate, context: TrialContext, folder: Path) -
 
 
 class _Outcome(NamedTuple):
-    """What a conversion came to.
+    """The result of a conversion.
 
     Attributes:
-        facts: Of the trial's report.
+        facts: Fields of the trial's report.
         digest: `conversion_digest`.
         own_cache: Key and value heads of the original model.
         plan_cost: Of finding the plan.
@@ -129,9 +129,9 @@ class _Outcome(NamedTuple):
 def _converted(
     candidate: Candidate, context: TrialContext, folder: Path, phases: Phases
 ) -> tuple[PreTrainedModel | None, _Outcome]:
-    """Return the converted model as it was measured, and what it came to.
+    """Return the converted model as it was measured, and the result of the conversion.
 
-    The model is None where another trial has made the same; it is in the trial's folder then.
+    The model is None if another trial has made the same; its files are then in the trial's folder.
     """
     recipe = candidate.recipe
     with phases("load"):
@@ -186,7 +186,7 @@ def _converted(
 
 
 def _release(shared: SharedParts) -> None:
-    """Let a large original model go, which is not kept for the next trial."""
+    """Release a large original model, which is not cached for the next trial."""
     if checkpoints.parameters(shared.original.model) > KEEP_BELOW:
         shared_parts.cache_clear()
 
@@ -215,7 +215,7 @@ def _losses(
         **scored.noted,
     }
     if candidate.plan is not None:
-        # What a searcher decides by is measured on other tokens than what the search is judged by.
+        # The searcher decides by other tokens than those by which the search is evaluated.
         losses["calibration_loss"] = evaluate(converted, shared.tokens, batch_size=rows).loss
     return losses
 

@@ -242,7 +242,7 @@ def test_shards(tiny_model: Tiny, tmp_path: Path) -> None:
     assert f"lacks 1 of the {len(shards)} files that {INDEX} names: {shards[1].name}" in refusal(tmp_path)
 
     shards[1].write_bytes(shards[0].read_bytes())
-    assert "lies in both" in refusal(tmp_path)
+    assert "is in both" in refusal(tmp_path)
 
     shards[1].write_bytes(whole)
     first = next(iter(load_file(shards[1])))

@@ -186,7 +186,7 @@ def test_vllm_refuses_counts_that_no_few_query_heads_hold(tiny_model: Tiny) -> N
     config = tiny_model("llama", num_attention_heads=heads, num_key_value_heads=heads, hidden_size=88).config
     maps = [tuple(min(h, count - 1) for h in range(heads)) for count in (5, 7, 11)]
     plan = AttentionPlan(tuple(LayerPlan(one, one) for one in maps), 8)
-    with pytest.raises(TargetError, match=r"layer 2 has 11 KV heads beside \[5, 7\].*385.*target gguf"):
+    with pytest.raises(TargetError, match=r"layer 2 has 11 KV heads, other layers \[5, 7\].*385.*target gguf"):
         kv_heads_in("vllm", config, plan)
     assert kv_heads_in("gguf", config, plan) == (5, 7, 11)
 
@@ -212,7 +212,7 @@ def test_auto_takes_the_fewest_bytes_then_the_most_engines(
 
 def test_auto_says_why_nothing_holds_a_plan(saved: Callable[..., Path]) -> None:
     config = checkpoint.load_config(saved("gpt2", PLANS["apart"]))
-    with pytest.raises(TargetError, match="no target holds this plan.*gguf: .*gqa: .*Headfold's own format"):
+    with pytest.raises(TargetError, match="no target supports this plan.*gguf: .*gqa: .*Headfold's own format"):
         best_target(config, PLANS["apart"], "float32")
 
 

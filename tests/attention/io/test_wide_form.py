@@ -92,7 +92,7 @@ def test_what_no_stock_model_has(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
         target("gqa").held(mixed.config, mixed.plan)
     gpt2 = tiny_model("gpt2")
     plan = AttentionPlan((LayerPlan(ONE, ONE, 2, 2),) * 2, geometry_of(gpt2.config).head_dim)
-    with pytest.raises(WideFormError, match="no head dim of its own"):
+    with pytest.raises(WideFormError, match="no separate head dim"):
         wide_config(gpt2.config, plan)
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     dynamic = tiny_model("llama", rope_parameters=rope)

@@ -43,7 +43,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         # 2 arms at 1 ratio; the best one and the baseline are promoted, 2 sequences of 32 tokens a step for 2 steps
         (["search", "mine.yaml"], r"^trials: 2; 0 full training\(s\) in the promotion\ntokens: about 192 "),
-        (["search", "mine.yaml"], r"^folder: \S+/mine-2 \('mine' is there already; --resume goes on with"),
+        (["search", "mine.yaml"], r"^folder: \S+/mine-2 \('mine' exists already; --resume continues"),
         (["search", "mine.yaml", "name=fresh"], r"^folder: \S+/fresh$"),
         (["search", "mine.yaml", "promotion.steps=3"], r"^trials: 2; 2 full training"),
         # 2 layers x 2 of 4 heads x (8 + 8) x 4 bytes
@@ -77,7 +77,7 @@ def test_it_tells_and_writes_nothing(place: Path, command: list[str], said: str)
             "data.train: source 'texts/notes.txt'",
         ),
         (["search", "mine.yaml", "promotion.steps=9"], "data.train.tokens"),  # more than one epoch
-        (["search", "mine.yaml", "storage=model/runs"], "lies within a checkpoint"),
+        (["search", "mine.yaml", "storage=model/runs"], "is within a checkpoint"),
         ([*CONVERT, "--kv-ratio", "0.3", "--strict"], "0.3"),
         ([*CONVERT, "--kv-ratio", "0.5", "--out", "work"], "work"),
         ([*CONVERT, "--kv-ratio", "0.5", "--eval-tokens", "90000000"], "texts/notes.txt"),

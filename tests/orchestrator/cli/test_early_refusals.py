@@ -70,7 +70,7 @@ def test_missing_weights(verb: str, copied: Path) -> None:
 def test_no_tokenizer(verb: str, copied: Path) -> None:
     for file in copied.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ConfigError, match=r"no tokenizer beside .*copy tokenizer.json and tokenizer_config.json"):
+    with pytest.raises(ConfigError, match=r"no tokenizer in .*copy tokenizer.json and tokenizer_config.json"):
         VERBS[verb](copied)
 
 
@@ -78,7 +78,7 @@ def test_no_tokenizer(verb: str, copied: Path) -> None:
 def test_an_empty_tokenizer_is_none(family: str, tiny_model: Any, tmp_path: Path) -> None:
     """transformers makes one without a vocabulary up for most of these."""
     tiny_model(family).config.save_pretrained(tmp_path)
-    with pytest.raises(TokenizerError, match="no tokenizer beside"):
+    with pytest.raises(TokenizerError, match="no tokenizer in"):
         read_tokenizer(tmp_path)
 
 

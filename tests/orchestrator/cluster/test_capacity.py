@@ -108,7 +108,7 @@ def test_a_promotion_that_can_never_start_is_refused_before_the_trials() -> None
 
     wide = {"num_workers": 16}
     assert fitting() == fitting(train=wide, enabled=False) == 4
-    with pytest.raises(ConfigError, match=r"^promotion: resources.placement_strategy: STRICT_PACK wants 16 workers"):
+    with pytest.raises(ConfigError, match=r"^promotion: resources.placement_strategy: STRICT_PACK needs 16 workers"):
         fitting(train=wide)
     with pytest.raises(ConfigError, match=r"^promotion: resources.accelerator_type: no node has 'H100'"):
         fitting(resources={"accelerator_type": "H100"})

@@ -56,7 +56,7 @@ def test_every_fan_out_before_the_trials_ends(gpus: int, tmp_path: Path) -> None
 def test_what_can_never_go_on_ends_and_says_what_waits_for_what(tmp_path: Path) -> None:
     told, _ = run(tmp_path, 1, "stalled")
     reason = told["stalled"]
-    assert re.match(r"nothing has moved for \d+ s, nothing else uses", reason), reason
+    assert re.match(r"no progress for \d+ s, nothing else uses", reason), reason
     assert "nothing else uses the cluster, and no node can be added: 1 x 1 GPU + 0.5 CPU requested" in reason
     assert "requested by 1 x 'another one' (1 GPU + 0.5 CPU); 0 of 1 CPU and 1 of 1 GPU in use by" in reason
     assert reason.endswith("in use by 1 x 'original model' (1 GPU + 0.5 CPU)")

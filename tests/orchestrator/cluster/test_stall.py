@@ -64,7 +64,7 @@ def test_it_is_stalled_when_nothing_moves_and_nothing_can(cluster: Any) -> None:
     watching = watch(cluster)
     cluster.lines = ["planning: 3 of 9 layers, 2:45 left"]  # the clock alone
     assert watching.reason() == (
-        "nothing has moved for 2 min, nothing else uses the cluster, and no node can be added: "
+        "no progress for 2 min, nothing else uses the cluster, and no node can be added: "
         "1 x 1 GPU + 8 CPU requested; 8 of 8 CPU and 1 of 1 GPU in use"
     )
 
@@ -138,7 +138,7 @@ def capacity(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(pending_resources, "cluster_status", lambda: seen.status)
     monkeypatch.setattr(pending_resources, "pending_bundles", lambda status: status.pending)
     monkeypatch.setattr(pending_resources, "live_nodes", lambda: seen.nodes)
-    monkeypatch.setattr(pending_resources, "_autoscaler", lambda status: "autoscaler: no node on its way")
+    monkeypatch.setattr(pending_resources, "_autoscaler", lambda status: "autoscaler: no node is starting")
     monkeypatch.setattr(pending_resources, "time", SimpleNamespace(monotonic=lambda: seen.clock))
     return seen
 
@@ -155,7 +155,7 @@ def test_nodes_that_do_not_come_end_the_search_with_what_was_requested(capacity:
     capacity.clock = 3600.0
     assert watching.reason() == (
         "no node has had room for 1 h for 2 x 1 GPU and 8 CPU; the cluster's nodes: 1 of 8 CPU; autoscaler: no "
-        "node on its way; add nodes, request less, or set resources.max_wait_hours to more (0: no limit)"
+        "node is starting; add nodes, request less, or set resources.max_wait_hours to more (0: no limit)"
     )
 
 

@@ -44,7 +44,7 @@ def test_a_wrong_format_is_refused_before_torch_is_imported(
 ) -> None:
     with pytest.raises(ConfigError, match="cache_format: expected one of"):
         EvaluateOptions(checkpoint=demo_dir, cache_format="q9")
-    with pytest.raises(ConfigError, match="q8_0 is held by llama.cpp, and target gqa is read by"):
+    with pytest.raises(ConfigError, match="q8_0 is supported by llama.cpp, and target gqa is read by"):
         export_checkpoint(demo_dir, "gqa", tmp_path / "out", cache_format="q8_0")
     assert run_here("evaluate", demo_dir, "--engine", "llama.cpp", "--cache-format", "q8_0") == 2
     assert "leave out --cache-format" in capsys.readouterr().err

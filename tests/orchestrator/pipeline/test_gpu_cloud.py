@@ -78,5 +78,5 @@ def test_an_autoscaler_whose_process_has_ended_is_named_as_the_cause(tmp_path: P
     assert told["code"] == 2, told["log"][-6000:]
     message = told["log"].splitlines()[-1]
     assert "headfold: the cluster's autoscaler is not running: its process on the head node" in message
-    assert "/logs/monitor.log says why; restart it with `ray up --restart-only`" in message
+    assert "/logs/monitor.log; restart it with `ray up --restart-only`" in message
     assert "On the nodes that are there: resources.accelerator_type: no node has 'A100'" in message

@@ -120,7 +120,7 @@ def test_formats_follow_the_engine(config: SearchConfig) -> None:
     assert names(target="llama.cpp") == ["f16", "q8_0", "q8_0,q4_0", "q4_0"]
     assert names(target="transformers") == names(cache_formats=[]) == []
     assert names(cache_formats=["Q8_0, q4_0"]) == ["q8_0,q4_0"]
-    with pytest.raises(ConfigError, match="no engine holds keys in fp8"):
+    with pytest.raises(ConfigError, match="no engine supports keys in fp8"):
         names(cache_formats=["fp8,q4_0"])
 
 

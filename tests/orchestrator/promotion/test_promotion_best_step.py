@@ -93,7 +93,7 @@ def test_what_is_worse_than_its_own_untrained_conversion_is_refused(
 ) -> None:
     """Only where the untrained weights are gone."""
     (reason,) = checked(entry(folder, untrained_loss=2.05), config, context, folder).reasons
-    assert "above the 2.0500 of its own untrained conversion" in reason
+    assert "above the 2.0500 of the untrained conversion" in reason
 
 
 def test_of_a_relaxation_it_is_said_which_model_is_shipped(folder: SearchFolder) -> None:

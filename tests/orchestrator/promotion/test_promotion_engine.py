@@ -96,7 +96,7 @@ def test_a_search_for_an_engine_refuses_what_does_not_go_there(
         given["data"] = {"source": little_text, "sequence_length": 64, **sizes}
         return validate_search(parse_config(given)).problem
 
-    with pytest.raises(ConfigError, match="headfold: target vllm holds a key head with each value head") as told:
+    with pytest.raises(ConfigError, match="headfold: target vllm stores a key head with each value head") as told:
         search("vllm", ["gqa", "headfold"])
     assert "take another recipe (" in str(told.value) and "headfold_layers" in str(told.value)
     with pytest.raises(ConfigError, match="allocation must be uniform, got layerwise"):

@@ -102,7 +102,7 @@ def test_lines_come_only_when_something_has_changed(folder: SearchFolder) -> Non
     live.watch_search(folder, console=Console(file=out, width=400, soft_wrap=True), sleep=lambda seconds: next(looks)())
     lines = out.getvalue().splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("mine running") and "3/8 ended" in lines[0] and "50%" in lines[0]
+    assert lines[0].startswith("mine running") and "3/8 finished" in lines[0] and "50%" in lines[0]
     assert lines[1].startswith("mine ended")
     assert "\x1b" not in out.getvalue()
 
@@ -115,7 +115,7 @@ def test_a_terminal_is_updated_in_place(folder: SearchFolder) -> None:
     live.watch_search(folder, console=console, sleep=lambda seconds: next(looks)())
     text = out.getvalue()
     assert "\x1b[1A" in text, "the cursor never went up"
-    for word in ("front so far", "arm2", "+0.800", "failed: arm4", "CPU-hours", "50/s now"):
+    for word in ("current front", "arm2", "+0.800", "failed: arm4", "CPU-hours", "50/s now"):
         assert word in text
 
 

@@ -252,7 +252,7 @@ def test_settings_and_choices_reach_the_walk(demo_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("search", "samples", "said"),
     [
-        ({}, 5, r"search\.num_samples: got 5, .* 32 probes with one move a site and 320 "),
+        ({}, 5, r"search\.num_samples: got 5, .* 32 probes with one move per site and 320 "),
         ({}, 321, r"search\.num_samples: got 321, "),
         ({"params": {"searcher.chains": 1}}, 15, r"search\.num_samples: got 15, .* 16 probes"),
         ({"params": {"searcher.chain": 1}}, 64, "has no setting 'chain' .did you mean chains.*; it has .*chains"),

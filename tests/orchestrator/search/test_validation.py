@@ -224,7 +224,7 @@ def test_any_search_of_a_storage_can_be_resumed_by_name_or_folder(
     elsewhere = SearchFolder.fresh(tmp_path / "others", "demo-7")
     elsewhere.snapshot.write_text("")
     for given in ("demo-9", str(elsewhere.root), "..", ""):
-        with pytest.raises(ConfigError, match=f"no search '{given}' in .*; not ended: demo, demo-2; ended: demo-3"):
+        with pytest.raises(ConfigError, match=f"no search '{given}' in .*; unfinished: demo, demo-2; finished: demo-3"):
             SearchFolder.named(tmp_path / "runs", given)
     with pytest.raises(ConfigError, match="there is none at all; start one without --resume"):
         SearchFolder.named(tmp_path / "empty", "demo")

@@ -123,7 +123,7 @@ def test_other_weights_and_another_cache_are_found(
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", r"crashed \(SIGSEGV\)"),
         ("raise RuntimeError('no such tensor')", "failed: .*no such tensor"),
-        ("print('no answer')", "ended without an answer"),
+        ("print('no answer')", "exited without an answer"),
         ("import time; time.sleep(60)", "did not answer within 2 seconds"),
     ],
 )

@@ -187,8 +187,8 @@ def test_what_may_never_be_a_folder_to_write(home: Path, tmp_path: Path) -> None
     refused: list[tuple[Path | str, str]] = [
         (model, "is, or contains, what is read"),
         (tmp_path / "models", "is, or contains, what is read"),
-        (tmp_path / "models" / "m" / "half", "lies within what is read"),
-        (tmp_path / "link" / "half", "lies within what is read"),
+        (tmp_path / "models" / "m" / "half", "is within what is read"),
+        (tmp_path / "link" / "half", "is within what is read"),
         (tmp_path / "link", "is, or contains, what is read"),
         (".", "the current folder"),
         ("", "the current folder"),
@@ -309,7 +309,7 @@ def test_a_search_stays_out_of_checkpoints_and_of_folders_that_are_not_its_own(t
     (model / "model.safetensors").write_text("")
     (tmp_path / "file").touch()
     for storage in (model, model / "runs"):
-        with pytest.raises(ConfigError, match="storage: .* lies within a checkpoint"):
+        with pytest.raises(ConfigError, match="storage: .* is within a checkpoint"):
             check_writable(storage)
     with pytest.raises(ConfigError, match="storage: cannot write"):
         check_writable(tmp_path / "file")

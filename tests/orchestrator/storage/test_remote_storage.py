@@ -193,7 +193,7 @@ def test_the_working_folder_is_the_same_for_the_same_address(monkeypatch: pytest
 )
 def test_credentials_in_an_address_are_refused_and_not_repeated(address: str) -> None:
     for refuse in (check_address, open_address, storage_path):
-        with pytest.raises(ConfigError, match="holds credentials") as caught:
+        with pytest.raises(ConfigError, match="contains credentials") as caught:
             refuse(address)
         assert "hidden" not in str(caught.value)
 

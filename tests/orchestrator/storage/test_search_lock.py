@@ -100,7 +100,7 @@ def test_a_lock_that_another_has_released_is_lost(tmp_path: Path, monkeypatch: p
     without_kernel_locks(monkeypatch)
     first = standing_still(tmp_path / "lock")
     SearchLock(tmp_path / "lock", beat=0.05, host="here").acquire().release()
-    with pytest.raises(ConfigError, match="taken over by another process, which has ended"):
+    with pytest.raises(ConfigError, match="taken over by another process, which no longer runs"):
         first.check()
 
 

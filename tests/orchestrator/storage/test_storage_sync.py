@@ -149,7 +149,7 @@ def test_a_second_driver_with_a_folder_of_its_own_is_refused(address: str, tmp_p
     with driver(address, tmp_path / "a", seconds=1.0) as mirror:
         search_in(tmp_path / "a", 1)
         with (
-            pytest.raises(ConfigError, match=rf"is being used by process {os.getpid()} on .*working folder of its own"),
+            pytest.raises(ConfigError, match=rf"is being used by process {os.getpid()} on .*its own working folder"),
             driver(address, tmp_path / "b"),
         ):
             pass

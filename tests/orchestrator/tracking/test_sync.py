@@ -108,14 +108,16 @@ def test_what_happened_while_the_store_was_away_is_told_when_it_is_back(
     store.away = True
     tell(sync, 1)
     assert (sync.put(trial(1, status=DONE)), sync.waiting) == (None, 1)
-    with pytest.raises(TrackingError, match="away"):
+    with pytest.raises(TrackingError, match="not reachable"):
         sync.registry()
     store.away = False
     tell(sync, 2)
     assert sync.waiting == 0 and sync.registry().uri == plain.uri
     assert sync.put(trial(1, status=DONE)) in {r.info.run_id for r in plain.client.search_runs([plain.experiment_id])}
     check(plain, 3)
-    assert [r.getMessage().count("is away") + r.getMessage().count("is back") for r in caplog.records] == [1, 1]
+    assert [
+        r.getMessage().count("is not reachable") + r.getMessage().count("is reachable again") for r in caplog.records
+    ] == [1, 1]
 
 
 @pytest.mark.parametrize("deaf", [False, True])
@@ -177,7 +179,7 @@ def test_a_store_that_never_comes_is_told_and_is_no_error(
     sync = MlflowSync(lambda: Tracker.open(address, "tests", tmp_path), parent_run(tmp_path))
     sync.put(trial(0))
     assert not sync.flush() and sync.parent_id is None and sync.waiting == 2
-    assert caplog.text.count("MLflow is away") == 1 and "secret" not in caplog.text
+    assert caplog.text.count("MLflow is not reachable") == 1 and "secret" not in caplog.text
 
 
 def test_points_that_are_added_while_the_store_is_away_are_there_once_when_it_is_back(

@@ -126,8 +126,8 @@ def test_a_part_of_the_weights_on_the_command_line(
     ("changes", "message"),
     [
         ({"tuning": "some"}, "train.tuning: got 'some'"),
-        ({"overrides": ["train.tuning=kv"]}, "train.tuning: it has an option of its own; give it as --tuning"),
-        ({"overrides": ["train.distillation=kl"]}, "train.distillation: it needs the model.*--original"),
+        ({"overrides": ["train.tuning=kv"]}, "train.tuning: it has its own option; give it as --tuning"),
+        ({"overrides": ["train.distillation=kl"]}, "train.distillation: it needs the original model.*--original"),
         ({"original": "/none"}, "original: no checkpoint at '/none'"),
         ({"steps": 0}, "steps: got 0"),
         ({"sequence_length": 1000}, "sequence_length: got 1000"),

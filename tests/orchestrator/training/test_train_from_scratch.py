@@ -87,7 +87,7 @@ def test_composition_starts_as_in_the_paper_and_not_as_an_identity(like: Path, t
         ({"overrides": ["train.tuning=lora"]}, "train.tuning: random weights"),
         ({"overrides": ["train.distillation=kl"]}, "train.distillation: .*no original model"),
         ({"overrides": ["train.zero_stages=1"]}, "train.zero_stages: unknown key .did you mean zero_stage"),
-        ({"overrides": ["train.seed=1"]}, "train.seed: it has an option of its own; give it as --seed"),
+        ({"overrides": ["train.seed=1"]}, "train.seed: it has its own option; give it as --seed"),
         ({"overrides": ["model.path=x"]}, "model: unknown key.*allowed here: composition, recipe, train"),
         ({"overrides": ["train"]}, "must read key=value"),
         ({"steps": 0}, "steps: got 0"),

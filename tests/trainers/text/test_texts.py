@@ -169,7 +169,7 @@ def test_conversations_that_cannot_be_written_are_refused(
     file = tmp_path / "chat.jsonl"
     record = {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}
     file.write_text(f"{json.dumps(record)}\n{json.dumps({'messages': record['messages'][:1]})}\n")
-    with pytest.raises(DataError, match=r"chat.jsonl: field 'messages' holds conversations.*no chat template"):
+    with pytest.raises(DataError, match=r"chat.jsonl: field 'messages' contains conversations.*no chat template"):
         Texts(str(file)).load(demo_tokenizer, 512)
     with pytest.raises(DataError, match=r"field 'messages'.*roles user, tool.*no role tool"):
         Texts(str(file)).load(chat_tokenizer, 512)

@@ -93,7 +93,7 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
         raise TargetError(f"llama.cpp has no {family} with biases (attention_bias=true)")
     if family == "gemma" and not config.tie_word_embeddings:
         raise TargetError(
-            "llama.cpp has no gemma with an output matrix of its own (tie_word_embeddings=false)"
+            "llama.cpp has no gemma with a separate output matrix (tie_word_embeddings=false)"
         )
     if family == "qwen3_moe":
         _check_qwen3_moe(config)
