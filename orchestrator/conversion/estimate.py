@@ -15,7 +15,7 @@ from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.layer_source import check_layerwise
 from orchestrator.conversion.request import ConversionRequest
-from orchestrator.conversion.short_fits import SAMPLE_TOKENS, shortly_fitted
+from orchestrator.conversion.short_fits import COMPARED_TOKENS, shortly_fitted
 from orchestrator.resources.estimate import ConversionEstimate, Estimate, Machine
 from orchestrator.resources.size import Conversion
 from orchestrator.storage.paths import disk_free
@@ -80,8 +80,8 @@ def estimate_conversions(
                 request.config,
                 shortly_fitted(recipe),
                 ratio,
-                SAMPLE_TOKENS,
-                SAMPLE_TOKENS,
+                COMPARED_TOKENS,
+                COMPARED_TOKENS,
                 length,
                 request.written,
                 working,

@@ -29,7 +29,7 @@ from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
 from trainers.evaluation import evaluate
 
-SAMPLE_TOKENS = 4096
+COMPARED_TOKENS = 4096
 """Held-out tokens that conversions are compared on, and calibration tokens that they are fitted on
 for that."""
 _SHORT_FIT = 12
@@ -43,10 +43,10 @@ class ShortFits:
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
         held_out = store.texts.held_out
-        self._sample = held_out[: max(1, -(-SAMPLE_TOKENS // held_out.shape[1]))]
+        self._sample = held_out[: max(1, -(-COMPARED_TOKENS // held_out.shape[1]))]
         self._loss = evaluate(store.original, self._sample).loss
         calibration = store.texts.calibration
-        self._fitted_on = calibration[: max(2, SAMPLE_TOKENS // calibration.shape[1])]
+        self._fitted_on = calibration[: max(2, COMPARED_TOKENS // calibration.shape[1])]
 
     def increase(self, model: PreTrainedModel, pair: CachePair | None = None) -> float:
         """Return the loss increase of a model, with its cache in a format if one is given."""
