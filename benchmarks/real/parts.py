@@ -210,8 +210,7 @@ def calibration(work: Workspace) -> Iterator[Row]:
         "calibrated-4": ("built-in text", "builtin", 4),
         "calibrated-other": ("other text", other, 1),
         "calibrated-both": ("both, half and half", mixed, 1),
-        "calibrated-both-4": ("both, half and half", mixed, 4),
-        "calibrated-8": ("built-in text", "builtin", 8),
+        "calibrated-sampled": ("sampled from the model", work.sampled(), 1),
     }
     for name, (label, source, times) in texts.items():
         options = [*work.held_out, "--calibration-tokens", str(times * work.tokens), "--data", source, *work.short_fits]

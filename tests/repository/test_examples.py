@@ -47,6 +47,17 @@ def test_load_exported_cannot_import_the_project(tmp_path: Path) -> None:
     assert done.returncode != 0 and "'attention' is not a package" in done.stderr
 
 
+def test_a_model_samples_the_text_that_it_is_calibrated_on(tmp_path: Path) -> None:
+    sizes = ["--documents", "3", "--tokens", "12"]
+    for name in ("one.jsonl", "two.jsonl"):
+        done = _run(str(EXAMPLES / "sample_text.py"), str(DEMO), "--out", name, *sizes, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    texts = list(resolve(str(tmp_path / "one.jsonl")).documents("all", "text", None))
+    assert len(set(texts)) == 3 and texts == list(resolve(str(tmp_path / "two.jsonl")).documents("all", "text", None))
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    assert all(len(tokenizer(text)["input_ids"]) <= 12 for text in texts)
+
+
 @pytest.mark.extended
 def test_curve_compares_recipes(tmp_path: Path) -> None:
     sizes = ["--tokens", "2048", "--recipes", "gqa,least_squares"]
