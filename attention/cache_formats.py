@@ -91,12 +91,12 @@ class CachePair:
 
     @classmethod
     def parse(cls, text: str) -> CachePair:
-        """Read `q8_0`, or keys and values apart: `q8_0,q4_0`.
+        """Read `q8_0`, or keys and values apart: `q8_0,q4_0` or `q8_0/q4_0`.
 
         Raises:
             CacheFormatError: For an unknown name, or formats that no engine holds together.
         """
-        names = [name.strip().lower() for name in text.split(",")]
+        names = [name.strip().lower() for name in text.replace("/", ",").split(",")]
         if not 1 <= len(names) <= 2 or any(name not in CACHE_FORMATS for name in names):
             raise CacheFormatError(
                 f"expected one of {', '.join(CACHE_FORMATS)}, or two of them for keys and values "
@@ -159,6 +159,24 @@ class CachePair:
         if engine == VLLM:
             return f"--kv-cache-dtype {_VLLM_NAMES[self.keys.name]}"
         return f"--cache-type-k {self.keys.name} --cache-type-v {self.values.name} --flash-attn on"
+
+
+def read_pairs(text: str | Sequence[str]) -> tuple[CachePair, ...]:
+    """Read several formats: `f16,q8_0,q8_0/q4_0`, or a sequence of what `CachePair.parse` reads.
+
+    Raises:
+        CacheFormatError: As `CachePair.parse`, and for a format that is listed twice.
+    """
+    entries = text.split(",") if isinstance(text, str) else text
+    pairs = tuple(CachePair.parse(entry) for entry in entries)
+    if len(set(pairs)) < len(pairs):
+        names = [pair.name for pair in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CacheFormatError(
+            f"{twice} is listed twice; list each format once, and write keys and values apart "
+            "with a slash, e.g. f16,q8_0,q8_0/q4_0"
+        )
+    return pairs
 
 
 OFFERED = tuple(CachePair.parse(text) for text in ("q8_0", "fp8", "q8_0,q4_0", "q4_0"))

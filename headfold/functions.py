@@ -91,6 +91,10 @@ class EvaluateArguments(EvalArguments, total=False):
     context_lengths: str | None
     speed_tokens: int
     cache_format: str | None
+    engine: str | None
+    engine_python: str | None
+    cache_types: str | Sequence[str] | None
+    cache_memory: int
 
 
 def convert(

@@ -33,11 +33,13 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -102,6 +104,11 @@ TINY: dict[str, tuple[Any, dict[str, Any]]] = {
         GraniteConfig,
         {"attention_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.7},
     ),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        {"attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "num_mtp_layers": 0},
+    ),
     "gpt2": (
         GPT2Config,
         {"num_key_value_heads": None, "head_dim": None, "intermediate_size": None, "n_inner": 48}
@@ -109,6 +116,11 @@ TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "gpt_neox": (GPTNeoXConfig, {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 0.5}),
     "llama": (LlamaConfig, {}),
+    "minimax_m2": (
+        MiniMaxM2Config,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
     "mistral": (MistralConfig, {"sliding_window": None}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4}),
     "olmo2": (Olmo2Config, {}),

@@ -131,6 +131,9 @@ def add_adapters(
     from peft import LoraConfig, inject_adapter_in_model
 
     projections = adaptable(model)
+    # PEFT takes projections for experts where it knows a mixture of experts by its config
+    holder = nn.Module()
+    holder.model = model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that fan_in_fan_out goes by the kind of projection
         config = LoraConfig(
@@ -138,9 +141,9 @@ def add_adapters(
             lora_alpha=alpha,  # pyright: ignore[reportArgumentType]
             lora_dropout=0.0,
             bias="none",
-            target_modules=list(projections),
+            target_modules=[f"model.{name}" for name in projections],
         )
-        inject_adapter_in_model(config, model, adapter_name=_NAME)
+        inject_adapter_in_model(config, holder, adapter_name=_NAME)
     trained = {id(p) for composition in compositions(model) for p in composition.parameters()}
     missing = set(projections)
     for name, parameter in model.named_parameters():

@@ -16,6 +16,8 @@ Row = dict[str, str]
 RATIOS = "0.67,0.5,0.34"
 """Of the KV cache: with three KV heads in each layer less than a third needs other means than fewer heads."""
 FORMATS = ("q8_0", "fp8", "q8_0,q4_0", "q4_0")
+ENGINE_FORMATS = "f16,q8_0,q8_0/q4_0,q4_0"
+"""Those of llama.cpp, which it measures itself."""
 PROMPTS = (
     "What is the capital of France?",
     "Explain in two sentences why the sky is blue.",
@@ -151,6 +153,26 @@ def llama_cpp(work: Workspace) -> Iterator[Row]:
             }
 
 
+def engine_caches(work: Workspace) -> Iterator[Row]:
+    """The original and a conversion, each with its cache in formats of llama.cpp, measured in it."""
+    work.fetch()
+    length, tokens = ("128", "256") if work.quick else ("512", "2048")
+    for name, folder in chosen(work).items():
+        options = ["--engine", "llama.cpp", "--original", GGUF, "--cache-types", ENGINE_FORMATS]
+        options += ["--sequence-length", length, "--eval-tokens", tokens]
+        found = work.run(f"engine-caches-{name}", "evaluate", folder, *options)
+        for row in found["cache_types"]:
+            yield {
+                "model": name if row["model"] == "checkpoint" else row["model"],
+                "cache": row["cache_format"],
+                "KV bytes per token": f"{row['kv_bytes_per_token']:,.0f} ({row['share']:.1%})",
+                "loss": f"{row['loss']:.3f}",
+                "increase": _increase(row),
+                "prefill, decode tokens/s": ", ".join(f"{row[speed]:,.0f}" for speed in SPEEDS),
+                f"sequences of {length} in {found['memory'] / 2**30:g} GiB": f"{row['sequences']:,}",
+            }
+
+
 def long_context(work: Workspace) -> Iterator[Row]:
     """Recall of a hidden line: 160 contexts of one length for each model."""
     length = "128" if work.quick else "1024"
@@ -275,6 +297,7 @@ PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
     "headfold": conversions("headfold"),
     "formats": formats,
     "llama.cpp": llama_cpp,
+    "engine_caches": engine_caches,
     "long_context": long_context,
     "generations": generations,
     "other_text": other_text,

@@ -480,14 +480,15 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
         typer.Option(
             help="Loss by position and recall of a hidden line at these context lengths: max, or "
             "256,512. With "
-            "--engine: those of the speed (by default max)."
+            "--engine: those of the speed (by default max; with --cache-types one, by default "
+            "the sequence length)."
         ),
     ] = None
     engine: Annotated[
         str | None,
         typer.Option(
             help="Measure speed and the sequences that fit in llama.cpp, vLLM or transformers, and "
-            "nothing else; "
+            "nothing else (but for --cache-types); "
             "checkpoints are exported for it, or are exports."
         ),
     ] = None
@@ -502,6 +503,15 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
     engine_python: Annotated[
         str | None,
         typer.Option(help="With --engine: the Python of the environment that has the engine."),
+    ] = None
+    cache_types: Annotated[
+        str | Sequence[str] | None,
+        Typed(str | None),
+        typer.Option(
+            help="With --engine llama.cpp: measure loss, bytes, speed and the sequences that fit "
+            "with these cache formats, commas between them, keys and values apart with a slash: "
+            "f16,q8_0,q8_0/q4_0,q4_0."
+        ),
     ] = None
     cache_memory: Annotated[
         int,

@@ -42,6 +42,8 @@ OBJECTIVES = ("loss", "kv_bytes_per_token")
 DECODE too.
 """
 DECODE = "decode_seconds_per_token"
+PER_GPU = "kv_bytes_per_token_per_gpu"
+"""In place of the bytes of the whole model where `search.tensor_parallel` is more than 1."""
 
 
 class PlaceSection(Section):
@@ -293,7 +295,9 @@ class SearchConfig(Section):
     @property
     def objectives(self) -> tuple[str, ...]:
         """What the search makes small, under the names of its reports."""
-        return OBJECTIVES if self.search.decode_context_length is None else (*OBJECTIVES, DECODE)
+        loss, size = OBJECTIVES
+        names = (loss, PER_GPU if self.search.tensor_parallel > 1 else size)
+        return names if self.search.decode_context_length is None else (*names, DECODE)
 
     @property
     def seeds(self) -> list[int]:

@@ -310,6 +310,13 @@ class SearchSection(Section):
     decode_context_length: PositiveInt | None = None
     """If given, the engine of `target` is timed before the trials, and its decode time per token at
     a context of so many tokens is a third objective after loss and bytes."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs among which vLLM divides the heads (`--tensor-parallel-size`).
+
+    With more than 1 the bytes of the front, of the searcher and of the choice for the promotion are
+    those of a token on each GPU, where a layer keeps one KV head at least. `target` must be one
+    that vLLM loads; head counts that the GPUs cannot divide are refused.
+    """
     cache_formats: Annotated[list[CacheFormatName], AfterValidator(distinct)] | None = None
     """Formats of an engine's KV cache in which the original, the front, the baselines and the
     promoted models are measured once the trials have finished: the front in engine bytes.

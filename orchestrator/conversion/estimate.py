@@ -9,21 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attention.base.text import gib
-from attention.io.targets import EngineSupport
-from attention.tensor_parallel import RankCache, RankLayoutError
+from attention.tensor_parallel import RankLayoutError
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.layer_source import check_layerwise
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.short_fits import COMPARED_TOKENS, shortly_fitted
 from orchestrator.resources.estimate import ConversionEstimate, Estimate, Machine
+from orchestrator.resources.rank_estimate import estimate_ranks
 from orchestrator.resources.size import Conversion
 from orchestrator.storage.paths import disk_free
-from search_spaces.planning.widths import with_width
 from search_spaces.recipes.recipe import Recipe
-
-EQUAL_COUNTS = ("uniform", "single")
-"""Allocations that give every layer the same head count."""
 
 
 def estimate_conversions(
@@ -70,7 +66,13 @@ def estimate_conversions(
             ceiling=request.ceiling_note(requested, used),
         )
         if tensor_parallel is not None:
-            point = replace(point, tensor_parallel=estimate_ranks(conversion, tensor_parallel))
+            try:
+                ranks = estimate_ranks(
+                    request.recipe, used, conversion.geometry, request.written, tensor_parallel
+                )
+            except RankLayoutError as error:
+                raise ConfigError(f"tensor_parallel: {error}") from None
+            point = replace(point, tensor_parallel=ranks)
         points.append(point)
     if compared:
         _, _, length = request.text_sizes
@@ -89,40 +91,6 @@ def estimate_conversions(
             seconds += ConversionEstimate.of(short, machine).seconds
         points[0] = replace(points[0], comparison_seconds=seconds)
     return points
-
-
-def estimate_ranks(conversion: Conversion, ranks: int) -> RankCache:
-    """Return what each of `ranks` GPUs of a tensor-parallel engine will hold of a token.
-
-    Exact for recipes that give every layer the same head count. For others a lower bound: no GPU
-    holds less than its share of the whole, nor less than one KV head per layer.
-
-    Raises:
-        ConfigError: For heads that cannot be divided among the GPUs.
-    """
-    g = conversion.geometry
-    recipe = with_width(conversion.recipe, conversion.kv_ratio, g)
-    width = int(recipe.width)
-    count = conversion.kv_ratio * g.num_kv_heads / width
-    layers = (g.num_layers, g.head_dim * width)
-    original = EngineSupport.of([g.num_kv_heads] * g.num_layers, g.head_dim)
-    known = recipe.allocation in EQUAL_COUNTS and (width == 1 or recipe.together)
-    try:
-        if known:
-            support = EngineSupport.of([round(count)] * layers[0], layers[1])
-            return support.rank_cache(ranks, conversion.dtype, original, g.num_heads)
-        least = EngineSupport.of([1] * layers[0], layers[1]).bytes_per_token(conversion.dtype)
-        bound = original.rank_cache(ranks, conversion.dtype, original, g.num_heads)
-    except RankLayoutError as error:
-        raise ConfigError(f"tensor_parallel: {error}") from None
-    whole = round(original.bytes_per_token(conversion.dtype) * conversion.kv_ratio)
-    return replace(
-        bound,
-        kv_bytes_per_token_per_gpu=max(least, math.ceil(whole / ranks)),
-        kv_bytes_per_token=whole,
-        replicated_layers=0,
-        at_least=True,
-    )
 
 
 def _why_not_layerwise(request: ConversionRequest) -> str:

@@ -27,7 +27,7 @@ from attention.base.timing import clock
 from attention.ratios import percent
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.reporting.comparison import KV_COLUMN
-from orchestrator.reporting.tables import Table, facts_table
+from orchestrator.reporting.tables import PER_GPU_COLUMN, Table, facts_table
 from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import read_json
@@ -48,6 +48,7 @@ class FrontPoint(TypedDict):
     """Displayed name of the recipe."""
     kv_ratio: float
     kv_bytes_per_token: int | None
+    kv_bytes_per_token_per_gpu: int | None
     step: int
     loss: float
     loss_increase: float | None
@@ -220,6 +221,7 @@ def _front_point(trial: TrialRecord, original_loss: float | None) -> FrontPoint:
         "label": trial.label,
         "kv_ratio": trial.kv_ratio,
         "kv_bytes_per_token": trial.kv_bytes_per_token,
+        "kv_bytes_per_token_per_gpu": trial.kv_bytes_per_token_per_gpu,
         "step": trial.best.get("step", 0),
         "loss": trial.loss,
         "loss_increase": None if original_loss is None else trial.loss - original_loss,
@@ -267,12 +269,15 @@ def status_view(status: SearchStatus) -> Group:
     facts = facts_table(status_facts(status)).for_terminal(show_header=False)
     parts: list[RenderableType] = [Text(status.name, style="bold"), facts]
     if status.front:
-        columns = ("recipe", KV_COLUMN, "KV bytes/token", "at step", "loss", "loss increase")
+        per_gpu = any(point["kv_bytes_per_token_per_gpu"] for point in status.front)
+        more = (PER_GPU_COLUMN,) * per_gpu
+        columns = ("recipe", KV_COLUMN, "KV bytes/token", *more, "at step", "loss", "loss increase")
         rows = [
             (
                 point["label"],
                 percent(point["kv_ratio"]),
                 str(point["kv_bytes_per_token"]),
+                *(str(point["kv_bytes_per_token_per_gpu"]),) * per_gpu,
                 str(point["step"]),
                 number(point["loss"]) + records.UNFINISHED_SIGN * point["relaxation_unfinished"],
                 number(point["loss_increase"], "+.3f"),

@@ -111,6 +111,7 @@ TRIAL_COLUMNS = (
     "trial",
     "error",
 )
+PER_GPU_COLUMN = "per GPU"
 _DECODE_TIME = "decode ms/token"
 _TRIALS_INTRO = (
     "Trials on the front are bold. loss: held-out loss at the best measured step (step 0: before "
@@ -133,12 +134,19 @@ def trial_table(
     front_ids = {t.trial_id for t in front(candidates)}
     columns: list[str] = list(TRIAL_COLUMNS)
     rows = [_trial_row(t, original) for t in shown]
-    if any(t.decode_seconds_per_token for t in shown):  # behind the bytes
-        index = columns.index("rate")
-        columns.insert(index, _DECODE_TIME)
-        for row, trial in zip(rows, shown, strict=True):
-            seconds = trial.decode_seconds_per_token
-            row.insert(index, NO_VALUE if seconds is None else f"{1000 * seconds:.3g}")
+    further = {  # behind the bytes
+        PER_GPU_COLUMN: [number(t.kv_bytes_per_token_per_gpu, "d") for t in shown],
+        _DECODE_TIME: [
+            number(None if (time := t.decode_seconds_per_token) is None else 1000 * time, ".3g")
+            for t in shown
+        ],
+    }
+    for column, cells in further.items():
+        if any(cell != NO_VALUE for cell in cells):
+            index = columns.index("rate")
+            columns.insert(index, column)
+            for row, cell in zip(rows, cells, strict=True):
+                row.insert(index, cell)
     notes = []
     if left_out := len(candidates) - len(shown):
         notes.append(

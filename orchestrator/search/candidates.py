@@ -11,12 +11,16 @@ import numpy as np
 
 from attention.axes import AUTO_KNOB
 from attention.base.messages import cut, did_you_mean
+from attention.cache_formats import VLLM
 from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
+from attention.io.targets import EngineSupport, target
 from attention.ratios import ROUNDING, ratio_of_kv_heads
+from attention.tensor_parallel import RankLayoutError
 from orchestrator.config.parsing import ConfigError
 from orchestrator.config.schema import ArmSection, SearchConfig, SearchSection
 from search_spaces.planning.budgets import check_budget, nearest_budget
+from search_spaces.planning.rank_counts import rank_refusal
 from search_spaces.recipes.catalogue import RECIPES, Recipe
 from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.engine_form import EngineForm
@@ -256,6 +260,9 @@ def named_candidates(
                     f"this checkpoint ({reason}); it can meet {', '.join(possible) or 'none'} of "
                     "the checkpoint's own KV cache"
                 )
+            ranks = 1 if engine is None else engine.ranks
+            if ranks > 1 and (reason := rank_refusal(recipe, ratio, limited, ranks)):
+                raise ConfigError(f"search.tensor_parallel: {reason}")
             pairs.append((recipe, ratio, used_ratio(recipe, ratio, limited), rates))
     objectives = config.search.distillations
     weight = config.train.distillation_weight
@@ -336,8 +343,30 @@ def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
 
 def engine_form(config: SearchConfig, model: Checkpoint) -> EngineForm | None:
     """Return what the engine of `search.target` loads of the model's family; None for `any`."""
-    name = config.search.target
-    return None if name == "any" else EngineForm.of(name, model.config, model.geometry)
+    name, ranks = config.search.target, config.search.tensor_parallel
+    if ranks > 1:
+        _check_ranks(name, ranks, model.geometry)
+    if name == "any":
+        return None
+    return replace(EngineForm.of(name, model.config, model.geometry), ranks=ranks)
+
+
+def _check_ranks(name: str, ranks: int, geometry: HeadGeometry) -> None:
+    """Raise ConfigError for a target or a checkpoint whose heads GPUs do not divide."""
+    key = f"search.tensor_parallel: got {ranks}"
+    if name == "any" or VLLM not in target(name).engines:
+        which = "names no engine"
+        if name != "any":
+            which = f"is for {', '.join(target(name).engines)}, without such a division of heads"
+        raise ConfigError(
+            f"{key}, but search.target={name} {which}; set search.target=vllm (or gqa, phi, "
+            "per_layer)"
+        )
+    own = EngineSupport.of([geometry.num_kv_heads] * geometry.num_layers, geometry.head_dim)
+    try:
+        own.on_rank(ranks, geometry.num_heads)
+    except RankLayoutError as error:
+        raise ConfigError(f"{key}, and the checkpoint itself does not fit: {error}") from None
 
 
 def _check_engine(recipe: Recipe, engine: EngineForm | None) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import sys
 from pathlib import Path
 
+from attention.io.precision import DTYPES
+from attention.ratios import percent
+from attention.tensor_parallel import heads_per_rank
 from orchestrator.cluster.capacity import concurrency
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.session import local_nodes
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.resources.disk import Storage
+from orchestrator.resources.rank_estimate import estimate_ranks
 from orchestrator.resources.search_estimate import SearchEstimate
 from orchestrator.search.setup import SearchSetup
 from orchestrator.search.trials.context import unfinished_relaxations
@@ -51,8 +56,45 @@ def estimate_search(
         alone=alone,
         gpu_bytes=gpu_bytes,
         gpu=gpu,
-        warnings=unfinished_relaxations(recipes, setup.config.rungs.steps),
+        warnings=[
+            *unfinished_relaxations(recipes, setup.config.rungs.steps),
+            *ratios_without_saving(setup),
+        ],
     )
+
+
+def ratios_without_saving(setup: SearchSetup) -> list[str]:
+    """Return a warning for KV ratios that save no bytes on the GPUs of `search.tensor_parallel`.
+
+    That is, no recipe takes fewer bytes per GPU than the original, or at a larger ratio of the
+    search.
+    """
+    ranks, geometry = setup.config.search.tensor_parallel, setup.geometry
+    if ranks == 1:
+        return []
+    sizes: dict[float, int] = {}
+    smallest = math.inf
+    for candidate in setup.problem.named:
+        ratio, dtype = candidate.kv_ratio, DTYPES[setup.dtype]
+        cache = estimate_ranks(candidate.recipe, candidate.used_ratio, geometry, dtype, ranks)
+        sizes[ratio] = min(
+            sizes.get(ratio, cache.kv_bytes_per_token_per_gpu), cache.kv_bytes_per_token_per_gpu
+        )
+        smallest = cache.kv_bytes_per_token_per_gpu_original or smallest
+    idle: list[str] = []
+    for ratio, size in sorted(sizes.items(), reverse=True):
+        if size >= smallest:
+            idle.append(percent(ratio))
+        smallest = min(smallest, size)
+    heads = heads_per_rank(geometry.num_kv_heads, ranks)
+    if not idle:
+        return []
+    return [
+        f"search.tensor_parallel: on {ranks} GPUs the KV ratio(s) {', '.join(idle)} take as many "
+        f"bytes per GPU as the original or a larger ratio: {heads} "
+        f"of the checkpoint's {geometry.num_kv_heads} KV heads per layer are on each GPU, and at "
+        "least one stays there; leave them out, or set fewer GPUs"
+    ]
 
 
 def storage_of(setup: SearchSetup) -> Storage:

@@ -22,7 +22,7 @@ from ray.tune import Callback
 from orchestrator.config.schema import SearchConfig
 from orchestrator.storage.journal import History, read_history
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import COPY, TrialRecord, front, ranked
+from orchestrator.storage.records import COPY, TrialRecord, front, ranked, worthwhile
 from trainers.jobs.best import remove_other_bests
 from trainers.jobs.checkpoints import CheckpointStore
 
@@ -31,7 +31,7 @@ def select(trials: Sequence[TrialRecord], how: str, top: int) -> list[TrialRecor
     """Return the trials to promote: the `top` best at each budget, or the front."""
     if how == "front":
         return front(trials)
-    return [trial for best in ranked(trials).values() for trial in best[:top]]
+    return [trial for best in worthwhile(trials).values() for trial in best[:top]]
 
 
 def best_of_recipe(trials: Sequence[TrialRecord], recipe: str) -> dict[float, TrialRecord]:

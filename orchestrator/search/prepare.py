@@ -25,6 +25,7 @@ from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
 from attention.io.precision import cast_weights
+from attention.io.targets import EngineSupport
 from attention.ratios import own_heads
 from orchestrator import checkpoints
 from orchestrator.cluster.capacity import cluster_nodes, slots
@@ -93,6 +94,10 @@ def prepare_original(
         )
         add_calibration(record, calibration)
         record["seconds"] += time.perf_counter() - started
+    if (ranks := config.search.tensor_parallel) > 1:
+        own = EngineSupport.of([prepared.geometry.num_kv_heads], prepared.geometry.head_dim)
+        each = own.on_rank(ranks).bytes_per_token(prepared.setup.dtype)
+        record["kv_bytes_per_token_per_gpu"] = prepared.geometry.num_layers * each
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes per token"
     words = f"original model: held-out loss {record['loss']:.3f} nats per token, {size}"
@@ -239,6 +244,8 @@ def trial_context(
         task=task_options(config) if config.resources.trial_gpus else None,
         recomputation=Needs(prepared.setup.inputs, "pooled").recomputations(),
         decode_times=decode_times(config, original, prepared.setup.dtype, folder),
+        target=config.search.target,
+        tensor_parallel=config.search.tensor_parallel,
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.base.messages import cut
+from attention.cache_formats import CachePair
 from attention.io.targets import EngineSupport
 from orchestrator.child_processes import Child
 
@@ -109,6 +110,7 @@ class SpeedQuestion:
         prompts: Token ids, one at a time.
         tokens: To generate after each prompt, at least 2; end tokens are ignored.
         repetitions: Of each prompt.
+        cache: The formats of keys and values; None for 16 bits, or 32 with such weights.
     """
 
     folder: Path
@@ -119,6 +121,7 @@ class SpeedQuestion:
     held: EngineSupport
     memory: int
     own_code: bool = False
+    cache: CachePair | None = None
 
     @property
     def longest(self) -> int:

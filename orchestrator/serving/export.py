@@ -164,8 +164,7 @@ def _engine_cache(text: str | None, chosen: Target, opened: Checkpoint) -> Forma
     heads = sum(held.key_heads) + sum(held.value_heads)
     try:
         record = format_record(pair, opened.plan)
-        held_bytes = sum(held.key_heads) * pair.keys.head_bytes(held.head_dim)
-        held_bytes += sum(held.value_heads) * pair.values.head_bytes(held.head_dim)
+        held_bytes = held.bytes_in(pair)
     except CacheFormatError as error:
         raise ConfigError(f"cache_format: {error}") from None
     share = held_bytes / (heads * held.head_dim * REFERENCE_BYTES)

@@ -78,9 +78,17 @@ def ask(python: str, question: Question) -> Answer:
 
 def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
     """Time it with flash attention, as people run it."""
-    cache_dtype = _cache_dtype(question)
-    head_bytes = 2 * question.held.head_dim * BYTES[cache_dtype]
-    cells = max(cells_for(question.held.bytes_per_token(cache_dtype), head_bytes), question.longest)
+    pair = question.cache
+    if pair is None:
+        cache_dtype = _cache_dtype(question)
+        head_bytes = 2 * question.held.head_dim * BYTES[cache_dtype]
+        promised = question.held.bytes_per_token(cache_dtype)
+    else:
+        cache_dtype = pair.name
+        sides = (pair.keys, pair.values)
+        head_bytes = sum(side.head_bytes(question.held.head_dim) for side in sides)
+        promised = question.held.bytes_in(pair)
+    cells = max(cells_for(promised, head_bytes), question.longest)
     answer, log = _run(python, question, cells, cache_dtype, flash=True)
     held = kv_bytes_per_token(log, head_bytes)
     return SpeedAnswer(
@@ -118,13 +126,17 @@ def score(
         "sequences": [list(sequence) for sequence in sequences],
         "repetitions": 0,
         "cells": max(SCORED_CELLS, -(-max(map(len, sequences)) // 256) * 256),
-        "cache_formats": [pair.keys.name, pair.values.name],
+        "cache_formats": _names(pair),
         "flash_attention": True,
         "threads": idle_threads(),
     }
     command = [python, "-P", str(CHILDREN / "llama_cpp_child.py")]
     answer, log = run_child(NAME, command, request, os.environ, seconds)
     return Scores(answer["scores"], kv_bytes_per_token(log, 1))
+
+
+def _names(pair: CachePair) -> list[str]:
+    return [pair.keys.name, pair.values.name]
 
 
 def _cache_dtype(question: Question | SpeedQuestion) -> str:
@@ -161,6 +173,7 @@ def _run(
         "repetitions": question.repetitions if timed else 0,
         "tokens": question.tokens,
         "cells": cells,
+        **({"cache_formats": _names(question.cache)} if timed and question.cache else {}),
         "cache_dtype": cache_dtype,
         "flash_attention": flash,
         "threads": threads() if timed else idle_threads(),

@@ -11,12 +11,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 import torch
 from gguf import GGUFReader
 
 from attention.base.progress import stage
+from attention.cache_formats import CachePair
 from attention.checkpoint import Checkpoint
 from attention.io.export import REPORT_FILE, LargerCacheError
 from attention.io.targets import EngineSupport, TargetError, targets
@@ -34,6 +35,7 @@ from orchestrator.serving.export import export_checkpoint
 ROUNDS = 3
 """In each, every model is loaded once, in turn, so that a change of load strikes all of them."""
 REPETITIONS = 3  # of each prompt in a round
+Name = TypeVar("Name")
 SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second")
 
 
@@ -70,6 +72,7 @@ class Exported:
     Attributes:
         target: As it was exported, in `dtype`.
         own_code: Whether it has Python files.
+        cache: The formats of the cache; None for the engine's own choice.
     """
 
     folder: Path
@@ -79,6 +82,7 @@ class Exported:
     vocabulary: int
     positions: int
     own_code: bool
+    cache: CachePair | None = None
 
 
 def engine_speed(
@@ -117,7 +121,7 @@ def engine_speed(
     sources = {"checkpoint": path} | ({} if original is None else {"original": original})
     paths = {key: _resolved(name, key) for key, name in sources.items()}
     for key, name in paths.items():  # both, before the first is exported
-        if not _is_export(name):
+        if not is_export(name):
             context_lengths(lengths, checkpoints.open_checkpoint(name, key).geometry.max_positions)
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
         models = {
@@ -146,10 +150,11 @@ def engine_speed(
 
 def _resolved(name: str | Path, key: str) -> str | Path:
     """Return the path of an export as it is, and of another model that of its plain copy."""
-    return name if _is_export(name) else checkpoints.resolve_model(name, key=key)
+    return name if is_export(name) else checkpoints.resolve_model(name, key=key)
 
 
-def _is_export(name: str | Path) -> bool:
+def is_export(name: str | Path) -> bool:
+    """Return whether a path is a folder that `headfold export` wrote."""
     return (Path(name) / REPORT_FILE).is_file()
 
 
@@ -167,9 +172,9 @@ def exported(
     It is as it is if it is an export for the engine, else exported to `out`, by the target with the
     smallest cache unless one is named.
     """
-    is_export = _is_export(name)
-    folder = Path(name) if is_export else out
-    if not is_export:
+    given = is_export(name)
+    folder = Path(name) if given else out
+    if not given:
         source = Checkpoint.open(name)
         written = checkpoints.written_dtype(source, dtype)
         target = target_name or _target(key, engine, source.config, written)
@@ -187,7 +192,7 @@ def exported(
             "give its source here"
         )
     own_code = any(folder.glob("*.py"))
-    if is_export and own_code and not trusted:
+    if given and own_code and not trusted:
         raise ConfigError(
             f"{key}: {str(name)!r} has Python files that {engine.name} must run; read them, and "
             "add --trust-remote-code, or give the checkpoint that it was exported from"
@@ -241,14 +246,14 @@ def random_prompts(
 def rounds(
     engine: Engine,
     python: str,
-    models: Mapping[str, Exported],
+    models: Mapping[Name, Exported],
     prompts: list[list[int]],
     tokens: int,
     memory: int,
-) -> dict[str, list[SpeedAnswer]]:
+) -> dict[Name, list[SpeedAnswer]]:
     """Return the answers of each model, of every round; the order is reversed each time."""
-    answers: dict[str, list[SpeedAnswer]] = {key: [] for key in models}
-    turns = [key for turn in range(ROUNDS) for key in sorted(models, reverse=bool(turn % 2))]
+    answers: dict[Name, list[SpeedAnswer]] = {key: [] for key in models}
+    turns = [key for turn in range(ROUNDS) for key in list(models)[:: -1 if turn % 2 else 1]]
     with stage(f"speed in {engine.name}", len(turns), "runs") as progress:
         for key in turns:
             model = models[key]
@@ -261,6 +266,7 @@ def rounds(
                 held=model.held,
                 memory=memory,
                 own_code=model.own_code,
+                cache=model.cache,
             )
             answers[key].append(engine.time(python, question))
             progress.step()
@@ -277,6 +283,24 @@ def _facts(model: Exported, answer: SpeedAnswer) -> SpeedFacts:
     }
 
 
+def medians(
+    length: int, index: int, tokens: int, rounds_of: Sequence[SpeedAnswer]
+) -> dict[str, Any]:
+    """Return the speeds of a model at one context length, and the sequences that fit.
+
+    Args:
+        length: The context length.
+        index: Of its prompt in the answers.
+        tokens: Generated after the prompt.
+        rounds_of: The answers of all rounds.
+    """
+    seconds = [pair for answer in rounds_of for pair in answer.seconds[index]]
+    prefill = statistics.median((length - tokens) / first for first, _ in seconds)
+    decode = statistics.median((tokens - 1) / rest for _, rest in seconds)
+    speeds = dict(zip(SPEEDS, (prefill, decode), strict=True))
+    return {**speeds, "sequences": rounds_of[0].capacity // length}
+
+
 def _at(
     length: int, index: int, tokens: int, answers: Mapping[str, Sequence[SpeedAnswer]]
 ) -> Mapping[str, Any]:
@@ -286,13 +310,7 @@ def _at(
     """
     figures: dict[str, Any] = {"context_length": length}
     for key, rounds_of in answers.items():
-        seconds = [pair for answer in rounds_of for pair in answer.seconds[index]]
-        prefill = statistics.median((length - tokens) / first for first, _ in seconds)
-        decode = statistics.median((tokens - 1) / rest for _, rest in seconds)
-        figures[key] = {
-            **dict(zip(SPEEDS, (prefill, decode), strict=True)),
-            "sequences": rounds_of[0].capacity // length,
-        }
+        figures[key] = medians(length, index, tokens, rounds_of)
     if "original" in answers:
         checkpoint, original = figures["checkpoint"], figures["original"]
         figures["ratios"] = {

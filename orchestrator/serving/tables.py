@@ -9,6 +9,7 @@ from rich.table import Table
 
 from orchestrator.reporting import tables
 from orchestrator.reporting.console import console
+from orchestrator.reporting.evaluation_tables import increase_of
 
 
 def print_check(check: Mapping[str, Any]) -> None:
@@ -57,6 +58,45 @@ def speed_table(record: Mapping[str, Any]) -> tables.Table:
             ratios = [f"{prefill:.2f} x", f"{decode:.2f} x", f"{own / other:.2f} x"]
             rows.append(["", "ratio", *ratios, "" if sequences is None else f"{sequences:.2f} x"])
     return tables.Table(_COLUMNS, rows)
+
+
+def cache_types_table(record: Mapping[str, Any]) -> tables.Table:
+    """Return a row for each model with each format of its cache."""
+    columns = ("model", "cache", "KV bytes/token", "share", "loss", "loss increase")
+    columns += ("prefill tokens/s", "decode tokens/s", "sequences that fit")
+    rows = [
+        [
+            row["model"],
+            row["cache_format"],
+            f"{row['kv_bytes_per_token']:,.0f}",
+            f"{row['share']:.1%}",
+            f"{row['loss']:.4f}",
+            "" if row is record["cache_types"][0] else increase_of(row),
+            f"{row['prefill_tokens_per_second']:,.0f}",
+            f"{row['decode_tokens_per_second']:,.1f}",
+            f"{row['sequences']:,}",
+        ]
+        for row in record["cache_types"]
+    ]
+    return tables.Table(columns, rows)
+
+
+def print_cache_types(record: Mapping[str, Any]) -> None:
+    """Print what `headfold evaluate --engine llama.cpp --cache-types` has measured."""
+    out = console()
+    left_out = record["left_out_tokens"]
+    out.print(
+        f"{record['engine']} ({record['version']}), weights in {record['dtype']}; loss of "
+        f"{record['eval_tokens']:,} tokens of {record['eval_data']} in sequences of "
+        f"{record['sequence_length']}"
+        + (f" ({left_out:,} within a character left out)" if left_out else "")
+        + f", increase and share relative to the {record['reference']} in f16; speed of one "
+        f"sequence of {record['context_length']}, {record['speed_tokens']} tokens of it decoded, "
+        f"medians of {record['measurements']}; sequences of {record['context_length']} in "
+        f"{record['memory'] / 2**30:g} GiB:",
+        markup=False,
+    )
+    out.print(cache_types_table(record).for_terminal())
 
 
 def print_speed(record: Mapping[str, Any]) -> None:

@@ -38,6 +38,8 @@ class OriginalRecord(TypedDict):
     family: str
     kv_ratio: float
     kv_bytes_per_token: int
+    kv_bytes_per_token_per_gpu: NotRequired[int]
+    """With `search.tensor_parallel` of more than 1."""
     cache_bytes_measured: int
     """Bytes of a cache that was filled with `cache_tokens` tokens."""
     cache_tokens: int
@@ -79,6 +81,7 @@ class RungReport(TypedDict):
     cache_bytes_measured: NotRequired[int]
     cache_tokens: NotRequired[int]
     decode_seconds_per_token: NotRequired[float]
+    kv_bytes_per_token_per_gpu: NotRequired[int]
     parameters: NotRequired[int]
     plan_digest: NotRequired[str]
     seed: NotRequired[int]
@@ -158,6 +161,7 @@ class TrialRecord:
         rungs: Of the rungs reached.
         kv_bytes_per_token: Of the plan in the model's dtype.
         cache_bytes_measured: Bytes of a cache that was filled with `cache_tokens` tokens.
+        kv_bytes_per_token_per_gpu: Of a tensor-parallel engine, where the search is for one.
         decode_seconds_per_token: Of its plan in the engine, where the search measures that.
         calibration_loss: Untrained, on calibration tokens, where the searcher made the plan.
         probe: Whether it was measured for the searcher alone: it ends untrained, its plan may be
@@ -186,6 +190,7 @@ class TrialRecord:
     cache_bytes_measured: int | None = None
     cache_tokens: int | None = None
     decode_seconds_per_token: float | None = None
+    kv_bytes_per_token_per_gpu: int | None = None
     parameters: int | None = None
     plan_digest: str | None = None
     actual_kv_ratio: float | None = None
@@ -223,6 +228,11 @@ class TrialRecord:
             seed=config.get("seed"),
             probe=bool(config.get("probe", False)),
         )
+
+    @property
+    def served_bytes(self) -> int | None:
+        """The KV bytes per token that count: on each GPU of a search for several, else in all."""
+        return self.kv_bytes_per_token_per_gpu or self.kv_bytes_per_token
 
     @property
     def last(self) -> Mapping[str, Any]:
@@ -411,13 +421,13 @@ def without_probes(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
 def front(trials: Sequence[TrialRecord], *, timed: bool = True) -> list[TrialRecord]:
     """Return the trials that no other one beats in all scores, by rising bytes.
 
-    Scores are KV bytes per token, held-out loss (of the best step of each) and, with `timed` and
-    where it was measured, decode time.
+    Scores are KV bytes per token (per GPU in a search for a tensor-parallel engine), held-out loss
+    (of the best step of each) and, with `timed` and where it was measured, decode time.
     """
 
     def scores(trial: TrialRecord) -> tuple[float, ...]:
         seconds = (trial.decode_seconds_per_token or 0.0) if timed else 0.0
-        return trial.kv_bytes_per_token or 0, trial.loss, seconds
+        return trial.served_bytes or 0, trial.loss, seconds
 
     def beats(other: TrialRecord, trial: TrialRecord) -> bool:
         return all(a <= b for a, b in zip(scores(other), scores(trial), strict=True))
@@ -440,6 +450,26 @@ def ranked(trials: Sequence[TrialRecord]) -> dict[float, list[TrialRecord]]:
     return dict(sorted(by_ratio.items(), reverse=True))
 
 
+def worthwhile(trials: Sequence[TrialRecord]) -> dict[float, list[TrialRecord]]:
+    """Return what `ranked` does, without the KV ratios that save nothing on a GPU.
+
+    With tensor parallelism a smaller ratio may take as many bytes on each GPU as a larger one. It
+    is left out if its best trial takes no less there, and loses no less, than that of another
+    ratio.
+    """
+    by_ratio = ranked(trials)
+    best = [group[0] for group in by_ratio.values() if group[0].kv_bytes_per_token_per_gpu]
+    kept = {trial.trial_id for trial in front(best, timed=False)}
+    return {
+        ratio: group
+        for ratio, group in by_ratio.items()
+        if not group[0].kv_bytes_per_token_per_gpu or group[0].trial_id in kept
+    }
+
+
 def best_per_budget(trials: Sequence[TrialRecord]) -> dict[float, TrialRecord]:
-    """Return the usable trial of lowest held-out loss at each KV ratio; KV ratios falling."""
-    return {kv_ratio: best[0] for kv_ratio, best in ranked(trials).items()}
+    """Return the usable trial of lowest held-out loss at each KV ratio; KV ratios falling.
+
+    The ratios are those of `worthwhile`.
+    """
+    return {kv_ratio: best[0] for kv_ratio, best in worthwhile(trials).items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from torch import Tensor
@@ -28,8 +29,14 @@ from orchestrator.evaluation.long_context import NUM_TEXTS
 from orchestrator.reporting.evaluation_tables import print_evaluation, print_extras
 from orchestrator.resources.size import Size
 from orchestrator.resources.time import matmul_rate
-from orchestrator.serving.speed import SpeedRecord, engine_speed
-from orchestrator.serving.tables import print_speed
+from orchestrator.serving.cache_types import (
+    SCORED_TOKENS,
+    CacheTypesRecord,
+    cache_types_record,
+    read_cache_types,
+)
+from orchestrator.serving.speed import SpeedRecord, engine_speed, is_export
+from orchestrator.serving.tables import print_cache_types, print_speed
 from orchestrator.tasks.task import Task, advise_text, require
 from trainers.evaluation import decode_speed, evaluate, perplexity
 from trainers.text.data import LoadedTexts, Texts
@@ -82,17 +89,29 @@ class EvaluationRecord(TypedDict):
     seconds: dict[str, float]
 
 
-class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
+Measured = EvaluationRecord | SpeedRecord | CacheTypesRecord
+
+
+class Evaluate(Task[EvaluateOptions, Measured]):
     """Held-out loss, increase and KL against the original, KV bytes, tokens per second.
 
     With an engine: only speed and the number of sequences that fit
-    (`orchestrator.serving.speed`).
+    (`orchestrator.serving.speed`); with formats of its cache these in each of them, and the loss
+    (`orchestrator.serving.cache_types`).
     """
 
     def check(self) -> None:
         if self.options.engine is not None:
             _refuse_with_engine(self.options, self.rehearsal)
+            if self.options.cache_types is not None:
+                require(self.cache_types, self.models, self.positions, self.dtype, self.tokenizer)
+                for pair in self.cache_types:
+                    self._check_heads(pair)
             return
+        if self.options.cache_types is not None:
+            raise ConfigError(
+                "cache_types: measured in an engine; add --engine llama.cpp, or take --cache-format"
+            )
         if self.options.engine_python is not None:
             raise ConfigError(
                 "engine_python: is of a measurement in an engine; add --engine, or leave it out"
@@ -115,13 +134,24 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
         """
         if self.cache_pair is None:
             return None
+        self._check_heads(self.cache_pair)
         plans = {key: model.plan for key, model in self.models.items()}
-        try:
-            if BASELINE in plans:
-                self.cache_pair.bytes_per_token(plans[BASELINE])
-            return format_record(self.cache_pair, plans[CHECKPOINT], plans.get(ORIGINAL))
-        except CacheFormatError as error:
-            raise ConfigError(f"cache_format: {error}") from None
+        return format_record(self.cache_pair, plans[CHECKPOINT], plans.get(ORIGINAL))
+
+    @cached_property
+    def cache_types(self) -> tuple[CachePair, ...]:
+        """The formats of the cache to measure with in an engine."""
+        options = self.options
+        assert options.engine is not None and options.cache_types is not None
+        return read_cache_types(options.cache_types, options.engine)
+
+    def _check_heads(self, pair: CachePair) -> None:
+        """Raise ConfigError for a model whose heads an engine does not hold in a format."""
+        for key, model in self.models.items():
+            try:
+                pair.bytes_per_token(model.plan)
+            except CacheFormatError as error:
+                raise ConfigError(f"cache_format: {key}: {error}") from None
 
     @cached_property
     def models(self) -> dict[str, Checkpoint]:
@@ -135,6 +165,11 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
         sources = {key: source for key, source in named.items() if source is not None}
         for key, source in sources.items():
             checkpoints.check_named(source, key)
+            if options.engine is not None and isinstance(source, str | Path) and is_export(source):
+                raise ConfigError(
+                    f"{key}: {str(source)!r} is an export; --cache-types takes the checkpoint that "
+                    "it was exported from"
+                )
         return {
             key: checkpoints.open_model(
                 source, key, dequantize=options.dequantize, weights=not self.rehearsal
@@ -212,7 +247,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
         return self.extras.prepare(self.tokenizer, self.positions, held_out, self.options.seed)
 
     def announce(self) -> None:
-        if self.options.engine is None:
+        if self.options.engine is None or self.options.cache_types is not None:
             advise_text(self.options.data, self.options.eval_data)
 
     def rehearse(self) -> Iterable[Mapping[str, str]]:
@@ -238,7 +273,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
             }
         ]
 
-    def run(self) -> EvaluationRecord | SpeedRecord:
+    def run(self) -> Measured:
         """Measure.
 
         Raises:
@@ -250,8 +285,23 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
             return self._in_engine(self.options.engine)
         return self._measure()
 
-    def _in_engine(self, engine: str) -> SpeedRecord:
+    def _in_engine(self, engine: str) -> SpeedRecord | CacheTypesRecord:
         options = self.options
+        memory = options.cache_memory * 2**30
+        if options.cache_types is not None:
+            texts = self._cut(options.eval_tokens or SCORED_TOKENS, options.sequence_length)
+            return cache_types_record(
+                self.models,
+                self.cache_types,
+                texts.held_out,
+                texts.facts["eval_data"],
+                python=options.engine_python,
+                length=options.context_lengths,
+                tokens=options.speed_tokens,
+                memory=memory,
+                dtype=options.dtype,
+                seed=options.seed,
+            )
         return engine_speed(
             str(options.checkpoint),
             None if options.original is None else str(options.original),
@@ -259,7 +309,7 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
             python=options.engine_python,
             lengths=options.context_lengths or "max",
             tokens=options.speed_tokens,
-            memory=options.cache_memory * 2**30,
+            memory=memory,
             dtype=options.dtype,
             seed=options.seed,
             trust_remote_code=options.trust_remote_code,
@@ -353,7 +403,10 @@ class Evaluate(Task[EvaluateOptions, EvaluationRecord | SpeedRecord]):
     def _load(self, key: str) -> PreTrainedModel:
         return checkpoints.load_working(self.models[key], self.dtype, self.options.device)
 
-    def show(self, record: EvaluationRecord | SpeedRecord) -> None:
+    def show(self, record: Measured) -> None:
+        if "cache_types" in record:
+            print_cache_types(record)
+            return
         if "models" in record:
             print_speed(record)
             return

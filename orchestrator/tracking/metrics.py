@@ -22,6 +22,7 @@ METRICS = {
     "memory_megabytes": "system/system_memory_usage_megabytes",
     "gpu_memory_megabytes": "system/gpu_0_memory_usage_megabytes",
     "kv_bytes_per_token": "kv_bytes_per_token",
+    "kv_bytes_per_token_per_gpu": "kv_bytes_per_token_per_gpu",
     "cache_bytes_measured": "cache_bytes_measured",
     "actual_kv_ratio": "actual_kv_ratio",
     "decode_seconds_per_token": "decode_seconds_per_token",

@@ -26,6 +26,7 @@ _DIGITS = 16
 """Hexadecimal digits of a dataset's digest; MLflow takes 36."""
 _MODEL_METRICS = (
     "kv_bytes_per_token",
+    "kv_bytes_per_token_per_gpu",
     "cache_bytes_measured",
     "parameters",
     "actual_kv_ratio",

@@ -27,7 +27,7 @@ class EngineForm:
     (`own_counts`: the usual ones, in groups as equal as can be), both of these together
     (`own_unequal`), keys and values with groups of their own (`apart`), heads that are `composed`,
     heads of twice the checkpoint's width (`wide`, and `wide_own_counts` with counts of each layer's
-    own).
+    own). `ranks` are the GPUs that it divides the heads among.
     """
 
     target: str
@@ -39,6 +39,7 @@ class EngineForm:
     composed: bool
     wide: bool
     wide_own_counts: bool
+    ranks: int = 1
 
     @classmethod
     def of(cls, name: str, config: Any, geometry: HeadGeometry) -> EngineForm:

@@ -20,6 +20,7 @@ from attention.axes import AUTO_KNOB, Knob
 from attention.base.messages import did_you_mean
 from attention.geometry import HeadGeometry
 from search_spaces.planning.budgets import nearest_budget, require_budget
+from search_spaces.planning.rank_counts import rank_refusal
 from search_spaces.planning.widths import MOST_DIMS, most_width
 from search_spaces.recipes.catalogue import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.engine_form import EngineForm
@@ -255,6 +256,10 @@ class JointSpace:
                 check = nearest_budget if full["kv_ratio"] in self._ceilings else require_budget
                 check(recipe, full["kv_ratio"], self.geometry)
                 self._budgets[key] = None
+                if self.engine is not None and self.engine.ranks > 1:
+                    self._budgets[key] = rank_refusal(
+                        recipe, full["kv_ratio"], self.geometry, self.engine.ranks
+                    )
             except ValueError as error:
                 self._budgets[key] = str(error)
         return self._budgets[key]

@@ -167,6 +167,8 @@ def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> Pret
         routed = layer not in dense and (layer + 1) % config.decoder_sparse_step == 0
         one.mlp_only_layers = [] if routed else [0]
         one.decoder_sparse_step = 1
+    if (count := getattr(config, "first_k_dense_replace", None)) is not None:  # GLM's
+        one.first_k_dense_replace = int(layer < count)
     one.num_hidden_layers = 1
     one.vocab_size = vocabulary
     one.tie_word_embeddings = False

@@ -156,6 +156,8 @@ def _of_safetensors(
     about = f"{str(dtype).removeprefix('torch.')}; the rounding of {method} is in its weights"
     if plain is not None and plain.unused:
         about += f"; {len(plain.unused)} scales of activations and caches are left out"
+    if fields["quantization_config"].get("kv_cache_scheme"):
+        about += "; its kv_cache_scheme is left out: calibrate the cache of the result again"
     needed = plain.sizes(dtype) if weights and plain is not None else 0
     _make(folder, str(source), write, needed, about, report)
     return folder

@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.base.messages import one_of
+from attention.cache_formats import CachePair
 from attention.plan import BYTES, AttentionPlan
 from attention.tensor_parallel import RankCache, RankLayoutError, layers_per_rank
 
@@ -63,6 +64,16 @@ class EngineSupport:
         """Bytes of the cache a token. `dtype`: of the cache, a torch dtype or its name."""
         numbers = (sum(self.key_heads) + sum(self.value_heads)) * self.head_dim + self.others
         return numbers * BYTES[str(dtype).removeprefix("torch.")]
+
+    def bytes_in(self, pair: CachePair) -> int:
+        """Return the bytes of a token's cache with keys and values in the formats `pair`.
+
+        Raises:
+            CacheFormatError: For heads that are no whole number of blocks.
+        """
+        return sum(self.key_heads) * pair.keys.head_bytes(self.head_dim) + sum(
+            self.value_heads
+        ) * pair.values.head_bytes(self.head_dim)
 
     def on_rank(self, ranks: int, num_heads: int | None = None) -> EngineSupport:
         """Return what each of `ranks` GPUs keeps with tensor parallelism.

@@ -15,7 +15,7 @@ from attention.calibration.store import Calibration
 from attention.conversion.relaxation_knobs import too_few_steps
 from attention.io.targets import target
 from attention.plan import AttentionPlan
-from orchestrator.config.schema import DECODE, SearchConfig
+from orchestrator.config.schema import DECODE, PER_GPU, SearchConfig
 from orchestrator.conversion import dha_distances
 from orchestrator.conversion.calibration import checkpoint_calibration
 from orchestrator.search.candidates import Candidate
@@ -46,6 +46,8 @@ class TrialContext:
         checkpoint_minutes: Longest time between checkpoints of a training.
         checkpoint_address: Address of training checkpoints, if storage is an address.
         decode_times: Decode times of the target engine, if decode time is an objective.
+        target: Export target of that engine, or `any`.
+        tensor_parallel: GPUs among which it divides the heads.
         recomputation: What `train.activation_checkpointing: auto` selects for each process.
         task: `ray.remote` options of the task that plans for a trial that trains; None: the
             trial's own process plans.
@@ -72,6 +74,8 @@ class TrialContext:
     checkpoint_address: str | None = None
     placement_strategy: Strategy = AUTO_STRATEGY
     decode_times: DecodeTimes | None = None
+    target: str = "any"
+    tensor_parallel: int = 1
     task: Mapping[str, Any] | None = field(default=None, hash=False)
     recomputation: Mapping[str, bool | str] = field(default_factory=dict, hash=False)
     checkpoint_minutes: float | None = None
@@ -145,15 +149,26 @@ class TrialContext:
             checkpoint_minutes=self.checkpoint_minutes,
         )
 
-    def decode_facts(self, config: Any, plan: AttentionPlan) -> dict[str, float]:
-        """Return the decode time of a plan, where it is an objective.
+    def engine_facts(self, config: Any, plan: AttentionPlan) -> dict[str, float]:
+        """Return what the engine makes of a plan, where that is an objective.
+
+        That is the decode time, and the bytes of a token on each of several GPUs.
 
         Args:
             config: Of the original model.
+            plan: Of the trial.
+
+        Raises:
+            RankLayoutError: For heads that the GPUs cannot divide.
         """
-        if (times := self.decode_times) is None:
+        if (times := self.decode_times) is None and self.tensor_parallel == 1:
             return {}
-        return {DECODE: times.of(target(times.target).held(config, plan))}
+        held = target(self.target).held(config, plan)
+        facts = {} if times is None else {DECODE: times.of(held)}
+        if self.tensor_parallel > 1:
+            on_rank = held.on_rank(self.tensor_parallel, plan.num_heads)
+            facts[PER_GPU] = on_rank.bytes_per_token(self.dtype)
+        return facts
 
     def relaxation(
         self, recipe: Recipe, folder: Path, settings: TrainSettings | None = None

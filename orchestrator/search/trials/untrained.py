@@ -141,6 +141,7 @@ def _converted(
     with phases("plan"):
         generator = np.random.default_rng(candidate.seed)
         plan = prescribed or make_plan(recipe, candidate.used_ratio, planning, generator)
+    in_engine: Any = context.engine_facts(shared.original.model.config, plan)
     plan_cost = cost(planning.work, phases)
     steps = steps_of_layers(recipe, plan.num_layers, planning.increases.get(plan))
     digest = conversion_digest(candidate, context, plan, steps)
@@ -175,7 +176,7 @@ def _converted(
             similarity = sharing_similarity(shared_pairs(context), plan, planning.geometry.kv_map)
     _release(shared)
     facts = {
-        **context.decode_facts(shared.original.model.config, plan),
+        **in_engine,
         **losses,
         "plan_digest": plan.digest,
         "similarity": similarity,

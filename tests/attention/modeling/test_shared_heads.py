@@ -36,7 +36,7 @@ LAYERS = (LayerPlan.identity(4),) * 4
 HEADS = AttentionPlan(LAYERS, 8, SHARES)
 BLOCKS = AttentionPlan(LAYERS, 8, mlp_shares=SHARES)
 BOTH = AttentionPlan(LAYERS, 8, SHARES, mlp_shares=SHARES)
-WITHOUT_BLOCKS = ("gpt2", "gpt_oss", "mixtral", "olmoe", "phi3", "qwen3_moe")
+WITHOUT_BLOCKS = ("glm4_moe", "gpt2", "gpt_oss", "minimax_m2", "mixtral", "olmoe", "phi3", "qwen3_moe")
 IDS = torch.arange(48).view(2, 24) * 5 % 64
 
 

@@ -412,6 +412,30 @@ def test_scales_of_a_quantised_cache_are_named_and_not_carried_over(
     assert not [name for name in load_file(folder / "half" / "model.safetensors") if name.endswith("_scale")]
 
 
+@of_report(13)
+def test_the_scheme_of_a_quantised_cache_is_left_out_with_a_message(
+    number: int, folder: Path, tiny_model: Tiny
+) -> None:
+    """Plain weights, and scales of the cache alone, as a calibration of `kv_cache_scheme` leaves them."""
+    model = stored(tiny_model, folder)
+    scales = {f"model.layers.{layer}.self_attn.{side}_scale": torch.ones(1) for layer in (0, 1) for side in "kv"}
+    edit_weights(model / "model.safetensors", lambda tensors: tensors.update(scales))
+    config = json.loads((model / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": scheme,
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+    ran = convert(folder, "--kv-ratio", "0.5", "--out", "half")
+    assert (ran.code, "--dequantize" in ran.err) == (2, True)
+    ran = convert(folder, "--kv-ratio", "0.5", "--out", "half", "--dequantize")
+    assert ran.code == 0, ran.err
+    said = ran.out + ran.err
+    assert "4 scales of activations and caches are left out" in said and "its kv_cache_scheme is left out" in said
+    assert "quantization_config" not in json.loads((folder / "half" / "config.json").read_text())
+    assert not [name for name in load_file(folder / "half" / "model.safetensors") if name.endswith("_scale")]
+
+
 @of_report(14)
 def test_resharding_and_resumed_runs_have_tests(number: int) -> None:
     for file, name in COVERED[number]:

@@ -129,7 +129,8 @@ def test_the_demo_checkpoint_comes_out_the_same(
 QUICKLY: dict[str, Any] = {"recipe": "headfold_gqa", "changes": QUICK}
 ALIGNED: dict[str, Any] = {"recipe": "align", "changes": {"relaxation": "none"}}
 MORE_FAMILIES = [
-    *("gemma3_text", "gpt_neox", "granite", "olmo2", "olmoe", "phi", "phi3", "qwen3_moe", "smollm3", "stablelm")
+    *("gemma3_text", "glm4_moe", "gpt_neox", "granite", "minimax_m2", "olmo2", "olmoe", "phi", "phi3", "qwen3_moe"),
+    *("smollm3", "stablelm"),
 ]
 
 

@@ -72,7 +72,11 @@ CASES = [
     extended("gpt_neox", "transformers", "apart", "head_maps_phi"),
     ("qwen3", "per_layer", "layers", "qwen3"),
     extended("qwen3_moe", "per_layer", "layers", "qwen3_moe"),
+    extended("glm4_moe", "per_layer", "layers", "glm4_moe"),
+    extended("minimax_m2", "per_layer", "even", "minimax_m2"),
     ("llama", "gqa", "unequal", "mistral"),
+    extended("glm4_moe", "gqa", "unequal", "glm4_moe"),
+    extended("minimax_m2", "gqa", "uniform", "minimax_m2"),
     extended("qwen3", "gqa", "apart", "qwen3"),
     extended("gpt_neox", "phi", "layers", "phi"),
 ]  # fmt: skip

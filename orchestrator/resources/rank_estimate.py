@@ -1,0 +1,55 @@
+"""What each GPU of a tensor-parallel engine will hold of a conversion, before it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from attention.geometry import HeadGeometry
+from attention.io.targets import EngineSupport
+from attention.tensor_parallel import RankCache
+from search_spaces.planning.widths import with_width
+from search_spaces.recipes.recipe import Recipe
+
+EQUAL_COUNTS = ("uniform", "single")
+"""Allocations that give every layer the same head count."""
+
+
+def estimate_ranks(
+    recipe: Recipe, kv_ratio: float, geometry: HeadGeometry, dtype: Any, ranks: int
+) -> RankCache:
+    """Return what each of `ranks` GPUs of a tensor-parallel engine will hold of a token.
+
+    Exact for recipes that give every layer the same head count. For others a lower bound: no GPU
+    holds less than its share of the whole, nor less than one KV head per layer.
+
+    Args:
+        recipe: Of the conversion.
+        kv_ratio: Share of the checkpoint's own cache that is kept.
+        geometry: That of the checkpoint.
+        dtype: Of the cache.
+        ranks: GPUs.
+
+    Raises:
+        RankLayoutError: For heads that cannot be divided among the GPUs.
+    """
+    g = geometry
+    recipe = with_width(recipe, kv_ratio, g)
+    width = int(recipe.width)
+    count = kv_ratio * g.num_kv_heads / width
+    layers = (g.num_layers, g.head_dim * width)
+    original = EngineSupport.of([g.num_kv_heads] * g.num_layers, g.head_dim)
+    if recipe.allocation in EQUAL_COUNTS and (width == 1 or recipe.together):
+        support = EngineSupport.of([round(count)] * layers[0], layers[1])
+        return support.rank_cache(ranks, dtype, original, g.num_heads)
+    least = EngineSupport.of([1] * layers[0], layers[1]).bytes_per_token(dtype)
+    bound = original.rank_cache(ranks, dtype, original, g.num_heads)
+    whole = round(original.bytes_per_token(dtype) * kv_ratio)
+    return replace(
+        bound,
+        kv_bytes_per_token_per_gpu=max(least, math.ceil(whole / ranks)),
+        kv_bytes_per_token=whole,
+        replicated_layers=0,
+        at_least=True,
+    )

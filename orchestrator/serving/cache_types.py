@@ -1,0 +1,224 @@
+"""`headfold evaluate --engine llama.cpp --cache-types`: a model in several formats of the cache.
+
+Loss, bytes and speed are those of the engine itself: it scores the held-out text and reports its
+cache. What our runtime computes of the same formats is `headfold evaluate --cache-format`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+import torch
+from torch import Tensor
+
+from attention.cache_formats import LLAMA_CPP, CacheFormatError, CachePair, read_pairs
+from attention.checkpoint import Checkpoint
+from orchestrator import checkpoints
+from orchestrator.config.schema import ConfigError
+from orchestrator.evaluation.long_context import SHORTEST, context_lengths
+from orchestrator.serving import llama_cpp
+from orchestrator.serving.check import MEMORY
+from orchestrator.serving.engine import EngineError
+from orchestrator.serving.speed import (
+    REPETITIONS,
+    ROUNDS,
+    Exported,
+    exported,
+    medians,
+    random_prompts,
+    rounds,
+)
+from trainers.evaluation import comparison
+
+SCORED_TOKENS = 2048
+"""By default: llama.cpp scores one token per request."""
+_SECONDS = 4 * 3600  # that it may take to score the text in one format
+_REFERENCE = CachePair.parse("f16")
+"""What losses and bytes are compared with; always measured."""
+_Row = tuple[str, CachePair]
+
+
+class CacheTypeRow(TypedDict):
+    """A model with its cache in one format, in the engine.
+
+    The increase is that of the loss over the reference, in nats per token, with its standard error
+    over the sequences.
+    """
+
+    model: str
+    cache_format: str
+    loss: float
+    perplexity: float
+    loss_increase: float
+    loss_increase_stderr: float | None
+    kv_bytes_per_token: float
+    """As the engine reports it."""
+    share: float
+    """Of the bytes of the reference."""
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    sequences: int
+    """Of the context length that fit in the memory."""
+
+
+class CacheTypesRecord(TypedDict):
+    """The JSON of `headfold evaluate --engine llama.cpp --cache-types`."""
+
+    engine: str
+    version: str
+    checkpoint: str
+    original: NotRequired[str]
+    reference: str
+    """The model that losses and bytes are compared with, in 16 bits."""
+    eval_data: str
+    sequence_length: int
+    eval_tokens: int
+    """Tokens that are scored in every row."""
+    left_out_tokens: int
+    """Tokens that end within a character, of which the engine reports no log-probability."""
+    context_length: int
+    speed_tokens: int
+    measurements: int
+    memory: int
+    dtype: str
+    seed: int
+    cache_types: list[CacheTypeRow]
+
+
+def cache_types_record(
+    models: Mapping[str, Checkpoint],
+    pairs: Sequence[CachePair],
+    sequences: Tensor,
+    eval_data: str,
+    *,
+    python: str | None = None,
+    length: str | None = None,
+    tokens: int = 32,
+    memory: int = MEMORY,
+    dtype: str = checkpoints.AUTO,
+    seed: int = 0,
+) -> CacheTypesRecord:
+    """Measure models with their caches in several formats in llama.cpp.
+
+    Each model is exported once. Speeds are medians as in `orchestrator.serving.speed`, of all rows
+    in turn.
+
+    Args:
+        models: By what they are: `checkpoint`, and `original` if there is one.
+        pairs: The formats; 16 bits are measured first in any case.
+        sequences: Held-out text, `[N, T]`.
+        eval_data: Its source, for the record.
+        python: An interpreter that has llama.cpp.
+        length: The context length of the speed; None for T, or the shortest that is timed.
+        tokens: To decode for the speed.
+        memory: Bytes of cache in which sequences are to fit.
+        dtype: Of the weights.
+        seed: Of the prompts of the speed.
+
+    Raises:
+        EngineError: If llama.cpp is not installed, before any work, or fails.
+        ConfigError: For what a user can mend.
+    """
+    interpreter = llama_cpp.find(python)
+    positions = min(model.geometry.max_positions for model in models.values())
+    at = context_lengths(length or str(max(SHORTEST, sequences.shape[1])), positions)
+    if len(at) > 1:
+        raise ConfigError(f"context_lengths: --cache-types takes one context length, got {length}")
+    if not 2 <= tokens < at[0]:
+        raise ConfigError(
+            f"speed_tokens: expected at least 2 tokens to decode, and fewer than the context of "
+            f"{at[0]}, got {tokens}"
+        )
+    pairs = tuple(dict.fromkeys((_REFERENCE, *pairs)))
+    with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
+        engine = llama_cpp.ENGINE
+        files = {
+            key: exported(key, model.path, engine, Path(folder) / key, dtype)
+            for key, model in reversed(list(models.items()))  # the original first
+        }
+        rows: dict[_Row, Exported] = {
+            (key, pair): replace(file, cache=pair) for key, file in files.items() for pair in pairs
+        }
+        losses = {row: _losses(interpreter, file, sequences) for row, file in rows.items()}
+        prompts = random_prompts([at[0] - tokens], files, seed)
+        answers = rounds(engine, interpreter, rows, prompts, tokens, memory)
+    reference = next(iter(rows))
+    scored = ~torch.stack([each.isnan() for each in losses.values()]).any(dim=0)
+    before, loss_before = _means(losses[reference], scored), float(losses[reference][scored].mean())
+    table: list[CacheTypeRow] = []
+    for row, own in losses.items():
+        loss = float(own[scored].mean())
+        compared = comparison(loss, loss_before, _means(own, scored), before)
+        table.append(
+            CacheTypeRow(
+                model=row[0],
+                cache_format=row[1].name,
+                loss=loss,
+                perplexity=compared["perplexity"],
+                loss_increase=compared["loss_increase"],
+                loss_increase_stderr=compared["loss_increase_stderr"],
+                kv_bytes_per_token=answers[row][0].kv_bytes_per_token,
+                share=answers[row][0].kv_bytes_per_token / answers[reference][0].kv_bytes_per_token,
+                **medians(at[0], 0, tokens, answers[row]),
+            )
+        )
+    return CacheTypesRecord(
+        engine=engine.name,
+        version=answers[reference][0].version,
+        **{key: model.name for key, model in models.items()},
+        reference=reference[0],
+        eval_data=eval_data,
+        sequence_length=sequences.shape[1],
+        eval_tokens=int(scored.sum()),
+        left_out_tokens=int((~scored).sum()),
+        context_length=at[0],
+        speed_tokens=tokens,
+        measurements=ROUNDS * REPETITIONS,
+        memory=memory,
+        dtype=files[reference[0]].dtype,
+        seed=seed,
+        cache_types=table,
+    )
+
+
+def read_cache_types(text: str | Sequence[str], engine: str) -> tuple[CachePair, ...]:
+    """Return the formats that are to be measured in an engine.
+
+    Raises:
+        ConfigError: For formats that are unknown, listed twice, or not of llama.cpp; and for
+            another engine.
+    """
+    if engine.lower() != LLAMA_CPP:
+        raise ConfigError(
+            f"cache_types: measured in llama.cpp alone, got {engine}; leave out --cache-types, or "
+            "take --engine llama.cpp"
+        )
+    try:
+        pairs = read_pairs(text)
+    except CacheFormatError as error:
+        raise ConfigError(f"cache_types: {error}") from None
+    for pair in pairs:
+        if LLAMA_CPP not in pair.engines:
+            raise ConfigError(f"cache_types: llama.cpp has no cache in {pair.name}")
+    return pairs
+
+
+def _losses(python: str, model: Exported, sequences: Tensor) -> Tensor:
+    """Return the loss of each token but the first of each sequence; NaN for those left out."""
+    assert model.cache is not None
+    file = model.folder / "model.gguf"
+    scored = llama_cpp.score(python, file, sequences.tolist(), model.cache, _SECONDS)
+    rows = [[torch.nan if x is None else -x for x in row] for row in scored.log_probabilities]
+    losses = torch.tensor(rows, dtype=torch.float64)
+    if bool(losses.isnan().all(dim=1).any()):
+        raise EngineError("llama.cpp reports no log-probability of any token of a sequence")
+    return losses
+
+
+def _means(losses: Tensor, scored: Tensor) -> Tensor:
+    """Return the mean loss of each sequence over the tokens that are scored, `[N]`."""
+    return torch.stack([row[read].mean() for row, read in zip(losses, scored, strict=True)])

@@ -1,0 +1,99 @@
+"""`headfold evaluate --engine llama.cpp --cache-types`: losses are our runtime's, bytes those of the formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import run_here
+from engine_plans import together
+from transformers import PreTrainedModel
+
+from attention.cache_formats import CachePair
+from attention.conversion.convert import convert
+from attention.engine_cache import engine_cache
+from attention.io import checkpoint
+from attention.modeling.model_classes import plan_of
+from attention.plan import AttentionPlan
+from orchestrator import checkpoints
+from orchestrator.serving import cache_types, speed
+from trainers.evaluation import evaluate
+from trainers.text.data import Texts
+
+CLOSE = 0.02
+"""Nats between the mean losses of llama.cpp and of our runtime on the same tokens: single tokens differ by 0.05 at most
+(root mean square, `test_engine_caches.py`)."""
+ONE, FOUR = (0,) * 8, (0, 0, 1, 1, 2, 2, 3, 3)
+TYPES = ("f16", "q8_0", "q8_0,q4_0", "q4_0")
+
+
+@pytest.fixture(scope="module")
+def converted(demo_model: PreTrainedModel, demo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo checkpoint with 4, 1, 4 and 1 KV heads."""
+    folder = tmp_path_factory.mktemp("converted") / "model"
+    checkpoint.save(convert(demo_model, AttentionPlan(together(FOUR, ONE, FOUR, ONE), 32)), folder, demo_dir)
+    return folder
+
+
+def test_each_format_has_the_losses_of_our_runtime_and_its_bytes(
+    converted: Path, demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(speed, "ROUNDS", 1)
+    options = ["--cache-types", "q8_0,q8_0/q4_0,q4_0", "--original", demo_dir, "--dtype", "float32", "--data", "stdlib"]
+    options += ["--eval-tokens", "192", "--sequence-length", "64", "--cache-memory", "2", "--speed-tokens", "4"]
+    file = tmp_path / "record.json"
+    assert run_here("evaluate", converted, "--engine", "llama.cpp", *options, "--json", file) == 0
+    record = json.loads(file.read_text())
+    printed = capsys.readouterr().out
+    assert record["left_out_tokens"] == 0 and record["eval_tokens"] == 3 * 63 and record["context_length"] == 64
+
+    opened = {"original": checkpoints.open_checkpoint(demo_dir), "checkpoint": checkpoints.open_checkpoint(converted)}
+    cut = Texts("stdlib").load(opened["original"].tokenizer, 512, eval_tokens=192, sequence_length=64, calibrate=False)
+    rows = {(row["model"], row["cache_format"]): row for row in record["cache_types"]}
+    assert list(rows) == [(model, name) for model in opened for name in TYPES], "16 bits without having been named"
+    whole = {}
+    for key, source in opened.items():
+        model = checkpoints.load_model(source)
+        for name in TYPES:
+            row, pair = rows[key, name], CachePair.parse(name)
+            with engine_cache(model, pair):
+                ours = evaluate(model, cut.held_out).loss
+            whole[key, name] = ours
+            assert row["loss"] == pytest.approx(ours, abs=CLOSE), (key, name)
+            assert row["loss_increase"] == pytest.approx(ours - whole["original", "f16"], abs=2 * CLOSE)
+            held = pair.bytes_per_token(plan_of(model))
+            assert row["kv_bytes_per_token"] == held and f"{held:,}" in printed
+            assert row["share"] == pytest.approx(held / (2 * 4 * 8 * 32 * 2))
+            assert row["sequences"] == 2 * 2**30 // held // 64
+            assert row["prefill_tokens_per_second"] > 0 and row["decode_tokens_per_second"] > 0
+    # Fewer heads cost this untrained model far more than the tolerance: the two models were not mixed up.
+    assert whole["checkpoint", "f16"] - whole["original", "f16"] > 10 * CLOSE
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--engine", "vLLM", "--cache-types", "f16"], "take --engine llama.cpp"),
+        (["--cache-types", "f16"], "add --engine llama.cpp"),
+        (["--engine", "llama.cpp", "--cache-types", "f16,fp8"], "llama.cpp has no cache in fp8"),
+        (["--engine", "llama.cpp", "--cache-types", "f16,q8_0,q8_0,q4_0"], "q8_0 is listed twice"),
+        (["--engine", "llama.cpp", "--cache-types", "q2"], "expected one of f16"),
+        (["--engine", "llama.cpp", "--cache-types", "q8_0", "--context-lengths", "64,128"], "takes one context length"),
+        (["--engine", "llama.cpp", "--cache-types", "q8_0", "--speed-tokens", "0"], "at least 2 tokens to decode"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_any_work(
+    options: list[str], said: str, demo_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_types, "exported", lambda *_: pytest.fail("it was exported"))
+    assert run_here("evaluate", demo_dir, "--eval-tokens", "64", "--sequence-length", "32", *options) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_export_is_refused_with_what_to_give(
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here("export", converted, "--target", "gguf", "--out", tmp_path / "gguf") == 0
+    assert run_here("evaluate", tmp_path / "gguf", "--engine", "llama.cpp", "--cache-types", "q8_0") == 2
+    assert "takes the checkpoint that it was exported from" in capsys.readouterr().err
