@@ -58,8 +58,8 @@ from orchestrator.storage.records import best_per_budget, waits_for
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.errors import redact
 from orchestrator.tracking.metrics import best_point, point
-from orchestrator.tracking.run_metadata import NOTE, search_note, shared_metadata
-from orchestrator.tracking.runs import Tracker, default_uri
+from orchestrator.tracking.run_metadata import search_note, shared_metadata
+from orchestrator.tracking.runs import NOTE, Tracker, default_uri
 from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
 
 _PACKAGES = (
