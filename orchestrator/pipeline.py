@@ -77,7 +77,11 @@ SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
 
 
 def search(
-    config: SearchConfig, *, resume: bool | str = False, sync_from: SyncSide | None = None
+    config: SearchConfig,
+    *,
+    resume: bool | str = False,
+    sync_from: SyncSide | None = None,
+    verbose: bool = False,
 ) -> SearchOutcome:
     """Run a search from its configuration to its report.
 
@@ -85,7 +89,8 @@ def search(
     raises ConfigError, DataError or TrackingError. A trial that fails does not end the search.
     Interrupted by Ctrl-C, it keeps its state: run it again with `resume`, which goes on with the
     newest search of the name, or with the one whose folder it names. `sync_from`: which to go on
-    with where the address of the storage and its working folder have both changed.
+    with where the address of the storage and its working folder have both changed. `verbose`:
+    whether the estimate lists the parts of its memory.
     """
     storage = storage_path(config.storage)
     if in_ray_job() and not is_remote(config.storage) and str(storage) != config.storage:
@@ -131,7 +136,7 @@ def search(
                     connect, _search_run(config, folder, records.RUNNING), opened, shared
                 )
                 _save_run_id(folder, mlflow)
-                announce(prepared.setup, folder, parallel)
+                announce(prepared.setup, folder, parallel, verbose=verbose)
                 control = SearchControl.of(folder, lock, mirror)
                 outcome = _run_to_end(config, prepared, folder, mlflow, parallel, control)
     print_outcome(outcome)

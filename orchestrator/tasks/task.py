@@ -18,11 +18,15 @@ class Task(ABC, Generic[OptionsT, RecordT]):
     Attributes:
         options: What was asked for.
         rehearsal: Whether it is only checked and estimated, for which no weights are read.
+        verbose: Whether its estimate lists the parts of its memory.
     """
 
-    def __init__(self, options: OptionsT, *, rehearsal: bool = False) -> None:
+    def __init__(
+        self, options: OptionsT, *, rehearsal: bool = False, verbose: bool = False
+    ) -> None:
         self.options = options
         self.rehearsal = rehearsal
+        self.verbose = verbose
 
     @property
     def outputs(self) -> Mapping[str, str | Path | None]:
