@@ -112,22 +112,35 @@ _VERBS = {
         runner.task_command(
             "doctor", options.DoctorOptions, f"{_TASKS}.doctor:Doctor", dry_run=False
         ),
-        runner.task_command("search", options.SearchOptions, f"{_TASKS}.search:Search"),
+        runner.task_command(
+            "search", options.SearchOptions, f"{_TASKS}.search:Search", estimates=True
+        ),
         runner.task_command(
             "recipes", options.RecipesOptions, f"{_TASKS}.recipes:Recipes", dry_run=False
         ),
-        runner.task_command("convert", options.ConvertOptions, f"{_TASKS}.convert:Convert"),
         runner.task_command(
-            "estimate", options.EstimateOptions, f"{_TASKS}.estimate:Estimation", dry_run=False
+            "convert", options.ConvertOptions, f"{_TASKS}.convert:Convert", estimates=True
         ),
         runner.task_command(
-            "train", options.TrainOptions, f"{_TASKS}.train:Train", needs=TRAINING_PACKAGES
+            "estimate",
+            options.EstimateOptions,
+            f"{_TASKS}.estimate:Estimation",
+            dry_run=False,
+            estimates=True,
+        ),
+        runner.task_command(
+            "train",
+            options.TrainOptions,
+            f"{_TASKS}.train:Train",
+            needs=TRAINING_PACKAGES,
+            estimates=True,
         ),
         runner.task_command(
             "finetune",
             options.FinetuneOptions,
             f"{_TASKS}.finetune:Finetune",
             needs=TRAINING_PACKAGES,
+            estimates=True,
         ),
         runner.task_command("evaluate", options.EvaluateOptions, f"{_TASKS}.evaluate:Evaluate"),
         runner.function_command("watch", options.WatchOptions, f"{_TASKS}.report:watch_progress"),

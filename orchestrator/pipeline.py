@@ -58,8 +58,8 @@ from orchestrator.storage.records import best_per_budget, waits_for
 from orchestrator.storage.trust import warn_of_pickles
 from orchestrator.tracking.errors import redact
 from orchestrator.tracking.metrics import best_point, point
-from orchestrator.tracking.run_metadata import NOTE, search_note, shared_metadata
-from orchestrator.tracking.runs import Tracker, default_uri
+from orchestrator.tracking.run_metadata import search_note, shared_metadata
+from orchestrator.tracking.runs import NOTE, Tracker, default_uri
 from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
 
 _PACKAGES = (
@@ -77,7 +77,11 @@ SECTIONS_OF_TRIALS = ("name", "model", "data", "search", "rungs", "train")
 
 
 def search(
-    config: SearchConfig, *, resume: bool | str = False, sync_from: SyncSide | None = None
+    config: SearchConfig,
+    *,
+    resume: bool | str = False,
+    sync_from: SyncSide | None = None,
+    verbose: bool = False,
 ) -> SearchOutcome:
     """Run a search from its configuration to its report.
 
@@ -85,7 +89,8 @@ def search(
     raises ConfigError, DataError or TrackingError. A trial that fails does not end the search.
     Interrupted by Ctrl-C, it keeps its state: run it again with `resume`, which goes on with the
     newest search of the name, or with the one whose folder it names. `sync_from`: which to go on
-    with where the address of the storage and its working folder have both changed.
+    with where the address of the storage and its working folder have both changed. `verbose`:
+    whether the estimate lists the parts of its memory.
     """
     storage = storage_path(config.storage)
     if in_ray_job() and not is_remote(config.storage) and str(storage) != config.storage:
@@ -131,7 +136,7 @@ def search(
                     connect, _search_run(config, folder, records.RUNNING), opened, shared
                 )
                 _save_run_id(folder, mlflow)
-                announce(prepared.setup, folder, parallel)
+                announce(prepared.setup, folder, parallel, verbose=verbose)
                 control = SearchControl.of(folder, lock, mirror)
                 outcome = _run_to_end(config, prepared, folder, mlflow, parallel, control)
     print_outcome(outcome)

@@ -14,7 +14,7 @@ import typer
 from typer.models import OptionInfo, ParameterInfo
 
 from orchestrator.cli import help_panels
-from orchestrator.config.options import DryRun, JsonFile, Typed, option_types
+from orchestrator.config.options import DryRun, JsonFile, Typed, Verbose, option_types
 from orchestrator.tasks.packages import check_packages
 from orchestrator.tasks.task import print_by_topic
 
@@ -32,7 +32,7 @@ def command(name: str, options: type, run: Callable[..., None], **more: Any) -> 
         name: Name of the verb.
         options: The class of its options, whose docstring is its help.
         run: Takes the options, and those in `more` by name.
-        more: Annotations of options of the runner: `dry_run`, `json`.
+        more: Annotations of options of the runner: `dry_run`, `json`, `verbose`.
     """
 
     def verb(**values: Any) -> None:
@@ -44,7 +44,7 @@ def command(name: str, options: type, run: Callable[..., None], **more: Any) -> 
         _parameter(key, kind, defaults[key]) for key, kind in option_types(options).items()
     ]
     for key, kind in more.items():
-        parameters.append(_parameter(key, kind, False if key == "dry_run" else None))
+        parameters.append(_parameter(key, kind, None if key == "json" else False))
     verb.__name__, verb.__doc__ = name, options.__doc__
     verb.__signature__ = inspect.Signature([each for each in parameters if each])  # type: ignore[attr-defined]
     return verb
@@ -78,7 +78,13 @@ def _metavar(kind: Any) -> str | None:
 
 
 def task_command(
-    name: str, options: type, task: str, *, needs: Sequence[str] = (), dry_run: bool = True
+    name: str,
+    options: type,
+    task: str,
+    *,
+    needs: Sequence[str] = (),
+    dry_run: bool = True,
+    estimates: bool = False,
 ) -> Callable[..., None]:
     """Return the function of a verb whose work is a task, which is loaded when the verb is run.
 
@@ -89,14 +95,19 @@ def task_command(
         task: `module:Class`.
         needs: Packages that only processes started by the verb import.
         dry_run: Whether the verb can be rehearsed.
+        estimates: Whether it prints an estimate of memory, whose parts `--verbose` prints.
     """
 
-    def run(values: Any, *, dry_run: bool = False, json: Path | None = None) -> None:
+    def run(
+        values: Any, *, dry_run: bool = False, json: Path | None = None, verbose: bool = False
+    ) -> None:
         check_packages(name, *needs)
         task_class: type[Task[Any, Any]] = _load(task)
-        run_verb(task_class(values, rehearsal=dry_run), json)
+        run_verb(task_class(values, rehearsal=dry_run, verbose=verbose), json)
 
     shared = {"dry_run": DryRun, "json": JsonFile} if dry_run else {"json": JsonFile}
+    if estimates:
+        shared["verbose"] = Verbose
     own = option_types(options)
     return command(
         name, options, run, **{key: kind for key, kind in shared.items() if key not in own}

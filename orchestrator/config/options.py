@@ -50,6 +50,9 @@ def option_types(options: type) -> dict[str, Any]:
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the result to this file as one JSON object.")
 ]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Print the parts of the memory estimate too.")
+]
 Overwrite = Annotated[
     bool,
     typer.Option(

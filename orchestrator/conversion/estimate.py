@@ -151,8 +151,11 @@ class RunEstimate:
             return Estimate(total.memory, seconds=total.seconds)
         return total
 
-    def announce(self) -> None:
+    def announce(self, *, verbose: bool = False) -> None:
         """Print on stderr what it will take.
+
+        Args:
+            verbose: Whether to list the parts of the memory.
 
         Raises:
             ConfigError: Where memory or disk do not suffice.
@@ -163,6 +166,8 @@ class RunEstimate:
                 print(point.ceiling, file=sys.stderr, flush=True)
         total = self.total
         print(f"estimate: {total.describe()}", file=sys.stderr, flush=True)
+        for topic, text in first.memory_parts.items() if verbose else ():
+            print(f"{topic}: {text}", file=sys.stderr, flush=True)
         if first.available and total.memory > first.available:
             by_layer = sum((point.layer_by_layer for point in self.points), Estimate())
             other = first.why_not
@@ -186,9 +191,6 @@ class RunEstimate:
         """Print on stderr why it is done layer by layer, or that it cannot be."""
         if not self.too_large:
             return
-        words = self.points[0].describe()
-        print(
-            f"this conversion would take about {words['in memory']}, {words['available now']} "
-            f"available; layer by layer: {words['layer by layer']}",
-            file=sys.stderr,
-        )
+        first = self.points[0]
+        not_possible = "" if first.layerwise_possible else f"; {first.why_not}"
+        print(f"this conversion would take about {first.memory}{not_possible}", file=sys.stderr)

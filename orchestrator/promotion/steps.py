@@ -50,8 +50,8 @@ from orchestrator.storage.records import TrialRecord
 from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.logged_model import write_mlmodel
 from orchestrator.tracking.metrics import MetricPoint, point
-from orchestrator.tracking.run_metadata import NOTE, datasets_of, trial_params
-from orchestrator.tracking.runs import Dataset
+from orchestrator.tracking.run_metadata import datasets_of, trial_params
+from orchestrator.tracking.runs import NOTE, Dataset
 from orchestrator.tracking.sync import TrackedRun
 from orchestrator.training.run import TrainingFollower, TrainingReport
 

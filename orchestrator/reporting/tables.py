@@ -19,7 +19,9 @@ from orchestrator.storage import records
 from orchestrator.storage.cache_points import ORIGINAL_ROLE, CachePoint, engine_front
 from orchestrator.storage.records import OriginalRecord, TrialRecord, front
 
-PROSE = ("trials", "error", "flags", "result", "layers from the first", "value", "how", "path")
+PROSE = ("trials", "error", "flags", "result", "layers from the first", "value", "how")
+WRAPPED = ("engines", "path")
+"""Columns of text that a page may show in several short lines."""
 LEFT = (
     "",
     "recipe",
@@ -29,9 +31,9 @@ LEFT = (
     "version",
     "what",
     "supported",
-    "engines",
     "metric",
     *PROSE,
+    *WRAPPED,
 )
 """Columns of text; others contain numbers: right-aligned, never wrapped."""
 MAX_ROWS = 500

@@ -216,16 +216,37 @@ class ConversionEstimate:
         """Whether it certainly does not fit into memory as a whole."""
         return self.available > 0 and self.resident > SPARE * self.available
 
-    def describe(self) -> Mapping[str, str]:
-        """Return the estimate in words, by what they are about."""
-        largest = max(self.stages, key=lambda name: self.stages[name])
-        memory = "GPU memory" if self.on_gpu else "memory of the machine"
+    @property
+    def memory(self) -> str:
+        """The memory that it takes and that there is, in words."""
+        kind = "GPU memory" if self.on_gpu else "memory"
+        layerwise = f", or {gib(self.layerwise)} layer by layer" if self.layerwise_possible else ""
+        there = gib(self.available) if self.available else "an unknown amount"
+        where = "on each GPU" if self.elsewhere else "available"
+        return f"{gib(self.resident)} of {kind}{layerwise}; {there} {where}"
+
+    @property
+    def memory_parts(self) -> Mapping[str, str]:
+        """The memory of each stage of the way layer by layer, in words."""
+        if not self.layerwise_possible:
+            return {"memory, layer by layer": self.why_not}
+        stages = sorted(self.stages.items(), key=lambda stage: -stage[1])
+        return {
+            f"memory, layer by layer, {name}": f"{gib(taken)} {_STAGES[name]}"
+            for name, taken in stages
+        }
+
+    def describe(self, *, verbose: bool = False) -> Mapping[str, str]:
+        """Return the estimate in words, by what they are about.
+
+        Args:
+            verbose: Whether to list the parts of the memory.
+        """
         giga = 2.0**30
         kv_bytes = (
             f"{self.kv_bytes_per_token:,} of {self.kv_bytes_per_token_original:,} KV bytes per "
             "token"
         )
-        layerwise = f"{self.layerwise / giga:.1f} GiB of {memory}, most of it {_STAGES[largest]}"
         about = f"about {duration(self.in_memory.seconds)}"
         if self.gpu:
             time = f"{about} on one {self.gpu}, by what was measured on an H200 (docs/gpu.md)"
@@ -237,11 +258,8 @@ class ConversionEstimate:
         return {
             "cache": f"{percent(self.kv_ratio)} of the original{unmet(vars(self))}: {kv_bytes}",
             **({"tensor parallelism": ranks.note} if ranks else {}),
-            "in memory": f"{self.resident / giga:.1f} GiB of {memory}",
-            "layer by layer": layerwise if self.layerwise_possible else self.why_not,
-            "of each GPU" if self.elsewhere else "available now": (
-                f"{self.available / giga:.1f} GiB" if self.available else "unknown"
-            ),
+            "memory": self.memory,
+            **(self.memory_parts if verbose else {}),
             "disk": (
                 f"{self.disk / giga:.2f} GiB, and {self.scratch / giga:.2f} GiB temporary (layer "
                 "by layer)"

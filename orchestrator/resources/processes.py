@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypedDict
 
 import torch
+from transformers import PretrainedConfig
 
 from attention.base.text import gib
 from attention.calibration.sizes import Mixed
+from attention.families import geometry_of
 from attention.geometry import HeadGeometry
 from attention.io.layers.windows import empty, layer_prefix, window_config
 from attention.io.piecewise import SHARD
@@ -119,16 +122,18 @@ class Need:
             f"{no_teacher}or DeepSpeed's offloading"
         )
 
-    def describe(self) -> str:
-        """Return its bytes, of its GPU's memory if that is known, and its parts by falling size."""
+    @property
+    def summary(self) -> str:
+        """Its bytes in words, of its GPU's memory if that is known."""
         where = " of a GPU" if self.share else " of the machine"
         if self.limit:
             where = f" of the {gib(self.limit)} that it may take of a GPU ({self.accelerator_type})"
+        return f"{gib(self.total)}{where}"
+
+    def describe(self) -> str:
+        """Return its bytes in words, and its parts by falling size."""
         parts = sorted(self.parts.items(), key=lambda part: -part[1])
-        return (
-            f"{gib(self.total)}{where}: "
-            f"{', '.join(f'{name} {gib(count)}' for name, count in parts)}"
-        )
+        return f"{self.summary}: {', '.join(f'{name} {gib(count)}' for name, count in parts)}"
 
     def record(self) -> NeedRecord:
         """Return it as JSON has it."""
@@ -141,6 +146,147 @@ class Need:
             "limit": self.limit,
             "fits": self.fits,
         }
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Peak memory of a training worker.
+
+    Attributes:
+        model: The checkpoint's config.
+        sequence_length: Tokens per sequence.
+        accelerator_type: Ray's name of the type of its GPU, if it requires one.
+    """
+
+    model: PretrainedConfig
+    sequence_length: int
+    accelerator_type: str | None = None
+
+    @cached_property
+    def size(self) -> Size:
+        return Size.of(self.model)
+
+    @cached_property
+    def geometry(self) -> HeadGeometry:
+        return geometry_of(self.model)
+
+    def need(self, process: str, train: TrainSettings) -> Need:
+        """Return the need of a worker; where their number may change, with the largest share."""
+        parts = self.parts(train.on(train.min_workers or train.num_workers))
+        gpus = train.gpus_per_worker
+        return Need(process, parts, gpus, self.accelerator_type if gpus else None)
+
+    def parts(self, train: TrainSettings) -> Parts:
+        """Return the parts of a training worker.
+
+        Weights, gradients and optimiser state as far as the ZeRO stage leaves them whole, the
+        teacher where something is distilled, and the larger of two moments: the end of a forward
+        pass, with the activations of the backward pass, or the optimiser's step, with gradients in
+        its own dtype and Adam's temporaries.
+        """
+        width = DTYPES[train.dtype].itemsize
+        on_gpu = train.gpus_per_worker > 0
+        zero = _zero(train)
+        trained = self._trained(train)
+        share = {
+            name: train.num_workers if train.zero_stage >= stage else 1
+            for name, stage in _ZERO_STAGES.items()
+        }
+        master, state = _optimiser_bytes(train)
+        summed = FLOAT if sums_in_float32(train) else width
+        if summed != width and train.zero_stage == 1:
+            summed += width  # those of one pass beside their sum
+        permanent = {
+            "libraries": 0 if on_gpu else PROCESS,
+            "weights": self.size.total * width / share["weights"],
+            "gradients": trained * summed / share["gradients"],
+            "optimiser": trained * (master + 2 * state) / share["optimiser"],
+        }
+        if train.distillation != "none":
+            permanent["teacher"] = self.size.total * width / share["weights"]
+        bucket = zero["reduce_bucket_size"] if on_gpu else min(zero["reduce_bucket_size"], trained)
+        if train.zero_stage:
+            permanent["buckets"] = (
+                width * bucket * (2 if train.zero_stage < 3 and zero.get("overlap_comm") else 1)
+            )
+        if train.zero_stage == 3:
+            live = max(
+                zero["stage3_max_live_parameters"],
+                self.size.embedding + zero["stage3_prefetch_bucket_size"],
+            )
+            # Of each model what is whole at once; of the largest gradient itself, what is sent and
+            # what is received
+            whole = (
+                min(self.size.total, live) * (1 + ("teacher" in permanent))
+                + 3 * self.size.embedding
+            )
+            # gloo copies what it gathers, and what it scatters
+            if not on_gpu and train.num_workers > 1:
+                whole += 2 * self.size.embedding
+            permanent["gathered"] = width * whole
+        part = trained / share["optimiser"]
+        at_once = min(part, zero["sub_group_size"]) if train.zero_stage == 3 else part
+        # torch's Adam: a root and a quotient, on GPUs in place
+        temporary = state * (1 if on_gpu else 2)
+        step = at_once * (temporary + (max(master, width) if train.zero_stage else 0))
+        # Gradients, flat, and in the optimiser's dtype where that is another one
+        step += part * width if train.zero_stage in (1, 2) and summed == width else 0
+        if on_gpu and _device(zero, "offload_optimizer") != "none":
+            permanent["optimiser"] = step = 0
+        if on_gpu and _device(zero, "offload_param") != "none":
+            permanent["weights"] = 0
+        # rank 0 collects a file in the host's memory
+        written = 0 if on_gpu else min(SHARD, self.size.total * width)
+        return _peak(
+            permanent,
+            self._way_back(train, width),
+            {"optimiser's step": step},
+            {"written file": written},
+        )
+
+    def _way_back(self, train: TrainSettings, width: int) -> dict[str, float]:
+        """Return the parts that a forward pass leaves for the backward pass.
+
+        Of the logits it is those of a part of the micro-batch, whose gradient of the head's weights
+        is there beside their sum over the parts.
+        """
+        g, tokens = self.geometry, train.device_batch_size * self.sequence_length
+        values = layer_values(self.model)
+        layers = g.num_layers * values
+        # What enters each layer, results of products, and the inner values of the one made again
+        if train.activation_checkpointing is True:
+            layers = g.num_layers * g.hidden_size + values
+        elif train.activation_checkpointing == "selective":
+            layers = g.num_layers * (g.hidden_size + self._layer_products) + values
+        kind = self.accelerator_type
+        memory = most_memory_of(kind) if train.gpus_per_worker > 0 else 0
+        several = tokens > positions_at_once(g.vocab_size, memory)
+        slope = self.size.embedding * width if several else 0
+        masks = tokens * self.sequence_length if train.document_mask else 0
+        return {
+            "activations": width * tokens * layers + masks,
+            "logits": most_logit_bytes(g.vocab_size, tokens, memory) + slope,
+        }
+
+    def _trained(self, train: TrainSettings) -> int:
+        """Numbers that are trained."""
+        if train.tuning == "full":
+            return self.size.total
+        if train.tuning == "kv":
+            return key_value_parameters(self.geometry)
+        with torch.device("meta"):
+            layer = empty(window_config(self.model, 0, 2), torch.float32, torch.device("meta"))
+        prefix = layer_prefix(layer)
+        adapted: list[Any] = [m for name, m in adaptable(layer).items() if name.startswith(prefix)]
+        sides = sum(sum(module.weight.shape) for module in adapted)
+        return train.lora_rank * int(sides) * self.geometry.num_layers
+
+    @property
+    def _layer_products(self) -> int:
+        """Numbers per token that the matrix products and the attention of a layer result in."""
+        g = self.geometry
+        inner = inner_size(self.model)
+        return 2 * g.hidden_size + 4 * g.num_heads * g.head_dim + 2 * inner
 
 
 @dataclass(frozen=True)
@@ -249,9 +395,13 @@ class Needs:
 
     def training(self, process: str, train: TrainSettings) -> Need:
         """Return the need of a worker; where their number may change, with the largest share."""
-        fewest = train.min_workers or train.num_workers
-        parts, kind = self.worker(train.on(fewest)), self.config.resources.accelerator_type
-        return Need(process, parts, train.gpus_per_worker, kind if train.gpus_per_worker else None)
+        return self._training_memory.need(process, train)
+
+    @cached_property
+    def _training_memory(self) -> TrainingMemory:
+        config = self.config
+        kind = config.resources.accelerator_type
+        return TrainingMemory(self.inputs.model, config.data.sequence_length, kind)
 
     def gate(self) -> Need:
         """Return the need of the gate: the trained model in float32 on the CPU, then its export.
@@ -325,132 +475,14 @@ class Needs:
 
     def _inner(self, tokens: int, width: int) -> int:
         """Of a forward pass without gradients: the stream twice, and what one layer makes of it."""
-        return tokens * (2 * width * self.geometry.hidden_size + width * self._layer_values)
-
-    @property
-    def _layer_values(self) -> int:
-        return layer_values(self.inputs.model)
-
-    @property
-    def _layer_products(self) -> int:
-        """Numbers per token that the matrix products and the attention of a layer result in."""
-        g = self.geometry
-        inner = inner_size(self.inputs.model)
-        return 2 * g.hidden_size + 4 * g.num_heads * g.head_dim + 2 * inner
+        values = 2 * self.geometry.hidden_size + layer_values(self.inputs.model)
+        return tokens * width * values
 
     def evaluating(self) -> Parts:
         """Return the parts of an evaluation before any training, of the trials' micro-batch."""
         tokens = self.config.train.device_batch_size * self.config.data.sequence_length
         logits = most_logit_bytes(self.geometry.vocab_size, tokens, self._trial_gpu_memory)
         return {"activations": self._inner(tokens, self.working.itemsize), "logits": logits}
-
-    # ---- a training worker -----------------------------------------------------------------------
-
-    def worker(self, train: TrainSettings) -> Parts:
-        """Return the parts of a training worker.
-
-        Weights, gradients and optimiser state as far as the ZeRO stage leaves them whole, the
-        teacher where something is distilled, and the larger of two moments: the end of a forward
-        pass, with the activations of the backward pass, or the optimiser's step, with gradients in
-        its own dtype and Adam's temporaries.
-        """
-        width = DTYPES[train.dtype].itemsize
-        on_gpu = train.gpus_per_worker > 0
-        zero = _zero(train)
-        trained = self._trained(train)
-        share = {
-            name: train.num_workers if train.zero_stage >= stage else 1
-            for name, stage in _ZERO_STAGES.items()
-        }
-        master, state = _optimiser_bytes(train)
-        summed = FLOAT if sums_in_float32(train) else width
-        if summed != width and train.zero_stage == 1:
-            summed += width  # those of one pass beside their sum
-        permanent = {
-            "libraries": 0 if on_gpu else PROCESS,
-            "weights": self.size.total * width / share["weights"],
-            "gradients": trained * summed / share["gradients"],
-            "optimiser": trained * (master + 2 * state) / share["optimiser"],
-        }
-        if train.distillation != "none":
-            permanent["teacher"] = self.size.total * width / share["weights"]
-        bucket = zero["reduce_bucket_size"] if on_gpu else min(zero["reduce_bucket_size"], trained)
-        if train.zero_stage:
-            permanent["buckets"] = (
-                width * bucket * (2 if train.zero_stage < 3 and zero.get("overlap_comm") else 1)
-            )
-        if train.zero_stage == 3:
-            live = max(
-                zero["stage3_max_live_parameters"],
-                self.size.embedding + zero["stage3_prefetch_bucket_size"],
-            )
-            # Of each model what is whole at once; of the largest gradient itself, what is sent and
-            # what is received
-            whole = (
-                min(self.size.total, live) * (1 + ("teacher" in permanent))
-                + 3 * self.size.embedding
-            )
-            # gloo copies what it gathers, and what it scatters
-            if not on_gpu and train.num_workers > 1:
-                whole += 2 * self.size.embedding
-            permanent["gathered"] = width * whole
-        part = trained / share["optimiser"]
-        at_once = min(part, zero["sub_group_size"]) if train.zero_stage == 3 else part
-        # torch's Adam: a root and a quotient, on GPUs in place
-        temporary = state * (1 if on_gpu else 2)
-        step = at_once * (temporary + (max(master, width) if train.zero_stage else 0))
-        # Gradients, flat, and in the optimiser's dtype where that is another one
-        step += part * width if train.zero_stage in (1, 2) and summed == width else 0
-        if on_gpu and _device(zero, "offload_optimizer") != "none":
-            permanent["optimiser"] = step = 0
-        if on_gpu and _device(zero, "offload_param") != "none":
-            permanent["weights"] = 0
-        # rank 0 collects a file in the host's memory
-        written = 0 if on_gpu else min(SHARD, self.size.total * width)
-        return _peak(
-            permanent,
-            self._way_back(train, width),
-            {"optimiser's step": step},
-            {"written file": written},
-        )
-
-    def _way_back(self, train: TrainSettings, width: int) -> dict[str, float]:
-        """Return the parts that a forward pass leaves for the backward pass.
-
-        Of the logits it is those of a part of the micro-batch, whose gradient of the head's weights
-        is there beside their sum over the parts.
-        """
-        g, tokens = self.geometry, train.device_batch_size * self.config.data.sequence_length
-        layers = g.num_layers * self._layer_values
-        # What enters each layer, results of products, and the inner values of the one made again
-        if train.activation_checkpointing is True:
-            layers = g.num_layers * g.hidden_size + self._layer_values
-        elif train.activation_checkpointing == "selective":
-            layers = g.num_layers * (g.hidden_size + self._layer_products) + self._layer_values
-        kind = self.config.resources.accelerator_type
-        memory = most_memory_of(kind) if train.gpus_per_worker > 0 else 0
-        several = tokens > positions_at_once(g.vocab_size, memory)
-        slope = self.size.embedding * width if several else 0
-        masks = tokens * self.config.data.sequence_length if train.document_mask else 0
-        return {
-            "activations": width * tokens * layers + masks,
-            "logits": most_logit_bytes(g.vocab_size, tokens, memory) + slope,
-        }
-
-    def _trained(self, train: TrainSettings) -> int:
-        """Numbers that are trained."""
-        if train.tuning == "full":
-            return self.size.total
-        if train.tuning == "kv":
-            return key_value_parameters(self.geometry)
-        with torch.device("meta"):
-            layer = empty(
-                window_config(self.inputs.model, 0, 2), torch.float32, torch.device("meta")
-            )
-        prefix = layer_prefix(layer)
-        adapted: list[Any] = [m for name, m in adaptable(layer).items() if name.startswith(prefix)]
-        sides = sum(sum(module.weight.shape) for module in adapted)
-        return train.lora_rank * int(sides) * self.geometry.num_layers
 
 
 _ZERO_STAGES = {"optimiser": 1, "gradients": 2, "weights": 3}

@@ -227,8 +227,13 @@ class SearchEstimate(SearchTime, SearchWork):
         """Return it as JSON has it."""
         return asdict(self) | {"processes": [need.record() for need in self.processes]}
 
-    def describe(self, config: SearchConfig) -> Mapping[str, str]:
-        """Return the estimate in words, by what they are about."""
+    def describe(self, config: SearchConfig, *, verbose: bool = False) -> Mapping[str, str]:
+        """Return the estimate in words, by what they are about.
+
+        Args:
+            config: The configuration.
+            verbose: Whether to list the memory of each process, by parts.
+        """
         probes = f", {self.probes} of them probes" if self.probes else ""
         words = {
             "trials": f"{self.trials}{probes}; {self.trainings} full training(s) in the promotion",
@@ -253,11 +258,15 @@ class SearchEstimate(SearchTime, SearchWork):
             words["time"] = f"{unit}; {wall}"
         if self.price is not None:
             words["price"] = f"{self.price:.2f} at {config.resources.price_per_hour:g} an hour"
-        for need in self.processes:
-            words[f"memory, {need.process}"] = need.describe()
         free = f" ({gib(self.memory_free)} available here)" if self.memory_free else ""
         total = self.parallel * (self.driver_bytes + config.train.num_workers * self.worker_bytes)
-        words["memory"] = f"{gib(total)} with {self.parallel} trial(s) at a time{free}"
+        largest = max(self.processes, key=lambda need: need.total)
+        words["memory"] = (
+            f"{gib(total)} with {self.parallel} trial(s) at a time{free}; the largest process, "
+            f"{largest.process}, {largest.summary}"
+        )
+        if verbose:
+            words |= {f"memory, {need.process}": need.describe() for need in self.processes}
         minutes = config.resources.checkpoint_minutes
         words |= describe_checkpoints(self.checkpoint_bytes, minutes)
         parts = ", ".join(

@@ -118,7 +118,9 @@ def local_parallel(config: SearchConfig) -> int:
     return 1
 
 
-def announce(setup: SearchSetup, folder: SearchFolder, parallel: int) -> None:
+def announce(
+    setup: SearchSetup, folder: SearchFolder, parallel: int, *, verbose: bool = False
+) -> None:
     """Print the estimate of a search as it starts, with warnings, and save it in its folder.
 
     Nothing is printed for a resumed search. If no estimate is possible, that is printed.
@@ -135,7 +137,8 @@ def announce(setup: SearchSetup, folder: SearchFolder, parallel: int) -> None:
         )
         return
     write_json(folder.estimate, estimate.record())
-    for number, (name, value) in enumerate(estimate.describe(setup.config).items()):
+    words = estimate.describe(setup.config, verbose=verbose)
+    for number, (name, value) in enumerate(words.items()):
         print(f"{'' if number else 'estimate':9}{name}: {value}", flush=True)
     for warning in estimate.warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from attention.base.text import gib
 from attention.cache_formats import format_advice
 from attention.checkpoint import Checkpoint
 from attention.io.replacing import check_folder
@@ -68,9 +69,10 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         options: ConvertOptions,
         *,
         rehearsal: bool = False,
+        verbose: bool = False,
         config_only: bool = False,
     ) -> None:
-        super().__init__(options, rehearsal=rehearsal)
+        super().__init__(options, rehearsal=rehearsal, verbose=verbose)
         self.config_only = config_only
         self.log = log_line
 
@@ -193,11 +195,11 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         layerwise = self.options.layerwise
         estimate = RunEstimate.of(points, self.out, several=self._several, layerwise=layerwise)
         if estimate.layerwise and self.options.polish:
-            words = points[0].describe()
+            first = points[0]
             all_weights = self.options.polish_weights == "all"
             less = "--polish-weights kv takes less, or " if all_weights else ""
             raise ConfigError(
-                f"polish: it would take about {words['in memory']}, {words['available now']} "
+                f"polish: it would take about {gib(first.resident)}, {gib(first.available)} are "
                 "available, and layer by layer no step of training is possible; "
                 f"{less}{_FURTHER}"
             )
@@ -211,7 +213,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
                 flush=True,
             )
         self._advise()
-        self.estimate.announce()
+        self.estimate.announce(verbose=self.verbose)
 
     def _advise(self) -> None:
         """Print what a cache format alone achieves, and which text is used if none is named."""
@@ -226,7 +228,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     def rehearse(self) -> Iterable[Mapping[str, str]]:
         self._advise()
         self.request.texts()
-        return [point.describe() for point in self.estimate.points]
+        return [point.describe(verbose=self.verbose) for point in self.estimate.points]
 
     def run(self) -> ConversionRecord | CurveRecord:
         """Convert, measure before and after, and save.

@@ -139,7 +139,8 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
 
     def show(self, record: Mapping[str, Any]) -> None:
         if self.search_config is not None:
-            print_by_topic(self.search_estimate.describe(self.search_config))
+            words = self.search_estimate.describe(self.search_config, verbose=self.verbose)
+            print_by_topic(words)
             warn(self.search_estimate.warnings)
             return
         from attention.cache_formats import format_advice
@@ -151,7 +152,7 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
             print(advice + "\n" * bool(advice), end="")
         for number, point in enumerate(self.points):
             print("\n" * bool(number), end="")
-            print_by_topic(point.describe())
+            print_by_topic(point.describe(verbose=self.verbose))
 
     def exit_code(self, record: Mapping[str, Any]) -> int:
         """Return 0.

@@ -62,7 +62,7 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
         check_gpus(config)
         storage, parallel = storage_path(config.storage), local_parallel(config)
         estimate = estimate_search(setup, storage, parallel=parallel)
-        yield estimate.describe(config)
+        yield estimate.describe(config, verbose=self.verbose)
         warn(estimate.warnings)
         estimate.check()
         check_disk(setup, parallel)
@@ -81,6 +81,7 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
             self.config,
             resume=self._words[1] or bool(options.resume),
             sync_from=options.sync_from,
+            verbose=self.verbose,
         )
         return self.outcome.to_dict()
 

@@ -16,13 +16,17 @@ class Task(ABC, Generic[OptionsT, RecordT]):
     """One run of a verb. The command line and the Python functions run the same tasks.
 
     Attributes:
-        options: The options of the verb. rehearsal: Whether it is only checked and estimated,
-            without reading weights.
+        options: The options of the verb.
+        rehearsal: Whether it is only checked and estimated, without reading weights.
+        verbose: Whether its estimate lists the parts of its memory.
     """
 
-    def __init__(self, options: OptionsT, *, rehearsal: bool = False) -> None:
+    def __init__(
+        self, options: OptionsT, *, rehearsal: bool = False, verbose: bool = False
+    ) -> None:
         self.options = options
         self.rehearsal = rehearsal
+        self.verbose = verbose
 
     @property
     def outputs(self) -> Mapping[str, str | Path | None]:

@@ -16,6 +16,7 @@ from orchestrator.cluster.session import connected, local_nodes, prepare_process
 from orchestrator.config.options import TrainingOptions
 from orchestrator.config.schema import apply_train_options, check_worker_gpus
 from orchestrator.resources.disk import checkpoint_bytes
+from orchestrator.resources.processes import TrainingMemory
 from orchestrator.resources.size import Size
 from orchestrator.resources.time import training_rate
 from orchestrator.tasks.task import RecordT, Task, advise_text, require
@@ -34,8 +35,10 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
         log: Takes lines on the training and on each milestone.
     """
 
-    def __init__(self, options: TrainingOptionsT, *, rehearsal: bool = False) -> None:
-        super().__init__(options, rehearsal=rehearsal)
+    def __init__(
+        self, options: TrainingOptionsT, *, rehearsal: bool = False, verbose: bool = False
+    ) -> None:
+        super().__init__(options, rehearsal=rehearsal, verbose=verbose)
         self.log: Callable[[str], None] = _print_at_once
 
     @property
@@ -70,6 +73,9 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
             speed = f"{rate:.0f} tokens/s per worker, "
             hours = f"; about {about}, without starts and measurements"
         saved = checkpoint_bytes(config, size, settings)
+        memory = TrainingMemory(config, request.sequence_length)
+        worker = memory.need("training worker", settings)
+        each = f" (each of {settings.num_workers} workers)" if settings.num_workers > 1 else ""
         return [
             {
                 "training": f"{request.title}, {request.steps} steps, "
@@ -78,6 +84,7 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
                 f"{Path(request.source).name}",
                 "text": f"{request.train_data} to train on, {request.eval_data} to measure on",
                 "rate": f"{speed}{rate_source}{hours}",
+                "memory": (worker.describe() if self.verbose else worker.summary) + each,
                 **describe_checkpoints(saved, request.checkpoint_minutes),
                 "results": f"{request.out}, and {request.folder.name} next to it",
             }

@@ -15,17 +15,15 @@ from orchestrator.storage.json_files import read_json
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord
 from orchestrator.tracking.metrics import METRICS, point
-from orchestrator.tracking.runs import Dataset
+from orchestrator.tracking.runs import NOTE, Dataset
 from orchestrator.tracking.sync import SharedMetadata, TrackedRun
 from search_spaces.recipes.recipe import AXES
 from trainers.text.data import SPLITS
 from trainers.text.token_sets import is_complete, read_sequences
 
-NOTE = "mlflow.note.content"
 _DIGITS = 16
 """Hexadecimal digits of a dataset's digest; MLflow takes 36."""
 _MODEL_METRICS = (
-    "kv_bytes_per_token",
     "kv_bytes_per_token_per_gpu",
     "cache_bytes_measured",
     "parameters",
@@ -151,6 +149,8 @@ def trial_run(record: TrialRecord, folder: Path) -> TrackedRun:
             for entry in record.relaxation:
                 measured = {f"relaxation_{key}": entry[key] for key in entry if key != "step"}
                 run.points.append(point(measured, entry["step"], rung["timestamp"]))
+        # At each rung: MLflow's chart over a metric joins two metrics by their steps
+        values["kv_bytes_per_token"] = record.kv_bytes_per_token
         run.points.append(point(values, rung["step"], rung["timestamp"]))
     return run
 

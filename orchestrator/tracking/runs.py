@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,9 +49,15 @@ STATUS = {
     WAITING: "RUNNING",
 }
 """MLflow's status by the state of a trial."""
+NOTE = "mlflow.note.content"
+"""Tag of a run or an experiment with its description, in Markdown."""
 KIND = "mlflow.experimentKind"
 """Tag of an experiment by which MLflow's page opens it on its runs, and not on traces."""
 TRAINING = "custom_model_development"
+REPORT = "report.html"
+"""Artifact of the run of a search: its report."""
+_REPORTS = "Reports: "
+_REPORT_LINKS = 20  # a tag of an experiment has 5,000 characters
 _DESCRIPTION = (
     "One run per search; its trials and promotions are child runs. One run per training. Tables "
     "and figures of a search are in the artifact `report.html` of its run; `headfold ui FOLDER` "
@@ -219,6 +226,23 @@ class Tracker(Registry):
         """Log a file as an artifact."""
         self.client.log_artifact(run_id, str(path))
 
+    def link_report(self, run_id: str, name: str) -> None:
+        """Link the report of a search in the first line of the experiment's description.
+
+        Args:
+            run_id: The run of the search.
+            name: Text of the link.
+        """
+        note = self.client.get_experiment(self.experiment_id).tags.get(NOTE, "")
+        line, _, rest = note.partition("\n\n")
+        links = re.findall(r"\[.*?\]\(.*?\)", line) if line.startswith(_REPORTS) else []
+        target = f"#/experiments/{self.experiment_id}/runs/{run_id}/artifacts/{REPORT}"
+        if any(link.endswith(f"({target})") for link in links):
+            return
+        links = [f"[{name}]({target})", *links][:_REPORT_LINKS]
+        text = f"{_REPORTS}{', '.join(links)}\n\n{rest if len(links) > 1 else note}"
+        self.client.set_experiment_tag(self.experiment_id, NOTE, text)
+
     def set_status(self, run_id: str, status: str, at: float | None = None) -> None:
         """Set the status of a run; a continued run is no longer marked as finished.
 
@@ -288,7 +312,7 @@ def _experiment(client: Any, name: str, artifacts: str | None) -> str:
 
     existing = client.get_experiment_by_name(name)
     if existing is None:
-        tags = {KIND: TRAINING, "mlflow.note.content": _DESCRIPTION}
+        tags = {KIND: TRAINING, NOTE: _DESCRIPTION}
         try:
             return client.create_experiment(name, artifact_location=artifacts, tags=tags)
         except MlflowException as error:

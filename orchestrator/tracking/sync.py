@@ -24,7 +24,7 @@ from attention.base.messages import reason
 from orchestrator.storage.records import ENDED, RUNNING
 from orchestrator.tracking.errors import TrackingError, is_away, redact
 from orchestrator.tracking.metrics import MetricPoint
-from orchestrator.tracking.runs import STATUS, Dataset, Tracker
+from orchestrator.tracking.runs import REPORT, STATUS, Dataset, Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -363,6 +363,8 @@ def _requests(tracker: Tracker, run_id: str, run: TrackedRun) -> dict[str, Calla
         if path.exists():
             stamp = path.stat().st_mtime_ns
             requests[f"file {path} {stamp}"] = partial(tracker.log_file, run_id, path)
+            if path.name == REPORT:
+                requests[f"link {path}"] = partial(tracker.link_report, run_id, run.name)
     return requests
 
 

@@ -1,10 +1,10 @@
 """`headfold ui`: MLflow's page of a search, on the loopback address.
 
 It opens on a view of the search: its trials, loss increase over KV bytes per token, losses over
-steps; without it, it would open on the list of all runs of all searches. MLflow keeps a view that
-somebody shares as a tag of the experiment, which a link names, and has no interface to make one:
-`share_view` writes the tag. A version of MLflow that does not understand it shows the list; a test
-opens the view of this version in a browser.
+steps, and a table with recipe and KV ratio; without it, it would open on the list of all runs of
+all searches. MLflow keeps a view that somebody shares as a tag of the experiment, which a link
+names, and has no interface to make one: `share_view` writes the tag. A version of MLflow that does
+not understand it shows the list; a test opens the view of this version in a browser.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,21 +134,25 @@ def _view(run_id: str) -> dict[str, Any]:
     increase = METRICS["loss_increase"]
     size = METRICS["kv_bytes_per_token"]
     loss = METRICS["loss"]
-    scatter = _chart(
+    # A scatter chart has linear axes only, on which the good trials are all at 0. A line chart over
+    # a metric has a log axis, but no place for trials at or below the original model's loss
+    line = partial(_chart, "LINE", scaleType="log", lineSmoothness=0)  # by default MLflow smooths
+    log = line(
+        increase,
+        metricKey=increase,
+        selectedMetricKeys=[increase],
+        xAxisKey="metric",
+        selectedXAxisMetricKey=size,
+        displayPoints=True,
+    )
+    linear = _chart(
         "SCATTER",
         f"{increase} over {size}",
         xaxis={"key": size, "type": "METRIC"},
         yaxis={"key": increase, "type": "METRIC"},
         runsCountToCompare=1000,
     )
-    line = _chart(
-        "LINE",
-        loss,
-        metricKey=loss,
-        selectedMetricKeys=[loss],
-        xAxisKey="step",
-        scaleType="log",
-    )
+    steps = line(loss, metricKey=loss, selectedMetricKeys=[loss], xAxisKey="step")
     section = {
         "uuid": _SECTION,
         "name": "Loss and KV cache",
@@ -155,12 +160,17 @@ def _view(run_id: str) -> dict[str, Any]:
         "isReordered": False,
         "columns": 2,
     }
+    recipe, ratio = "params.`recipe`", "params.`kv_ratio`"
+    columns = [recipe, ratio, *(f"metrics.`{name}`" for name in (increase, "perplexity", size))]
     return {
         "searchFilter": f"tags.mlflow.parentRunId = '{run_id}'",
         "runsHiddenMode": "SHOW_ALL",
         "orderByKey": f"metrics.`{increase}`",  # in order of time they fold under the search
         "orderByAsc": True,
-        "compareRunCharts": [scatter, line],
+        "selectedColumns": columns,
+        "columnOrder": ["attributes.`Run Name`", *columns],
+        "columnWidths": {recipe: 150},
+        "compareRunCharts": [log, steps, linear],
         "compareRunSections": [section],
     }
 
@@ -168,7 +178,7 @@ def _view(run_id: str) -> dict[str, Any]:
 def _chart(kind: str, name: str, **options: Any) -> dict[str, Any]:
     return {
         "type": kind,
-        "uuid": f"{_SECTION}-{kind.lower()}",
+        "uuid": f"{_SECTION}-{kind.lower()}-{name}",
         "metricSectionId": _SECTION,
         "isGenerated": False,
         "deleted": False,

@@ -20,8 +20,8 @@ from attention.base.progress import ProgressStage, stage
 from attention.base.timing import clock
 from orchestrator.storage import records
 from orchestrator.tracking.metrics import MetricPoint, point
-from orchestrator.tracking.run_metadata import NOTE, dataset_of, source_tags
-from orchestrator.tracking.runs import Tracker
+from orchestrator.tracking.run_metadata import dataset_of, source_tags
+from orchestrator.tracking.runs import NOTE, Tracker
 from orchestrator.tracking.sync import MlflowSync, TrackedRun
 from orchestrator.training.request import TrainingRequest
 from orchestrator.training.run import TrainingFollower, TrainingReport, TrainingRun

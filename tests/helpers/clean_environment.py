@@ -19,15 +19,20 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 OF_TESTS = ("PYTHONPATH", "VIRTUAL_ENV", "RAY_ADDRESS", "RAY_AUTH_MODE", "MLFLOW_TRACKING_URI")
 
 
-def build_wheel(out: Path) -> Path:
-    """The wheel of the files that git knows here, as they are now."""
-    source = out / "source"
+def copy_source(source: Path) -> Path:
+    """Copy the files that git knows here, as they are now."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
     for name in names:
         if (REPOSITORY / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((REPOSITORY / name).read_bytes())
+    return source
+
+
+def build_wheel(out: Path) -> Path:
+    """The wheel of the files that git knows here, as they are now."""
+    source = copy_source(out / "source")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, source]
     subprocess.run(command, check=True, timeout=300)
     (wheel,) = out.glob("headfold-*.whl")

@@ -6,11 +6,18 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
+import pytest
 import yaml
+from clean_environment import copy_source
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from ray.dashboard.modules.metrics.grafana_dashboard_factory import generate_train_grafana_dashboard
 
@@ -27,6 +34,15 @@ def locked() -> dict[str, Version]:
     return {name: Version(version) for name, version in (line.split("==") for line in lines)}
 
 
+def copied() -> dict[str, str]:
+    """Destinations of what the image copies into the folder of Headfold, by their paths here."""
+    found = {}
+    for sources, target in re.findall(r"^COPY --chown=\S+ (.+) /home/ray/headfold(\S*)$", IMAGE, re.MULTILINE):
+        for source in sources.split():
+            found[source] = target.strip("/") or Path(source).name
+    return found
+
+
 def test_every_requirement_is_locked_to_a_version_that_it_allows() -> None:
     versions, project = locked(), PROJECT["project"]
     extras = project["optional-dependencies"]
@@ -40,13 +56,33 @@ def test_the_image_has_ray_as_locked_and_all_packages() -> None:
     cluster = yaml.safe_load((REPOSITORY / "cluster.yaml").read_text())
     assert Version(base) == locked()["ray"]
     assert cluster["docker"]["worker_image"] == f"rayproject/ray:{base}-py311-gpu"
-    copied = re.findall(r"^COPY --chown=\S+ (.+) /home/ray/headfold\S*$", IMAGE, re.MULTILINE)
-    names = {name for line in copied for name in line.split()}
+    assert re.findall(r"--build-arg BASE=rayproject/ray:(\S+)-cpu ", IMAGE) == [f"{base}-py311"]
+    assert Version("3.11") in SpecifierSet(PROJECT["project"]["requires-python"])
+    assert "--python-version 3.11 " in IMAGE, "the lock file is of another Python"
+    names = copied().keys()
+    assert len(names) == sum(len(line.split()) - 3 for line in IMAGE.splitlines() if line.startswith("COPY --chown"))
     assert all((REPOSITORY / name).exists() for name in names)
     assert {pattern.rstrip("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]} <= names
     assert {"pyproject.toml", PROJECT["project"]["readme"], "configs"} <= names
     for file in itertools.chain(*PROJECT["tool"]["setuptools"]["data-files"].values()):  # else pip cannot build there
         assert names & {file, *map(str, Path(file).parents)}, file
+
+
+@pytest.mark.extended
+def test_the_files_of_the_image_make_the_wheel(tmp_path: Path) -> None:
+    """What the last step of the image installs, without a builder of images."""
+    source = copy_source(tmp_path / "source")
+    for name, target in copied().items():
+        (tmp_path / "image" / target).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (source / name).is_dir() else shutil.copy2
+        copy(source / name, tmp_path / "image" / target)
+    wheels = []
+    for folder in ("source", "image"):
+        out = tmp_path / f"wheel of {folder}"
+        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out]
+        subprocess.run([*command, tmp_path / folder], check=True, timeout=300)
+        wheels.append({info.filename: info.CRC for info in zipfile.ZipFile(next(out.iterdir())).infolist()})
+    assert wheels[0] == wheels[1]
 
 
 def test_the_dashboard_draws_every_gauge_and_nothing_else() -> None:

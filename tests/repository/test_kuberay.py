@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from own_config_job import checked_config
 from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClient
 from typer.testing import CliRunner
 
@@ -167,26 +168,8 @@ def test_a_worker_s_pod_that_is_ended_drains_its_node_in_the_time_it_has() -> No
 
 
 def test_a_configuration_of_ones_own_is_mounted_where_its_job_reads_it(tmp_path: Path) -> None:
-    files, job = yaml.safe_load_all((REPOSITORY / "deploy" / "rayjob-own-config.yaml").read_text())
-    spec = job["spec"]
-    assert "clusterSelector" not in spec and spec["shutdownAfterJobFinishes"], "which Kueue needs"
-    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "headfold"}
-    program, verb, path = shlex.split(spec["entrypoint"])
-    assert (program, verb) == ("headfold", "search")
-    [worker] = spec["rayClusterSpec"]["workerGroupSpecs"]
-    pods = [group["template"]["spec"] for group in (spec["rayClusterSpec"]["headGroupSpec"], worker)]
-    for pod in pods:
-        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
-        maps = {volume["name"]: volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume}
-        [(volume, config_map)] = maps.items()
-        assert config_map == files["metadata"]["name"]
-        assert path.rpartition("/")[0] == mounts[volume]
-        assert pod["containers"][0]["image"] in {c["image"] for other in PODS for c in other["containers"]}
-    own = tmp_path / "search.yaml"
-    own.write_text(files["data"][path.rpartition("/")[2]])
-    config = read_search_config(own)
-    there = Nodes(1, {"CPU": 48.0, "GPU": float(pods[1]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])})
-    assert concurrency([Nodes(1, {"CPU": 4.0}), there], Demand.of(config)) == 1
+    images = {container["image"] for pod in PODS for container in pod["containers"]}
+    checked_config((REPOSITORY / "deploy" / "rayjob-own-config.yaml").read_text(), images, tmp_path)
 
 
 def test_the_task_of_skypilot_starts_a_search_of_this_checkout() -> None:

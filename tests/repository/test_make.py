@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CALLERS = (".pre-commit-config.yaml", ".github/workflows/test.yml", ".ci/run")
@@ -47,3 +48,24 @@ def test_hooks_and_workflows_call_targets_that_there_are() -> None:
         assert called and called <= targets, name
     workflow = yaml.safe_load((REPOSITORY / CALLERS[1]).read_text())
     assert [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step] == ["make test PYTHON=python"]
+
+
+def test_the_workflow_names_exact_actions_and_pythons_that_are_allowed() -> None:
+    """A tag of an action may be moved to other code, a commit not."""
+    text = (REPOSITORY / CALLERS[1]).read_text()
+    [job] = yaml.safe_load(text)["jobs"].values()
+    uses = [step["uses"] for step in job["steps"] if "uses" in step]
+    assert [action.partition("@")[0] for action in uses] == ["actions/checkout", "actions/setup-python"]
+    assert len(re.findall(r"uses: [\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+$", text, re.MULTILINE)) == len(uses)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    named = {entry.rpartition(" ")[2] for entry in project["classifiers"] if re.search(r":: 3\.\d+$", entry)}
+    assert set(job["strategy"]["matrix"]["python"]) == named
+    assert all(version in SpecifierSet(project["requires-python"]) for version in named)
+
+
+def test_continuous_integration_and_hooks_name_paths_that_there_are() -> None:
+    workflows = (REPOSITORY / ".github" / "workflows").glob("*.yml")
+    assert {str(path.relative_to(REPOSITORY)) for path in workflows} == {CALLERS[1]}, "and no other is tested here"
+    for path in (REPOSITORY / ".github").rglob("*.yml"):
+        for name in re.findall(r"\b[\w/]+\.(?:md|py|yaml|toml|sh)\b", path.read_text()):
+            assert (REPOSITORY / name).exists(), (path.name, name)

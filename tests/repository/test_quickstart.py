@@ -22,7 +22,10 @@ from trainers.text.corpora import LIBRARY
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE, README = REPOSITORY / "docs" / "quickstart.md", REPOSITORY / "README.md"
 HUB_NAME = "Qwen/Qwen3-0.6B"
-SERVERS = {"vllm": 'test -f "$2/config.json" && echo "served: $*"', "llama-server": 'test -f "$2" && echo "served: $*"'}
+SERVERS = {
+    "vllm": 'grep -q "\\"Qwen3ForCausalLM\\"" "$2/config.json" && echo "served: $*"',
+    "llama-server": 'test -f "$2" && echo "served: $*"',
+}
 
 
 def blocks(kind: str, page: Path = PAGE) -> list[str]:

@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from orchestrator.reporting.figures import drawing
-from orchestrator.reporting.tables import LEFT, PROSE, Table
+from orchestrator.reporting.tables import LEFT, PROSE, WRAPPED, Table
 from orchestrator.storage.outputs import GENERATOR
 
 _MAX_BYTES = 3_000_000  # of a page
@@ -154,6 +154,7 @@ _environment.filters |= {"svg": _svg, "slug": _slug}
 _environment.globals |= {
     "generator": Markup(GENERATOR),
     "prose": PROSE,
+    "wrapped": WRAPPED,
     "left": LEFT,
     "theme": drawing.THEME,
     "stylesheet": _asset("page.css"),

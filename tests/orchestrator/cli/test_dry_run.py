@@ -49,7 +49,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
         # 2 layers x 2 of 4 heads x (8 + 8) x 4 bytes
         ([*CONVERT, "--kv-ratio", "0.5"], r"^cache: 50% of the original: 256 of 512 KV bytes per token$"),
         ([*CONVERT, "--kv-ratio", "0.5,0.25"], r"^cache: 25% of the original: 128 of 512 KV bytes per token$"),
-        ([*CONVERT, "--kv-ratio", "0.5", "--layerwise"], r"^layer by layer: "),
+        ([*CONVERT, "--kv-ratio", "0.5", "--layerwise"], r"^memory: .* layer by layer; "),
         (["evaluate", "model", "--original", "model", *SMALL], r"^measures: held-out loss of 2 model\(s\) on 64 tok"),
         (TRAIN, r"^training: transformer, 3 steps, 768 tokens \(1 epochs of the text\)$"),
         (FINETUNE, r"^training: keys and values of model, 3 steps, 768 tokens \(1 epochs of the text\)$"),
@@ -66,6 +66,30 @@ def test_it_tells_and_writes_nothing(place: Path, command: list[str], said: str)
     assert re.search(said, ran.out, re.MULTILINE), ran.out
     assert ran.out.endswith("dry run: all checks passed, nothing was written\n")
     assert digest(place) == before
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        (["search", "mine.yaml", "--dry-run"], {"training worker", "weights", "gradients", "planning"}),
+        (["estimate", "mine.yaml"], {"training worker", "weights", "gradients", "planning"}),
+        ([*CONVERT, "--kv-ratio", "0.5", "--dry-run"], {"calibrate", "plan", "convert", "head"}),
+        (["estimate", "--model", "model", "--recipe", "gqa", "--kv-ratio", "0.5", *SMALL[:4]], {"plan", "head"}),
+        ([*TRAIN, "--dry-run"], {"libraries", "weights", "gradients", "optimiser"}),
+        ([*FINETUNE, "--dry-run"], {"libraries", "weights", "gradients", "optimiser"}),
+    ],
+)
+def test_memory_is_one_line_and_its_parts_are_verbose(place: Path, command: list[str], parts: set[str]) -> None:
+    def lines(*more: str) -> list[str]:
+        ran = run_in(place, [*command, *more])
+        assert ran.code == 0, ran.err
+        return [line for line in ran.out.splitlines() if line.startswith("memory")]
+
+    [line] = lines()
+    assert re.match(r"memory: \d+\.\d\d GiB ", line) and not {part for part in parts if f" {part} " in line}
+    verbose = "\n".join(lines("--verbose"))
+    assert all(re.search(rf" {part}[ :]", verbose) for part in parts), verbose
 
 
 @pytest.mark.usefixtures("unread")
@@ -124,11 +148,11 @@ def test_an_estimate_for_another_machine_needs_no_gpu_here(place: Path) -> None:
     for more in (["--device", "cuda"], ["--gpus", "1", "--gpu-memory", "80"]):
         ran = run_in(place, [*asked, *more])
         assert ran.code == 0, ran.err
-        assert " GiB of GPU memory, most of it while " in ran.out
+        there = "80.00 GiB" if "80" in more else "an unknown amount"
+        assert re.search(rf"^memory: \S+ GiB of GPU memory, or .*; {there} on each GPU$", ran.out, re.MULTILINE)
         assert re.search(r"about \d+ (s|min) on this machine's \d+ CPUs; for the time on a GPU name its type", ran.out)
-        assert f"of each GPU: {'80.0 GiB' if '80' in more else 'unknown'}" in ran.out
     here = run_in(place, [*asked, "--device", "cpu"])
-    assert " GiB of memory of the machine" in here.out and "GPU" not in here.out
+    assert re.search(r"^memory: .* GiB available$", here.out, re.MULTILINE) and "GPU" not in here.out
 
 
 def test_an_estimate_for_a_named_gpu_has_its_memory_and_its_speed(place: Path) -> None:

@@ -72,6 +72,18 @@ def test_no_page_scrolls_sideways(browser: Browser, pages: dict[str, Path], name
     page.close()
 
 
+def test_the_table_of_results_fits_a_page_of_1400_pixels(browser: Browser, pages: dict[str, Path]) -> None:
+    """A long path is whole, in several lines."""
+    page = opened(browser, pages["report"], 1400, "light")
+    box = page.locator("div.scroll", has=page.locator("table")).first
+    path = "promoted/t0007-64/" + "a-folder-with-a-long-name/" * 6
+    cell = box.locator("tbody tr:nth-child(2) td:last-child")
+    cell.evaluate("(cell, path) => { cell.textContent = path; }", path)
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+    assert cell.evaluate("cell => cell.scrollWidth <= cell.clientWidth") and cell.inner_text() == path
+    page.close()
+
+
 def test_what_is_wrong_is_found(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "wrong.html"
     file.write_text("<html><body><h3>x</h3><img src=''><p style='width: 2000px; color: #ccc'>pale</p></body></html>")

@@ -137,7 +137,15 @@ def test_a_search_does_not_start(model: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_verb_tells_the_parts_and_ends_with_an_error(model: Path, tmp_path: Path) -> None:
     record = tmp_path / "estimate.json"
-    same = ["estimate", str(CONFIG), f"model.path={model}", f"storage={tmp_path}/runs", "--json", str(record)]
+    same = [
+        "estimate",
+        str(CONFIG),
+        f"model.path={model}",
+        f"storage={tmp_path}/runs",
+        "--json",
+        str(record),
+        "--verbose",
+    ]
     done = CliRunner().invoke(app, same)
     assert done.exit_code == 0, done.output
     assert "memory, training worker" in done.output and "gathered" in done.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -15,10 +16,10 @@ import torch
 from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
-from orchestrator.storage.records import DONE, TrialRecord
+from orchestrator.storage.records import DONE, RUNNING, TrialRecord
 from orchestrator.tracking.metrics import METRICS, best_point, point
 from orchestrator.tracking.run_metadata import search_note, shared_metadata, trial_run
-from orchestrator.tracking.runs import KIND, TRAINING, Tracker
+from orchestrator.tracking.runs import KIND, NOTE, TRAINING, Tracker
 from orchestrator.tracking.sync import MlflowSync, parent_run
 from trainers.text.token_sets import write_sequences
 
@@ -87,6 +88,37 @@ def test_the_page_opens_on_runs(tmp_path: Path, tracker: Tracker) -> None:
     tracker.client.set_experiment_tag(older, KIND, "genai_development")  # somebody's choice
     Tracker.open(None, "of an earlier version", tmp_path)
     assert tracker.client.get_experiment(older).tags[KIND] == "genai_development"
+
+
+def test_the_description_of_the_experiment_links_the_newest_reports(tracker: Tracker, folder: SearchFolder) -> None:
+    def note() -> str:
+        return tracker.client.get_experiment(tracker.experiment_id).tags[NOTE]
+
+    sync = MlflowSync(lambda: tracker, parent_run(folder.root))
+    described = note()
+    assert not described.startswith("Reports: ")
+    folder.report.write_text("<h1>Report</h1>")
+    for status in (RUNNING, DONE):  # one that was written anew is linked once
+        run_id = sync.put(parent_run(folder.root, files=[folder.report], status=status))
+        os.utime(folder.report, (1, 1))
+    link = f"[{folder.root.name}](#/experiments/{tracker.experiment_id}/runs/{run_id}/artifacts/report.html)"
+    assert note() == f"Reports: {link}\n\n{described}"
+    assert [file.path for file in tracker.client.list_artifacts(run_id)] == ["report.html"]
+    tracker.client.set_experiment_tag(tracker.experiment_id, NOTE, "Reports: mine.\n\nOf last week.")
+    for number in range(30):
+        tracker.link_report(f"run{number}", f"search {number}")
+    line, *rest = note().split("\n\n")
+    assert rest == ["Reports: mine.", "Of last week."], "what a user has written stays"
+    assert re.findall(r"\[search (\d+)\]", line) == [str(number) for number in range(29, 9, -1)]
+
+
+def test_a_trial_has_its_size_at_every_rung(tracker: Tracker, folder: SearchFolder) -> None:
+    """MLflow draws loss over size by joining the two metrics by their steps."""
+    record = TrialRecord("t1", "gqa", 0.5, 1e-3, {}, DONE, kv_bytes_per_token=64)
+    record.rungs = [{"step": step, "loss": 2.5, "timestamp": 10.0 + step} for step in (0, 8, 24)]
+    run_id = MlflowSync(lambda: tracker, parent_run(folder.root)).put(trial_run(record, folder.root))
+    sizes = tracker.client.get_metric_history(run_id, "kv_bytes_per_token")
+    assert [(size.step, size.value) for size in sizes] == [(0, 64.0), (8, 64.0), (24, 64.0)]
 
 
 def test_the_kind_is_one_that_mlflow_s_page_knows() -> None:

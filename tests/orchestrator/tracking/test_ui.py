@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from orchestrator.cluster.session import free_port
 from orchestrator.config.parsing import ConfigError
@@ -117,24 +117,65 @@ def test_the_server_ends_with_the_command_however_that_ends(number: int, folder:
     assert not is_taken(port)
 
 
-@pytest.mark.extended
-def test_a_browser_shows_the_loss_increase_over_the_bytes_of_the_cache(folder: SearchFolder) -> None:
-    """One that has never seen MLflow, and of the trials of this search alone."""
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    """One that has never seen MLflow."""
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     if executable is None:
         pytest.skip("no chromium here: install the package of that name (Debian: apt install chromium)")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def opened(browser: Browser, address: str) -> Page:
+    page = browser.new_page(viewport={"width": 1600, "height": 1000})
+    page.set_default_timeout(100_000)
+    page.goto(address)
+    return page
+
+
+@pytest.mark.extended
+def test_a_browser_shows_the_trials_of_the_search_alone_and_its_report(
+    folder: SearchFolder, browser: Browser, tmp_path: Path
+) -> None:
     tracker = Tracker.open(None, "mine", folder.storage)
     mine, another = (tracker.start(name) for name in ("mine", "another"))
-    for parent, name, size in ((mine, "gqa 50%", 2), (mine, "gqa 25%", 1), (another, "not mine", 1)):
-        numbers = {"eval_loss": 4.0 - size, "eval_loss_delta": 3.0 - size, "kv_bytes_per_token": size}
-        tracker.log_point(tracker.start(name, parent=parent), numbers | {"step": 0, "time": 1.0})
+    increases = {"gqa 50%": (2.0, (0.5, 0.02)), "gqa 25%": (1.0, (3.0, 0.9)), "not mine": (1.0, (7.0, 7.0))}
+    for name, (size, of_rungs) in increases.items():
+        run = tracker.start(name, parent=another if name == "not mine" else mine)
+        tracker.log_params(run, {"recipe": f"recipe of {name}", "kv_ratio": size / 4})
+        for step, increase in enumerate(of_rungs):
+            values = {"eval_loss": 4.0 + increase, "eval_loss_delta": increase, "kv_bytes_per_token": size}
+            tracker.log_point(run, values | {"step": step, "time": 1.0 + step})
+    (tmp_path / "report.html").write_text("<h1>What was found</h1>")
+    tracker.log_file(mine, tmp_path / "report.html")
+    tracker.link_report(mine, "report of mine")
     write_json(folder.state, read_json(folder.state) | {"parent_run": mine})
-    with shown(folder) as (_, address), sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1600, "height": 1000})
-        page.goto(address)
-        page.locator(".js-plotly-plot .scatterlayer .point").first.wait_for(state="attached", timeout=100_000)
+    with shown(folder) as (_, address):
+        page = opened(browser, address)
+        page.locator(".js-plotly-plot .scatterlayer .point").nth(4).wait_for(state="attached")
+        charts = page.evaluate(PLOTTED)
         text = page.inner_text("body")
-        browser.close()
-    assert "Loss and KV cache" in text, text
-    assert "gqa 50%" in text and "gqa 25%" in text and "not mine" not in text
+        with page.expect_popup() as report:
+            page.get_by_role("link", name="report of mine").click()
+        report.value.frame_locator("iframe").get_by_text("What was found").wait_for(timeout=100_000)
+        page = opened(browser, address.replace("=CHART", "=TABLE"))
+        page.get_by_text("recipe of gqa 25%").wait_for()
+        columns = page.locator("[role=columnheader][col-id*='.`']").evaluate_all(COLUMNS)
+    assert "Loss and KV cache" in text and "gqa 50%" in text and "not mine" not in text, text
+    over_size, over_steps, _ = charts
+    assert over_size == {"type": "log", "points": [[1, 0.9], [1, 3], [2, 0.02], [2, 0.5]]}
+    assert over_steps == {"type": "log", "points": [[0, 4.5], [0, 7], [1, 4.02], [1, 4.9]]}
+    wanted = ["params.`recipe`", "params.`kv_ratio`", "metrics.`eval_loss_delta`"]
+    assert [name for name in columns if name in wanted] == wanted
+
+
+PLOTTED = """() => [...document.querySelectorAll('.js-plotly-plot')].map(plot => ({
+  type: plot._fullLayout.yaxis.type,
+  points: plot.data.filter(line => line.mode?.includes('markers') && line.hoverinfo !== 'skip')
+    .flatMap(line => Array.from(line.x, (x, i) => [x, line.y[i]])).sort((a, b) => a[0] - b[0] || a[1] - b[1])
+}))"""
+COLUMNS = """headers => headers.map(header => [header.getBoundingClientRect().x, header.getAttribute('col-id')])
+  .sort((a, b) => a[0] - b[0]).map(([, name]) => name)"""
