@@ -28,7 +28,8 @@ class QueuedCall:
     """A call that waits, or runs.
 
     Attributes:
-        key: Identifies the call for the caller. method: Method of the actor.
+        key: Identifies the call for the caller.
+        method: Method of the actor.
         arguments: References among them are resolved where the call runs.
         results: Number of values that it returns after the first.
     """
@@ -44,8 +45,9 @@ class FinishedCall:
     """A finished call.
 
     Attributes:
-        key: Identifies the call for the caller. value: The first value that it returned.
-            results: References to the other values.
+        key: Identifies the call for the caller.
+        value: The first value that it returned.
+        results: References to the other values.
         lost: Whether its actor, or something that it reads, was lost: the call was not made.
     """
 

@@ -145,8 +145,8 @@ def engine_services(model: str | Path, served: str | Path | None = None) -> list
     """Return how each engine serves a promoted model. Reads no weights.
 
     Args:
-        model: Folder that the gate of a promotion has written. served: The same model, exported
-            for the engine of the search.
+        model: Folder that the gate of a promotion has written.
+        served: The same model, exported for the engine of the search.
 
     Returns:
         An entry for each engine; none if the folder is no longer there.

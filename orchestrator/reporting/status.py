@@ -175,7 +175,8 @@ def seconds_left(
     """Return the remaining seconds, by the share of finished trials and rungs.
 
     Args:
-        trials: All started trials. expected: Their final number; None if it is not known.
+        trials: All started trials.
+        expected: Their final number; None if it is not known.
         rungs: Rungs of a trial.
         elapsed: Seconds since the start.
 
@@ -317,8 +318,10 @@ def watch_search(
 
     Args:
         folder: Of the search.
-        every: Seconds between two updates. once: Whether to show the state once and return.
-        console: The console to print to. sleep: Function that waits for some seconds.
+        every: Seconds between two updates.
+        once: Whether to show the state once and return.
+        console: The console to print to.
+        sleep: Function that waits for some seconds.
     """
     out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     printed = ""

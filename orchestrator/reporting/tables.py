@@ -64,8 +64,8 @@ class Table:
         """Return some or all of the columns for the terminal.
 
         Args:
-            columns: Names of the columns to show (default: all). star: Whether a first column
-                has a star in marked rows.
+            columns: Names of the columns to show (default: all).
+            star: Whether a first column has a star in marked rows.
             **options: Of `rich.table.Table`.
         """
         names = columns or self.columns

@@ -61,7 +61,8 @@ class FinetuneRequest(TrainingRequest):
     """A training of a checkpoint, checked.
 
     Attributes:
-        original: The model to distil from. dtype: Dtype of the trained checkpoint.
+        original: The model to distil from.
+        dtype: Dtype of the trained checkpoint.
     """
 
     NAME, VERB, KEEPS_BEST = "finetune", "finetune", True

@@ -40,8 +40,9 @@ def shared_metadata(
     """Return the metadata that all runs of a search share.
 
     Args:
-        config: Configuration of the search. folder: Folder of the search. files: Its token
-            sets, by split.
+        config: Configuration of the search.
+        folder: Folder of the search.
+        files: Its token sets, by split.
         base_model: Name of the original model.
     """
     tags = source_tags("search", read_json(folder.state).get("command", "headfold search"))

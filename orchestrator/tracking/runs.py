@@ -144,7 +144,8 @@ class Tracker(Registry):
         """Start a run and return its id.
 
         Args:
-            name: Its displayed name. parent: The run that it is a child of.
+            name: Its displayed name.
+            parent: The run that it is a child of.
             tags: Its tags.
             at: When it started, in seconds since 1970 (default: now).
         """

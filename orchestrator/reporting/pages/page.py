@@ -73,7 +73,8 @@ class PageSection:
         commands: Names, and lines to be copied.
         samples: Texts side by side, as recorded by `evaluation.generations`.
         again: How to run single trials again.
-        source: Text that is shown unchanged. folded: Summary of the folded content.
+        source: Text that is shown unchanged.
+        folded: Summary of the folded content.
         wide: Whether it uses the whole width of a wide page.
         tall: Whether it uses two rows of its sections.
     """

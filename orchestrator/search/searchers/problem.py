@@ -28,8 +28,9 @@ class SearchProblem:
         space: What `samples` candidates are drawn from.
         named: The configured candidates, tried first.
         samples: Number of candidates that are drawn after them.
-        seed: Seed of the searcher. settings: Its own knobs. seeds: Seeds for training a plan
-            that it has found.
+        seed: Seed of the searcher.
+        settings: Its own knobs.
+        seeds: Seeds for training a plan that it has found.
         similarities: `similarities(recipe)` returns the recipe's similarity of the stored KV heads
             `[U, U]` by (layer, side); it may load the model, and is available when trials run.
         objectives: Keys of a report that are minimised, the loss first.
