@@ -35,8 +35,16 @@ from orchestrator.serving.export import export_checkpoint
 ROUNDS = 3
 """In each, every model is loaded once, in turn, so that a change of load strikes all of them."""
 REPETITIONS = 3  # of each prompt in a round
-Name = TypeVar("Name")
+ModelKey = TypeVar("ModelKey")
 SPEEDS = ("prefill_tokens_per_second", "decode_tokens_per_second")
+
+
+class ModelSpeed(TypedDict):
+    """Medians of a model at one context length, and the sequences of it that fit."""
+
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    sequences: int
 
 
 class SpeedFacts(TypedDict):
@@ -246,13 +254,13 @@ def random_prompts(
 def rounds(
     engine: Engine,
     python: str,
-    models: Mapping[Name, Exported],
+    models: Mapping[ModelKey, Exported],
     prompts: list[list[int]],
     tokens: int,
     memory: int,
-) -> dict[Name, list[SpeedAnswer]]:
+) -> dict[ModelKey, list[SpeedAnswer]]:
     """Return the answers of each model, of every round; the order is reversed each time."""
-    answers: dict[Name, list[SpeedAnswer]] = {key: [] for key in models}
+    answers: dict[ModelKey, list[SpeedAnswer]] = {key: [] for key in models}
     turns = [key for turn in range(ROUNDS) for key in list(models)[:: -1 if turn % 2 else 1]]
     with stage(f"speed in {engine.name}", len(turns), "runs") as progress:
         for key in turns:
@@ -283,9 +291,7 @@ def _facts(model: Exported, answer: SpeedAnswer) -> SpeedFacts:
     }
 
 
-def medians(
-    length: int, index: int, tokens: int, rounds_of: Sequence[SpeedAnswer]
-) -> dict[str, Any]:
+def medians(length: int, index: int, tokens: int, rounds_of: Sequence[SpeedAnswer]) -> ModelSpeed:
     """Return the speeds of a model at one context length, and the sequences that fit.
 
     Args:
@@ -297,8 +303,11 @@ def medians(
     seconds = [pair for answer in rounds_of for pair in answer.seconds[index]]
     prefill = statistics.median((length - tokens) / first for first, _ in seconds)
     decode = statistics.median((tokens - 1) / rest for _, rest in seconds)
-    speeds = dict(zip(SPEEDS, (prefill, decode), strict=True))
-    return {**speeds, "sequences": rounds_of[0].capacity // length}
+    return ModelSpeed(
+        prefill_tokens_per_second=prefill,
+        decode_tokens_per_second=decode,
+        sequences=rounds_of[0].capacity // length,
+    )
 
 
 def _at(

@@ -89,10 +89,10 @@ class EvaluationRecord(TypedDict):
     seconds: dict[str, float]
 
 
-Measured = EvaluationRecord | SpeedRecord | CacheTypesRecord
+_Measured = EvaluationRecord | SpeedRecord | CacheTypesRecord
 
 
-class Evaluate(Task[EvaluateOptions, Measured]):
+class Evaluate(Task[EvaluateOptions, _Measured]):
     """Held-out loss, increase and KL against the original, KV bytes, tokens per second.
 
     With an engine: only speed and the number of sequences that fit
@@ -273,7 +273,7 @@ class Evaluate(Task[EvaluateOptions, Measured]):
             }
         ]
 
-    def run(self) -> Measured:
+    def run(self) -> _Measured:
         """Measure.
 
         Raises:
@@ -403,7 +403,7 @@ class Evaluate(Task[EvaluateOptions, Measured]):
     def _load(self, key: str) -> PreTrainedModel:
         return checkpoints.load_working(self.models[key], self.dtype, self.options.device)
 
-    def show(self, record: Measured) -> None:
+    def show(self, record: _Measured) -> None:
         if "cache_types" in record:
             print_cache_types(record)
             return
