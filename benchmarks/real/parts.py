@@ -231,6 +231,7 @@ def calibration(work: Workspace) -> Iterator[Row]:
     texts = {
         "calibrated-4": ("built-in text", "builtin", 4),
         "calibrated-other": ("other text", other, 1),
+        "calibrated-other-4": ("other text", other, 4),
         "calibrated-both": ("both, half and half", mixed, 1),
         "calibrated-sampled": ("sampled from the model", work.sampled(), 1),
     }
