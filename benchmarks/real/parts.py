@@ -33,6 +33,10 @@ PROMPTS = (
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 """The chat template of the model, around one question."""
 TURN_END = "<|im_end|>"
+TWO_TEXTS = (
+    "two texts of one kind are needed: TEXT=..., e.g. the test file of WikiText-2, to measure on, and "
+    "CALIBRATION_TEXT=..., e.g. its validation file, to calibrate on"
+)
 CHOSEN = ("headfold_layers", "headfold_wide")
 """Recipes whose conversions later parts look at."""
 
@@ -112,24 +116,27 @@ def beside_original(work: Workspace) -> list[str]:
     return ["--original", GGUF, *work.held_out, "--speed-tokens", "0"]
 
 
-def formats(work: Workspace) -> Iterator[Row]:
-    """Models with their caches in the formats of engines."""
-    models = {"original": GGUF, **chosen(work)}
-    for name, folder in models.items():
+def in_formats(work: Workspace, name: str, models: Mapping[str, str], options: list[str]) -> Iterator[Row]:
+    """Measure models with their caches in the formats of engines; the original in 16 bits is the reference."""
+    for model, folder in models.items():
         for cache in ("f16", *FORMATS):
-            if name == "original" and cache == "f16":
+            if model == "original" and cache == "f16":
                 continue
             rounded = [] if cache == "f16" else ["--cache-format", cache]
-            options = [*beside_original(work), *rounded]
-            found = work.run(f"format-{name}-{cache.replace(',', '-')}", "evaluate", folder, *options)
+            found = work.run(f"{name}-{model}-{cache.replace(',', '-')}", "evaluate", folder, *options, *rounded)
             share = found["engine_cache"]["share"] if rounded else found["kv_ratio"]
             yield {
-                "model": name,
+                "model": model,
                 "cache": cache,
                 "engine bytes": f"{share:.1%}",
                 "increase": _increase(found),
                 "KL": f"{found['kl']:.3f}",
             }
+
+
+def formats(work: Workspace) -> Iterator[Row]:
+    """Models with their caches in the formats of engines."""
+    yield from in_formats(work, "format", {"original": GGUF, **chosen(work)}, beside_original(work))
 
 
 def llama_cpp(work: Workspace) -> Iterator[Row]:
@@ -221,10 +228,7 @@ def other_text(work: Workspace) -> Iterator[Row]:
 def calibration(work: Workspace) -> Iterator[Row]:
     """Wide heads at two thirds, calibrated on one kind of text or on two, and measured on both."""
     if work.text is None or work.calibration_text is None:
-        raise Unavailable(
-            "two texts of one kind are needed: TEXT=..., e.g. the test file of WikiText-2, to measure on, and "
-            "CALIBRATION_TEXT=..., e.g. its validation file, to calibrate on"
-        )
+        raise Unavailable(TWO_TEXTS)
     other = work.calibration_text
     mixed = work.mixed(other)
     rows = [("built-in text", 1, converted(work, "headfold_wide")["points"][0], "headfold_wide")]
@@ -233,7 +237,6 @@ def calibration(work: Workspace) -> Iterator[Row]:
         "calibrated-other": ("other text", other, 1),
         "calibrated-other-4": ("other text", other, 4),
         "calibrated-both": ("both, half and half", mixed, 1),
-        "calibrated-sampled": ("sampled from the model", work.sampled(), 1),
     }
     for name, (label, source, times) in texts.items():
         options = [*work.held_out, "--calibration-tokens", str(times * work.tokens), "--data", source, *work.short_fits]
@@ -250,6 +253,15 @@ def calibration(work: Workspace) -> Iterator[Row]:
             "increase on the other text": _increase(measured),
             "KL on that": f"{measured['kl']:.3f}",
         }
+
+
+def other_formats(work: Workspace) -> Iterator[Row]:
+    """The other text with caches in the formats of engines, by a model that is calibrated on its kind."""
+    if work.text is None or work.calibration_text is None:
+        raise Unavailable(TWO_TEXTS)
+    list(calibration(work))  # the conversion that is measured
+    models = {"original": GGUF, "headfold_wide": "calibrated-other-4"}
+    yield from in_formats(work, "other", models, [*beside_original(work), "--eval-data", work.text])
 
 
 def search(work: Workspace) -> Iterator[Row]:
@@ -303,6 +315,7 @@ PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
     "generations": generations,
     "other_text": other_text,
     "calibration": calibration,
+    "other_formats": other_formats,
     "search": search,
 }
 

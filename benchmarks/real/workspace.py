@@ -85,17 +85,6 @@ class Workspace:
         write_whole(file, "\n".join([*lines, ""]).encode())
         return file.name
 
-    def sampled(self) -> str:
-        """Return a file of text that the model samples itself, written unless it is there."""
-        file = self.folder / "sampled.jsonl"
-        if not file.is_file():
-            script = Path(__file__).resolve().parents[2] / "examples" / "sample_text.py"
-            unfinished = file.with_suffix(".part")
-            words = [str(self.folder / GGUF), "--out", str(unfinished), "--documents", str(self.tokens // 256)]
-            subprocess.run([sys.executable, str(script), *words], check=True, stdout=sys.stderr)
-            unfinished.rename(file)
-        return file.name
-
     def run(self, name: str, *arguments: str) -> dict[str, Any]:
         """Run `headfold ARGUMENTS --json NAME.json`, unless it has finished before, and return the JSON.
 
