@@ -37,6 +37,7 @@ TWO_TEXTS = (
     "two texts of one kind are needed: TEXT=..., e.g. the test file of WikiText-2, to measure on, and "
     "CALIBRATION_TEXT=..., e.g. its validation file, to calibrate on"
 )
+OTHER_TEXT_MODEL = "calibrated-other-4"
 CHOSEN = ("headfold_layers", "headfold_wide")
 """Recipes whose conversions later parts look at."""
 
@@ -225,26 +226,33 @@ def other_text(work: Workspace) -> Iterator[Row]:
         }
 
 
-def calibration(work: Workspace) -> Iterator[Row]:
-    """Wide heads at two thirds, calibrated on one kind of text or on two, and measured on both."""
+def two_texts(work: Workspace) -> tuple[str, str]:
+    """Return the text to measure on and that of its kind to calibrate on."""
     if work.text is None or work.calibration_text is None:
         raise Unavailable(TWO_TEXTS)
-    other = work.calibration_text
-    mixed = work.mixed(other)
+    return work.text, work.calibration_text
+
+
+def calibrated(work: Workspace, name: str, source: str, times: int) -> dict[str, Any]:
+    """Return the record of wide heads at two thirds, calibrated on `times` as many tokens of a text as elsewhere."""
+    options = [*work.held_out, "--calibration-tokens", str(times * work.tokens), "--data", source, *work.short_fits]
+    options += ["--recipe", "headfold_wide", "--kv-ratio", "0.67", "--eval-data", "builtin"]
+    return work.run(name, "convert", "--model", GGUF, *options, "--out", name, "--overwrite")
+
+
+def calibration(work: Workspace) -> Iterator[Row]:
+    """Wide heads at two thirds, calibrated on one kind of text or on two, and measured on both."""
+    text, other = two_texts(work)
     rows = [("built-in text", 1, converted(work, "headfold_wide")["points"][0], "headfold_wide")]
-    texts = {
-        "calibrated-4": ("built-in text", "builtin", 4),
-        "calibrated-other": ("other text", other, 1),
-        "calibrated-other-4": ("other text", other, 4),
-        "calibrated-both": ("both, half and half", mixed, 1),
-    }
-    for name, (label, source, times) in texts.items():
-        options = [*work.held_out, "--calibration-tokens", str(times * work.tokens), "--data", source, *work.short_fits]
-        options += ["--recipe", "headfold_wide", "--kv-ratio", "0.67", "--eval-data", "builtin"]
-        found = work.run(name, "convert", "--model", GGUF, *options, "--out", name, "--overwrite")
-        rows.append((label, times, found, name))
+    for name, label, source, times in (
+        ("calibrated-4", "built-in text", "builtin", 4),
+        ("calibrated-other", "other text", other, 1),
+        (OTHER_TEXT_MODEL, "other text", other, 4),
+        ("calibrated-both", "both, half and half", work.mixed(other), 1),
+    ):
+        rows.append((label, times, calibrated(work, name, source, times), name))
     for label, times, found, name in rows:
-        measured = work.run(f"text-{name}", "evaluate", found["out"], *beside_original(work), "--eval-data", work.text)
+        measured = work.run(f"text-{name}", "evaluate", found["out"], *beside_original(work), "--eval-data", text)
         yield {
             "calibrated on": label,
             "tokens": f"{times * work.tokens:,}",
@@ -257,11 +265,9 @@ def calibration(work: Workspace) -> Iterator[Row]:
 
 def other_formats(work: Workspace) -> Iterator[Row]:
     """The other text with caches in the formats of engines, by a model that is calibrated on its kind."""
-    if work.text is None or work.calibration_text is None:
-        raise Unavailable(TWO_TEXTS)
-    list(calibration(work))  # the conversion that is measured
-    models = {"original": GGUF, "headfold_wide": "calibrated-other-4"}
-    yield from in_formats(work, "other", models, [*beside_original(work), "--eval-data", work.text])
+    text, other = two_texts(work)
+    models = {"original": GGUF, "headfold_wide": calibrated(work, OTHER_TEXT_MODEL, other, 4)["out"]}
+    yield from in_formats(work, "other", models, [*beside_original(work), "--eval-data", text])
 
 
 def search(work: Workspace) -> Iterator[Row]:

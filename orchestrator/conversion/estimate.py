@@ -74,22 +74,21 @@ def estimate_conversions(
                 raise ConfigError(f"tensor_parallel: {error}") from None
             point = replace(point, tensor_parallel=ranks)
         points.append(point)
-    if compared:
-        _, _, length = request.text_sizes
-        seconds = 0.0
-        for recipe, ratio in compared:
-            short = Conversion(
-                request.config,
-                shortly_fitted(recipe),
-                ratio,
-                COMPARED_TOKENS,
-                COMPARED_TOKENS,
-                length,
-                request.written,
-                working,
-            )
-            seconds += ConversionEstimate.of(short, machine).seconds
-        points[0] = replace(points[0], comparison_seconds=seconds)
+    _, _, length = request.text_sizes
+    seconds = 0.0
+    for recipe, ratio in compared:
+        short = Conversion(
+            request.config,
+            shortly_fitted(recipe),
+            ratio,
+            COMPARED_TOKENS,
+            COMPARED_TOKENS,
+            length,
+            request.written,
+            working,
+        )
+        seconds += ConversionEstimate.of(short, machine).seconds
+    points[0] = replace(points[0], comparison_seconds=seconds)
     return points
 
 

@@ -171,10 +171,7 @@ def measure_heads(
         "recipe": request.recipe.to_dict(),
         "sensitivity": [{"layer": layer, **sides} for layer, sides in enumerate(curves)],
         "similarity": similarity,
-        "redundancy": [
-            {"layer": layer} | redundancy(heads, [unit[0] for unit in context.units])
-            for layer, heads in enumerate(context.heads)
-        ],
+        "redundancy": _redundancy(context),
         "budgets": [_budget(ratio, plan, curves, request) for ratio, plan in plans.items()],
         "cache_formats": formats,
         "recipes": costs,
@@ -246,9 +243,21 @@ def _formats(store: MemoryStore) -> list[FormatRecord]:
     return records
 
 
+def _stored(context: PlanningContext) -> list[int]:
+    """Return one query head of each stored KV head; the lifted heads of a unit are identical."""
+    return [unit[0] for unit in context.units]
+
+
+def _redundancy(context: PlanningContext) -> list[Mapping[str, Any]]:
+    stored = _stored(context)
+    return [
+        {"layer": layer} | redundancy(heads, stored) for layer, heads in enumerate(context.heads)
+    ]
+
+
 def _similarity(context: PlanningContext) -> list[Mapping[str, Any]]:
     assert context.calibration is not None
-    first = [unit[0] for unit in context.units]  # the heads of a unit are identical
+    first = _stored(context)
 
     def rounded(matrix: Tensor) -> list[list[float]]:
         return [[round(float(cosine), 5) for cosine in row] for row in matrix[first][:, first]]
