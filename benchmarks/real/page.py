@@ -14,6 +14,7 @@ TITLES = {
     "inspect": "`headfold inspect`",
     "gqa": "Means of neighbours (`gqa`)",
     "least_squares": "Least squares (`least_squares`)",
+    "headfold_gqa": "Groups of heads (`headfold_gqa`)",
     "headfold_layers": "Head counts by layer (`headfold_layers`)",
     "headfold_wide": "Wide heads (`headfold_wide`)",
     "headfold": "Keys and values apart (`headfold`)",

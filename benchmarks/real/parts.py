@@ -39,7 +39,9 @@ TWO_TEXTS = (
 )
 OTHER_TEXT_MODEL = "calibrated-other-4"
 CHOSEN = ("headfold_layers", "headfold_wide")
-"""Recipes whose conversions later parts look at."""
+"""Recipes whose largest conversions later parts look at."""
+FORMS = ("headfold_gqa", *CHOSEN)
+"""Recipes whose conversions of all sizes are measured with their caches in formats."""
 
 
 def fetch(work: Workspace) -> Iterator[Row]:
@@ -112,6 +114,13 @@ def chosen(work: Workspace) -> Mapping[str, str]:
     return {recipe: converted(work, recipe)["points"][0]["out"] for recipe in CHOSEN}
 
 
+def forms(work: Workspace) -> Mapping[str, Mapping[str, Any]]:
+    """Return the records of the conversions by `FORMS` at all ratios, by recipe and share of the KV cache."""
+    return {
+        f"{recipe} {point['kv_ratio']:.0%}": point for recipe in FORMS for point in converted(work, recipe)["points"]
+    }
+
+
 def beside_original(work: Workspace) -> list[str]:
     """Return options of an evaluation with the original, without speed."""
     return ["--original", GGUF, *work.held_out, "--speed-tokens", "0"]
@@ -120,24 +129,19 @@ def beside_original(work: Workspace) -> list[str]:
 def in_formats(work: Workspace, name: str, models: Mapping[str, str], options: list[str]) -> Iterator[Row]:
     """Measure models with their caches in the formats of engines; the original in 16 bits is the reference."""
     for model, folder in models.items():
-        for cache in ("f16", *FORMATS):
-            if model == "original" and cache == "f16":
-                continue
-            rounded = [] if cache == "f16" else ["--cache-format", cache]
-            found = work.run(f"{name}-{model}-{cache.replace(',', '-')}", "evaluate", folder, *options, *rounded)
-            share = found["engine_cache"]["share"] if rounded else found["kv_ratio"]
-            yield {
-                "model": model,
-                "cache": cache,
-                "engine bytes": f"{share:.1%}",
-                "increase": _increase(found),
-                "KL": f"{found['kl']:.3f}",
-            }
+        for cache in FORMATS:
+            label = _file_name(f"{name} {model} {cache}")
+            found = work.run(label, "evaluate", folder, *options, "--cache-format", cache)
+            yield _in_format(model, cache, found["engine_cache"]["share"], found)
 
 
 def formats(work: Workspace) -> Iterator[Row]:
     """Models with their caches in the formats of engines."""
-    yield from in_formats(work, "format", {"original": GGUF, **chosen(work)}, beside_original(work))
+    points = forms(work)
+    for model, point in points.items():
+        yield _in_format(model, "f16", point["kv_ratio"], point)  # measured by the conversion on the same text
+    models = {"original": GGUF} | {model: point["out"] for model, point in points.items()}
+    yield from in_formats(work, "format", models, beside_original(work))
 
 
 def llama_cpp(work: Workspace) -> Iterator[Row]:
@@ -162,14 +166,15 @@ def llama_cpp(work: Workspace) -> Iterator[Row]:
 
 
 def engine_caches(work: Workspace) -> Iterator[Row]:
-    """The original and a conversion, each with its cache in formats of llama.cpp, measured in it."""
-    work.fetch()
+    """The original and the conversions, each with its cache in formats of llama.cpp, measured in it."""
     length, tokens = ("128", "256") if work.quick else ("512", "2048")
-    for name, folder in chosen(work).items():
+    for number, (name, point) in enumerate(forms(work).items()):
         options = ["--engine", "llama.cpp", "--original", GGUF, "--cache-types", ENGINE_FORMATS]
         options += ["--sequence-length", length, "--eval-tokens", tokens]
-        found = work.run(f"engine-caches-{name}", "evaluate", folder, *options)
+        found = work.run(f"engine-caches-{_file_name(name)}", "evaluate", point["out"], *options)
         for row in found["cache_types"]:
+            if number > 0 and row["model"] == "original":
+                continue  # the same in each of the commands
             yield {
                 "model": name if row["model"] == "checkpoint" else row["model"],
                 "cache": row["cache_format"],
@@ -266,8 +271,11 @@ def calibration(work: Workspace) -> Iterator[Row]:
 def other_formats(work: Workspace) -> Iterator[Row]:
     """The other text with caches in the formats of engines, by a model that is calibrated on its kind."""
     text, other = two_texts(work)
-    models = {"original": GGUF, "headfold_wide": calibrated(work, OTHER_TEXT_MODEL, other, 4)["out"]}
-    yield from in_formats(work, "other", models, [*beside_original(work), "--eval-data", text])
+    options = [*beside_original(work), "--eval-data", text]
+    model = calibrated(work, OTHER_TEXT_MODEL, other, 4)["out"]
+    found = work.run("other-headfold_wide-f16", "evaluate", model, *options)
+    yield _in_format("headfold_wide", "f16", found["kv_ratio"], found)
+    yield from in_formats(work, "other", {"original": GGUF, "headfold_wide": model}, options)
 
 
 def search(work: Workspace) -> Iterator[Row]:
@@ -311,6 +319,7 @@ PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
     "inspect": inspect,
     "gqa": conversions("gqa"),
     "least_squares": conversions("least_squares"),
+    "headfold_gqa": conversions("headfold_gqa"),
     "headfold_layers": conversions("headfold_layers"),
     "headfold_wide": conversions("headfold_wide"),
     "headfold": conversions("headfold"),
@@ -326,6 +335,17 @@ PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
 }
 
 
+def _in_format(model: str, cache: str, share: float, record: Mapping[str, Any]) -> Row:
+    """Return the row of a model with its cache in a format that has a share of the bytes."""
+    return {
+        "model": model,
+        "cache": cache,
+        "engine bytes": f"{share:.1%}",
+        "increase": _increase(record),
+        "KL": f"{record['kl']:.3f}",
+    }
+
+
 def _checked(check: Mapping[str, Any]) -> Row:
     """Return the cells of an export's check in llama.cpp."""
     same, prompts = (sum(result[key] for result in check["runs"]) for key in ("same", "prompts"))
@@ -335,6 +355,11 @@ def _checked(check: Mapping[str, Any]) -> Row:
         ),
         "prompts with the same greedy tokens": f"{same} of {prompts}",
     }
+
+
+def _file_name(label: str) -> str:
+    """Return a label as the name of a command's record."""
+    return label.replace("%", "").replace(",", "-").replace(" ", "-")
 
 
 def _minutes(record: Mapping[str, Any]) -> str:
