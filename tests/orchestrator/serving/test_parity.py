@@ -11,19 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_plans import converted, plans, together
 from parameters import extended
 from transformers import PreTrainedModel
 from verbs import export_checkpoint
 
+from attention.calibration.calibrate import calibrate
+from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.io.targets import kv_bytes_in
-from attention.plan import AttentionPlan
+from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.serving.vllm import VARIABLE
 
 Tiny = Callable[..., PreTrainedModel]
 HEAD_DIM = 32  # vLLM's kernels for the CPU have no smaller one
-PLANS = plans(HEAD_DIM) | {"even": AttentionPlan(together((0, 1, 1, 0), (0, 0, 0, 0)), HEAD_DIM)}
+WIDE = AttentionPlan((LayerPlan((0,) * 4, (0,) * 4, 2, 2),) * 2, HEAD_DIM)
+"""One head of 64 numbers in the place of four of 32."""
+PLANS = plans(HEAD_DIM) | {"even": AttentionPlan(together((0, 1, 1, 0), (0, 0, 0, 0)), HEAD_DIM), "wide": WIDE}
 DERIVED = ("gpt_neox", "phi", "phi3", "stablelm")  # their head dim is the width over the heads
 VLLM = os.environ.get(VARIABLE)
 SCALED = {
@@ -45,7 +50,12 @@ def source(tiny_model: Tiny, demo_dir: Path, tmp_path_factory: pytest.TempPathFa
         settings |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} if family == "phi3" else {}
         if family in SCALED:
             family, settings = "llama", settings | {"rope_parameters": SCALED[family]}
-        model = converted(tiny_model(family, **settings), PLANS[kind])
+        model = tiny_model(family, **settings)
+        if kind == "wide":
+            tokens = torch.randint(2048, (4, 64), generator=torch.Generator().manual_seed(0))
+            model = convert(model, WIDE, fusion="least_squares", calibration=calibrate(model, tokens))
+        else:
+            model = converted(model, PLANS[kind])
         return checkpoint.save(model, tmp_path_factory.mktemp("source") / kind, demo_dir)
 
     return save
@@ -56,6 +66,7 @@ CASES = [
     ("llama", "gguf", "layers", "deci"),
     ("llama", "gguf", "unequal", "llama"),
     ("llama", "gguf", "apart", "deci"),
+    ("llama", "gguf", "wide", "llama"),
     ("llama-3", "gguf", "uniform", "llama"),
     ("llama-linear", "gguf", "layers", "deci"),
     ("qwen3", "gguf", "uniform", "qwen3"),
@@ -75,6 +86,7 @@ CASES = [
     extended("glm4_moe", "per_layer", "layers", "glm4_moe"),
     extended("minimax_m2", "per_layer", "even", "minimax_m2"),
     ("llama", "gqa", "unequal", "mistral"),
+    extended("llama", "gqa", "wide", "llama"),
     extended("glm4_moe", "gqa", "unequal", "glm4_moe"),
     extended("minimax_m2", "gqa", "uniform", "minimax_m2"),
     extended("qwen3", "gqa", "apart", "qwen3"),
@@ -85,6 +97,8 @@ IN_VLLM = [
     ("llama", "vllm", "layers", "nemotron-nas"),
     ("llama", "vllm", "unequal", "mistral"),
     ("llama", "vllm", "apart", "nemotron-nas"),
+    ("llama", "vllm", "wide", "llama"),
+    ("llama-3", "vllm", "wide", "llama"),
     ("qwen3", "vllm", "uniform", "qwen3"),
     ("qwen3", "vllm", "layers", "qwen3"),
     ("qwen3", "vllm", "unequal", "qwen3"),
@@ -105,7 +119,10 @@ def _check(family: str, target: str, kind: str, form: str, folder: Path, out: Pa
     record = export_checkpoint(folder, target, out, check=True, engine=engine, allow_larger_cache=True)
     found = record["check"]
     assert record["model_type"] == form and record["exact"] and found["passed"]
-    promised = kv_bytes_in(target, checkpoint.load_config(folder), PLANS[kind], "float32")
+    if kind == "wide":  # the source is a stock folder already
+        promised = WIDE.kv_bytes_per_token("float32")
+    else:
+        promised = kv_bytes_in(target, checkpoint.load_config(folder), PLANS[kind], "float32")
     assert found["kv_bytes_per_token"] == found["kv_bytes_per_token_promised"] == promised
     assert found["capacity"] == pytest.approx(2**30 / promised, rel=2e-3)
     exact = found["runs"][0]
