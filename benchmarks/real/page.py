@@ -44,7 +44,7 @@ ABOUT = {
     "generations": "Greedy, through the chat template; the answers of the original and of each conversion.",
     "other_text": "A text that neither calibration nor the local fit has seen.",
     "calibration": "`headfold_wide` at two thirds by what it was calibrated on, measured on two kinds of text.",
-    "other_formats": "`headfold_wide` at two thirds, calibrated on 32,768 tokens of that kind, and the original.",
+    "other_formats": "Conversions that are calibrated on 32,768 tokens of that kind, and the original.",
     "search": "`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
     "towards the original's predictions.",
 }

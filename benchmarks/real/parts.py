@@ -238,10 +238,12 @@ def two_texts(work: Workspace) -> tuple[str, str]:
     return work.text, work.calibration_text
 
 
-def calibrated(work: Workspace, name: str, source: str, times: int) -> dict[str, Any]:
-    """Return the record of wide heads at two thirds, calibrated on `times` as many tokens of a text as elsewhere."""
+def calibrated(
+    work: Workspace, name: str, source: str, times: int, recipe: str = "headfold_wide", ratio: str = "0.67"
+) -> dict[str, Any]:
+    """Return the record of a conversion, calibrated on `times` as many tokens of a text as elsewhere."""
     options = [*work.held_out, "--calibration-tokens", str(times * work.tokens), "--data", source, *work.short_fits]
-    options += ["--recipe", "headfold_wide", "--kv-ratio", "0.67", "--eval-data", "builtin"]
+    options += ["--recipe", recipe, "--kv-ratio", ratio, "--eval-data", "builtin"]
     return work.run(name, "convert", "--model", GGUF, *options, "--out", name, "--overwrite")
 
 
@@ -269,13 +271,19 @@ def calibration(work: Workspace) -> Iterator[Row]:
 
 
 def other_formats(work: Workspace) -> Iterator[Row]:
-    """The other text with caches in the formats of engines, by a model that is calibrated on its kind."""
+    """The other text with caches in the formats of engines, by models that are calibrated on its kind."""
     text, other = two_texts(work)
     options = [*beside_original(work), "--eval-data", text]
-    model = calibrated(work, OTHER_TEXT_MODEL, other, 4)["out"]
-    found = work.run("other-headfold_wide-f16", "evaluate", model, *options)
-    yield _in_format("headfold_wide", "f16", found["kv_ratio"], found)
-    yield from in_formats(work, "other", {"original": GGUF, "headfold_wide": model}, options)
+    models = {"original": GGUF}
+    for name, recipe, ratio in (
+        (OTHER_TEXT_MODEL, "headfold_wide", "0.67"),
+        ("calibrated-other-half", "headfold_layers", "0.5"),
+    ):
+        model = f"{recipe} {float(ratio):.0%}"
+        models[model] = calibrated(work, name, other, 4, recipe, ratio)["out"]
+        found = work.run(_file_name(f"other {model} f16"), "evaluate", models[model], *options)
+        yield _in_format(model, "f16", found["kv_ratio"], found)
+    yield from in_formats(work, "other", models, options)
 
 
 def search(work: Workspace) -> Iterator[Row]:
