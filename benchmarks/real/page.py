@@ -38,7 +38,7 @@ ABOUT = {
     "original's cache in 16 bits. *fp8* is vLLM's, the others are llama.cpp's; two names are of keys and of values.",
     "llama.cpp": "`headfold export --target gguf --check`, and the speed of one sequence compared with the original.",
     "engine_caches": "`headfold evaluate --engine llama.cpp --cache-types`: losses from the engine's own "
-    "log-probabilities, bytes from its log, speed of one sequence; increase and share relative to the original in f16.",
+    "log-probabilities on 2,048 tokens, bytes from its log; increase and share relative to the original in f16.",
     "long_context": "A line with a value is hidden at five depths of held-out text; *recall* is how often the hidden "
     "one of four values is the likeliest. Chance is 25%.",
     "generations": "Greedy, through the chat template; the answers of the original and of each conversion.",

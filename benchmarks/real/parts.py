@@ -181,7 +181,6 @@ def engine_caches(work: Workspace) -> Iterator[Row]:
                 "KV bytes per token": f"{row['kv_bytes_per_token']:,.0f} ({row['share']:.1%})",
                 "loss": f"{row['loss']:.3f}",
                 "increase": _increase(row),
-                "prefill, decode tokens/s": ", ".join(f"{row[speed]:,.0f}" for speed in SPEEDS),
                 f"sequences of {length} in {found['memory'] / 2**30:g} GiB": f"{row['sequences']:,}",
             }
 

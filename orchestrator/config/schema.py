@@ -138,6 +138,10 @@ class TrackingSection(Section):
     """
     experiment: str = Field(default="headfold", min_length=1)
     """Name of the experiment that the runs belong to."""
+    wandb: str | None = Field(default=None, min_length=1)
+    """Project of Weights & Biases to log the trials to as well; needs the extra wandb, and
+    WANDB_API_KEY, `wandb login` or WANDB_MODE=offline.
+    """
 
 
 class ResourcesSection(Section):

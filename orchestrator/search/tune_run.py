@@ -39,6 +39,7 @@ from orchestrator.search.trials.conversions import ConversionLibrary
 from orchestrator.search.trials.trial import run_trial, trained
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.journal import Journal, JournalError, unwritable
+from orchestrator.tracking.wandb_trials import wandb_callback
 from orchestrator.training.run import checkpoint_step
 
 
@@ -94,6 +95,8 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     ahead = PlanAhead(session, copying, history, prepared.problem.named)
     nodes = HoldNodes(session, history, log.expected)
     callbacks = [log, Cleaning(config, folder, history), ahead, nodes]
+    if config.tracking.wandb is not None:
+        callbacks.append(wandb_callback(config.tracking.wandb, folder.root.name))
     tuner = _tuner(
         session,
         JournaledSearch(copying, decided, journal, reached),

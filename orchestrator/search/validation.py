@@ -33,6 +33,7 @@ from orchestrator.serving.decode_times import TOKENS
 from orchestrator.serving.engine import EngineError
 from orchestrator.serving.engines import engine
 from orchestrator.storage.paths import check_writable, storage_path
+from orchestrator.tracking.wandb_trials import check_wandb
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def check_search(config: SearchConfig) -> Prepared:
     check_extras(config, model)
     check_decode_time(config, geometry)
     check_accelerators(setup)
+    check_wandb(config.tracking.wandb)
     if starts_ray():
         search_concurrency(config, local_nodes())
     storage = storage_path(config.storage)

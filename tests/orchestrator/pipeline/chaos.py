@@ -386,7 +386,7 @@ class Arena:
         def none_left() -> bool:
             return not self.processes()
 
-        # A worker that is waiting for the head looks for it for 60 s (gcs_rpc_server_reconnect_timeout_s) before it ends
+        # A worker that waits for the head looks for it for 60 s (gcs_rpc_server_reconnect_timeout_s) before it ends
         with contextlib.suppress(TimeoutError):
             wait_for("the end of all processes", none_left, 180)
         left = [" ".join(p.cmdline()) for p in self.processes()]
