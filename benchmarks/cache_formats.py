@@ -86,7 +86,7 @@ def measured(
             ours = _losses(model, few)
         entry = Measured(pair, share, Losses.of(whole, reference.setdefault("whole", whole)))
         if file is not None and LLAMA_CPP in pair.engines:
-            scored = score(find(None), file, few.tolist(), pair, SECONDS).log_probabilities
+            scored = score(find(None), file, few.tolist(), pair, plan.head_dim, SECONDS).log_probabilities
             theirs = -torch.tensor([[float("nan") if x is None else x for x in row] for row in scored]).double()
             read = ~theirs.isnan()
             entry = Measured(

@@ -16,7 +16,7 @@ Row = dict[str, str]
 RATIOS = "0.67,0.5,0.34"
 """Of the KV cache: with three KV heads in each layer less than a third needs other means than fewer heads."""
 FORMATS = ("q8_0", "fp8", "q8_0,q4_0", "q4_0")
-ENGINE_FORMATS = "f16,q8_0,q8_0/q4_0,q4_0"
+ENGINE_FORMATS = "f16,q8_0,q8_0/q4_0"
 """Those of llama.cpp, which it measures itself."""
 PROMPTS = (
     "What is the capital of France?",
@@ -170,7 +170,7 @@ def engine_caches(work: Workspace) -> Iterator[Row]:
     length, tokens = ("128", "256") if work.quick else ("512", "2048")
     for number, (name, point) in enumerate(forms(work).items()):
         options = ["--engine", "llama.cpp", "--original", GGUF, "--cache-types", ENGINE_FORMATS]
-        options += ["--sequence-length", length, "--eval-tokens", tokens]
+        options += ["--sequence-length", length, "--eval-tokens", tokens, "--speed-tokens", "0"]
         found = work.run(f"engine-caches-{_file_name(name)}", "evaluate", point["out"], *options)
         for row in found["cache_types"]:
             if number > 0 and row["model"] == "original":

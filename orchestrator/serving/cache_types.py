@@ -15,6 +15,7 @@ from typing import NotRequired, TypedDict
 import torch
 from torch import Tensor
 
+from attention.base.progress import stage
 from attention.cache_formats import LLAMA_CPP, CacheFormatError, CachePair, read_pairs
 from attention.checkpoint import Checkpoint
 from orchestrator import checkpoints
@@ -27,6 +28,7 @@ from orchestrator.serving.speed import (
     REPETITIONS,
     ROUNDS,
     Exported,
+    ModelSpeed,
     exported,
     medians,
     random_prompts,
@@ -59,10 +61,11 @@ class CacheTypeRow(TypedDict):
     """As the engine reports it."""
     share: float
     """Of the bytes of the reference."""
-    prefill_tokens_per_second: float
-    decode_tokens_per_second: float
     sequences: int
     """Of the context length that fit in the memory."""
+    prefill_tokens_per_second: NotRequired[float]
+    """Neither speed is there if no tokens were to be decoded."""
+    decode_tokens_per_second: NotRequired[float]
 
 
 class CacheTypesRecord(TypedDict):
@@ -114,7 +117,7 @@ def cache_types_record(
         eval_data: Its source, for the record.
         python: An interpreter that has llama.cpp.
         length: The context length of the speed; None for T, or the shortest that is timed.
-        tokens: To decode for the speed.
+        tokens: To decode for the speed; 0 for no speed.
         memory: Bytes of cache in which sequences are to fit.
         dtype: Of the weights.
         seed: Of the prompts of the speed.
@@ -128,10 +131,10 @@ def cache_types_record(
     at = context_lengths(length or str(max(SHORTEST, sequences.shape[1])), positions)
     if len(at) > 1:
         raise ConfigError(f"context_lengths: --cache-types takes one context length, got {length}")
-    if not 2 <= tokens < at[0]:
+    if tokens and not 2 <= tokens < at[0]:
         raise ConfigError(
             f"speed_tokens: expected at least 2 tokens to decode, and fewer than the context of "
-            f"{at[0]}, got {tokens}"
+            f"{at[0]}, or 0 for no speed; got {tokens}"
         )
     pairs = tuple(dict.fromkeys((_REFERENCE, *pairs)))
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
@@ -143,9 +146,13 @@ def cache_types_record(
         rows: dict[_Row, Exported] = {
             (key, pair): replace(file, cache=pair) for key, file in files.items() for pair in pairs
         }
-        losses = {row: _losses(interpreter, file, sequences) for row, file in rows.items()}
-        prompts = random_prompts([at[0] - tokens], files, seed)
-        answers = rounds(engine, interpreter, rows, prompts, tokens, memory)
+        scores = _scores(interpreter, rows, sequences)
+        speeds: dict[_Row, ModelSpeed] = {}
+        if tokens:
+            prompts = random_prompts([at[0] - tokens], files, seed)
+            answers = rounds(engine, interpreter, rows, prompts, tokens, memory)
+            speeds = {row: medians(at[0], 0, tokens, each) for row, each in answers.items()}
+    losses = {row: _losses(each) for row, each in scores.items()}
     reference = next(iter(rows))
     scored = ~torch.stack([each.isnan() for each in losses.values()]).any(dim=0)
     before, loss_before = _means(losses[reference], scored), float(losses[reference][scored].mean())
@@ -153,22 +160,25 @@ def cache_types_record(
     for row, own in losses.items():
         loss = float(own[scored].mean())
         compared = comparison(loss, loss_before, _means(own, scored), before)
-        table.append(
-            CacheTypeRow(
-                model=row[0],
-                cache_format=row[1].name,
-                loss=loss,
-                perplexity=compared["perplexity"],
-                loss_increase=compared["loss_increase"],
-                loss_increase_stderr=compared["loss_increase_stderr"],
-                kv_bytes_per_token=answers[row][0].kv_bytes_per_token,
-                share=answers[row][0].kv_bytes_per_token / answers[reference][0].kv_bytes_per_token,
-                **medians(at[0], 0, tokens, answers[row]),
-            )
+        size = scores[row].kv_bytes_per_token
+        entry = CacheTypeRow(
+            model=row[0],
+            cache_format=row[1].name,
+            loss=loss,
+            perplexity=compared["perplexity"],
+            loss_increase=compared["loss_increase"],
+            loss_increase_stderr=compared["loss_increase_stderr"],
+            kv_bytes_per_token=size,
+            share=size / scores[reference].kv_bytes_per_token,
+            sequences=memory // size // at[0],
         )
+        if row in speeds:
+            entry["prefill_tokens_per_second"] = speeds[row]["prefill_tokens_per_second"]
+            entry["decode_tokens_per_second"] = speeds[row]["decode_tokens_per_second"]
+        table.append(entry)
     return CacheTypesRecord(
         engine=engine.name,
-        version=answers[reference][0].version,
+        version=scores[reference].version,
         **{key: model.name for key, model in models.items()},
         reference=reference[0],
         eval_data=eval_data,
@@ -177,7 +187,7 @@ def cache_types_record(
         left_out_tokens=int((~scored).sum()),
         context_length=at[0],
         speed_tokens=tokens,
-        measurements=ROUNDS * REPETITIONS,
+        measurements=ROUNDS * REPETITIONS if tokens else 0,
         memory=memory,
         dtype=files[reference[0]].dtype,
         seed=seed,
@@ -207,12 +217,24 @@ def read_cache_types(text: str | Sequence[str], engine: str) -> tuple[CachePair,
     return pairs
 
 
-def _losses(python: str, model: Exported, sequences: Tensor) -> Tensor:
+def _scores(
+    python: str, rows: Mapping[_Row, Exported], sequences: Tensor
+) -> dict[_Row, llama_cpp.Scores]:
+    """Return what llama.cpp makes of the text in each row."""
+    found: dict[_Row, llama_cpp.Scores] = {}
+    with stage(f"loss in {llama_cpp.NAME}", len(rows), "runs") as progress:
+        for row, model in rows.items():
+            file = model.folder / "model.gguf"
+            tokens = sequences.tolist()
+            width = model.held.head_dim
+            found[row] = llama_cpp.score(python, file, tokens, row[1], width, _SECONDS)
+            progress.step()
+    return found
+
+
+def _losses(scores: llama_cpp.Scores) -> Tensor:
     """Return the loss of each token but the first of each sequence; NaN for those left out."""
-    assert model.cache is not None
-    file = model.folder / "model.gguf"
-    scored = llama_cpp.score(python, file, sequences.tolist(), model.cache, _SECONDS)
-    rows = [[torch.nan if x is None else -x for x in row] for row in scored.log_probabilities]
+    rows = [[torch.nan if x is None else -x for x in row] for row in scores.log_probabilities]
     losses = torch.tensor(rows, dtype=torch.float64)
     if bool(losses.isnan().all(dim=1).any()):
         raise EngineError("llama.cpp reports no log-probability of any token of a sequence")

@@ -85,8 +85,7 @@ def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
         promised = question.held.bytes_per_token(cache_dtype)
     else:
         cache_dtype = pair.name
-        sides = (pair.keys, pair.values)
-        head_bytes = sum(side.head_bytes(question.held.head_dim) for side in sides)
+        head_bytes = _head_bytes(pair, question.held.head_dim)
         promised = question.held.bytes_in(pair)
     cells = max(cells_for(promised, head_bytes), question.longest)
     answer, log = _run(python, question, cells, cache_dtype, flash=True)
@@ -103,14 +102,21 @@ class Scores(NamedTuple):
         log_probabilities: Of each token but the first of each sequence; None for tokens that end
             within a character.
         kv_bytes_per_token: Of its cache, as it reports it.
+        version: Of llama.cpp.
     """
 
     log_probabilities: list[list[float | None]]
-    kv_bytes_per_token: float
+    kv_bytes_per_token: int
+    version: str
 
 
 def score(
-    python: str, file: Path, sequences: Sequence[Sequence[int]], pair: CachePair, seconds: float
+    python: str,
+    file: Path,
+    sequences: Sequence[Sequence[int]],
+    pair: CachePair,
+    head_dim: int,
+    seconds: float,
 ) -> Scores:
     """Score the tokens of `sequences` with flash attention and a cache of the formats `pair`.
 
@@ -119,6 +125,7 @@ def score(
         file: The GGUF file.
         sequences: Token ids.
         pair: The formats of keys and values.
+        head_dim: Of the KV heads.
         seconds: That it may take.
     """
     request = {
@@ -132,7 +139,13 @@ def score(
     }
     command = [python, "-P", str(CHILDREN / "llama_cpp_child.py")]
     answer, log = run_child(NAME, command, request, os.environ, seconds)
-    return Scores(answer["scores"], kv_bytes_per_token(log, 1))
+    size = kv_bytes_per_token(log, _head_bytes(pair, head_dim))
+    return Scores(answer["scores"], size, answer["version"])
+
+
+def _head_bytes(pair: CachePair, head_dim: int) -> int:
+    """Return the bytes of a token in one KV head, key and value."""
+    return pair.keys.head_bytes(head_dim) + pair.values.head_bytes(head_dim)
 
 
 def _names(pair: CachePair) -> list[str]:

@@ -63,7 +63,8 @@ def speed_table(record: Mapping[str, Any]) -> tables.Table:
 def cache_types_table(record: Mapping[str, Any]) -> tables.Table:
     """Return a row for each model with each format of its cache."""
     columns = ("model", "cache", "KV bytes/token", "share", "loss", "loss increase")
-    columns += ("prefill tokens/s", "decode tokens/s", "sequences that fit")
+    columns += ("prefill tokens/s", "decode tokens/s")[: 2 * bool(record["speed_tokens"])]
+    columns += ("sequences that fit",)
     rows = [
         [
             row["model"],
@@ -72,13 +73,19 @@ def cache_types_table(record: Mapping[str, Any]) -> tables.Table:
             f"{row['share']:.1%}",
             f"{row['loss']:.4f}",
             "" if row is record["cache_types"][0] else increase_of(row),
-            f"{row['prefill_tokens_per_second']:,.0f}",
-            f"{row['decode_tokens_per_second']:,.1f}",
+            *_speeds(row),
             f"{row['sequences']:,}",
         ]
         for row in record["cache_types"]
     ]
     return tables.Table(columns, rows)
+
+
+def _speeds(row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of the speeds, if they were measured."""
+    if "decode_tokens_per_second" not in row:
+        return []
+    return [f"{row['prefill_tokens_per_second']:,.0f}", f"{row['decode_tokens_per_second']:,.1f}"]
 
 
 def print_cache_types(record: Mapping[str, Any]) -> None:
@@ -90,9 +97,14 @@ def print_cache_types(record: Mapping[str, Any]) -> None:
         f"{record['eval_tokens']:,} tokens of {record['eval_data']} in sequences of "
         f"{record['sequence_length']}"
         + (f" ({left_out:,} within a character left out)" if left_out else "")
-        + f", increase and share relative to the {record['reference']} in f16; speed of one "
-        f"sequence of {record['context_length']}, {record['speed_tokens']} tokens of it decoded, "
-        f"medians of {record['measurements']}; sequences of {record['context_length']} in "
+        + f", increase and share relative to the {record['reference']} in f16; "
+        + (
+            f"speed of one sequence of {record['context_length']}, {record['speed_tokens']} tokens "
+            f"of it decoded, medians of {record['measurements']}; "
+            if record["speed_tokens"]
+            else ""
+        )
+        + f"sequences of {record['context_length']} in "
         f"{record['memory'] / 2**30:g} GiB:",
         markup=False,
     )

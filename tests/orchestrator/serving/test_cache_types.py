@@ -71,6 +71,19 @@ def test_each_format_has_the_losses_of_our_runtime_and_its_bytes(
     assert whole["checkpoint", "f16"] - whole["original", "f16"] > 10 * CLOSE
 
 
+def test_no_speed_is_measured_if_nothing_is_to_be_decoded(
+    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cache_types, "rounds", lambda *_: pytest.fail("it was timed"))
+    options = ["--cache-types", "q8_0", "--data", "stdlib", "--eval-tokens", "64", "--sequence-length", "32"]
+    file = tmp_path / "record.json"
+    assert run_here("evaluate", demo_dir, "--engine", "llama.cpp", *options, "--speed-tokens", "0", "--json", file) == 0
+    rows = json.loads(file.read_text())["cache_types"]
+    assert [row["kv_bytes_per_token"] for row in rows] == [4096, 2176]
+    assert not any("decode_tokens_per_second" in row for row in rows)
+    assert "tokens/s" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -80,7 +93,7 @@ def test_each_format_has_the_losses_of_our_runtime_and_its_bytes(
         (["--engine", "llama.cpp", "--cache-types", "f16,q8_0,q8_0,q4_0"], "q8_0 is listed twice"),
         (["--engine", "llama.cpp", "--cache-types", "q2"], "expected one of f16"),
         (["--engine", "llama.cpp", "--cache-types", "q8_0", "--context-lengths", "64,128"], "takes one context length"),
-        (["--engine", "llama.cpp", "--cache-types", "q8_0", "--speed-tokens", "0"], "at least 2 tokens to decode"),
+        (["--engine", "llama.cpp", "--cache-types", "q8_0", "--speed-tokens", "1"], "at least 2 tokens to decode"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_any_work(
