@@ -16,6 +16,8 @@ Row = dict[str, str]
 RATIOS = "0.67,0.5,0.34"
 """Of the KV cache: with three KV heads in each layer less than a third needs other means than fewer heads."""
 FORMATS = ("q8_0", "fp8", "q8_0,q4_0", "q4_0")
+FEW_FORMATS = ("q8_0", "q8_0,q4_0")
+"""Of conversions that later parts do not look at."""
 ENGINE_FORMATS = "f16,q8_0,q8_0/q4_0"
 """Those of llama.cpp, which it measures itself."""
 PROMPTS = (
@@ -126,10 +128,12 @@ def beside_original(work: Workspace) -> list[str]:
     return ["--original", GGUF, *work.held_out, "--speed-tokens", "0"]
 
 
-def in_formats(work: Workspace, name: str, models: Mapping[str, str], options: list[str]) -> Iterator[Row]:
+def in_formats(
+    work: Workspace, name: str, models: Mapping[str, str], options: list[str], formats: Iterable[str] = FORMATS
+) -> Iterator[Row]:
     """Measure models with their caches in the formats of engines; the original in 16 bits is the reference."""
     for model, folder in models.items():
-        for cache in FORMATS:
+        for cache in formats:
             label = _file_name(f"{name} {model} {cache}")
             found = work.run(label, "evaluate", folder, *options, "--cache-format", cache)
             yield _in_format(model, cache, found["engine_cache"]["share"], found)
@@ -140,8 +144,13 @@ def formats(work: Workspace) -> Iterator[Row]:
     points = forms(work)
     for model, point in points.items():
         yield _in_format(model, "f16", point["kv_ratio"], point)  # measured by the conversion on the same text
-    models = {"original": GGUF} | {model: point["out"] for model, point in points.items()}
-    yield from in_formats(work, "format", models, beside_original(work))
+    largest = set(chosen(work).values())
+    models = {model: point["out"] for model, point in points.items()}
+    looked_at = {"original": GGUF} | {model: out for model, out in models.items() if out in largest}
+    options = beside_original(work)
+    yield from in_formats(work, "format", looked_at, options)
+    others = {model: out for model, out in models.items() if out not in largest}
+    yield from in_formats(work, "format", others, options, FEW_FORMATS)
 
 
 def llama_cpp(work: Workspace) -> Iterator[Row]:
