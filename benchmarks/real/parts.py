@@ -6,11 +6,13 @@ A row has a cell for each column of its part's table, ready to print.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.real.workspace import GGUF, PACKAGE, Unavailable, Workspace
 from orchestrator.serving.speed import SPEEDS
+from orchestrator.serving.vllm import VARIABLE
 
 Row = dict[str, str]
 RATIOS = "0.67,0.5,0.34"
@@ -153,25 +155,28 @@ def formats(work: Workspace) -> Iterator[Row]:
     yield from in_formats(work, "format", others, options, FEW_FORMATS)
 
 
-def llama_cpp(work: Workspace) -> Iterator[Row]:
-    """Exports that are loaded in llama.cpp and compared there, and their speed."""
-    for name, folder in chosen(work).items():
-        out = f"{name}-gguf"
-        export = work.run(
-            f"export-{name}", "export", folder, "--target", "gguf", "--check", "--out", out, "--overwrite"
-        )
-        check = export["check"]
-        lengths = "256" if work.quick else "1024,4096"
-        options = ["--engine", "llama.cpp", "--original", GGUF, "--context-lengths", lengths]
-        speed = work.run(f"speed-{name}", "evaluate", out, *options)
-        for at in speed["context_lengths"]:
-            ratios = at["ratios"]
-            yield {
-                "model": name,
-                **_checked(check),
-                "context": f"{at['context_length']:,}",
-                "prefill, decode against the original": ", ".join(f"{ratio:.2f} x" for ratio in _speeds(ratios)),
-            }
+def in_engine(engine: str, target: str) -> Callable[[Workspace], Iterator[Row]]:
+    """Return the part that loads exports in an engine, compares them there, and measures their speed."""
+
+    def part(work: Workspace) -> Iterator[Row]:
+        if engine == "vLLM" and VARIABLE not in os.environ:
+            raise Unavailable(f"vLLM needs an environment of its own: `make engines`, then {VARIABLE}=PYTHON")
+        for name, folder in chosen(work).items():
+            out = f"{name}-{target}"
+            options = ["--target", target, "--engine", engine, "--check", "--out", out, "--overwrite"]
+            export = work.run(f"export-{engine}-{name}", "export", folder, *options)
+            options = ["--engine", engine, "--original", GGUF]
+            options += ["--context-lengths", "256" if work.quick else "1024,4096", "--trust-remote-code"]
+            speed = work.run(f"speed-{engine}-{name}", "evaluate", out, *options)
+            for at in speed["context_lengths"]:
+                yield {
+                    "model": name,
+                    **_checked(export["check"]),
+                    "context": f"{at['context_length']:,}",
+                    "prefill, decode against the original": ", ".join(f"{x:.2f} x" for x in _speeds(at["ratios"])),
+                }
+
+    return part
 
 
 def engine_caches(work: Workspace) -> Iterator[Row]:
@@ -340,7 +345,8 @@ PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
     "headfold_wide": conversions("headfold_wide"),
     "headfold": conversions("headfold"),
     "formats": formats,
-    "llama.cpp": llama_cpp,
+    "llama.cpp": in_engine("llama.cpp", "gguf"),
+    "vLLM": in_engine("vLLM", "vllm"),
     "engine_caches": engine_caches,
     "long_context": long_context,
     "generations": generations,
@@ -363,10 +369,10 @@ def _in_format(model: str, cache: str, share: float, record: Mapping[str, Any]) 
 
 
 def _checked(check: Mapping[str, Any]) -> Row:
-    """Return the cells of an export's check in llama.cpp."""
+    """Return the cells of an export's check in its engine."""
     same, prompts = (sum(result[key] for result in check["runs"]) for key in ("same", "prompts"))
     return {
-        "KV bytes per token in llama.cpp, promised and reported": (
+        "KV bytes per token, promised and reported": (
             f"{check['kv_bytes_per_token_promised']:,}, {check['kv_bytes_per_token']:,.0f}"
         ),
         "prompts with the same greedy tokens": f"{same} of {prompts}",
