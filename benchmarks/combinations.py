@@ -143,12 +143,13 @@ def measured(
     for each in made:
         if each is whole and list(formats) == ["f16"]:
             continue
-        held = with_engine_heads(each.model)
         for name in formats:
+            plain = name == "f16"
             pair = CachePair.parse(name)
-            with engine_cache(held, None if name == "f16" else pair):
+            held = each.model if plain else with_engine_heads(each.model)  # some have a form of ours alone
+            with engine_cache(held, None if plain else pair):
                 found = evaluate(held, store.texts.held_out).compared(store.original_evaluation)
-            share = format_record(pair, plan_of(held), original)["share"]
+            share = each.heads if plain else format_record(pair, plan_of(held), original)["share"]
             yield Result(each, name, share, found["loss_increase"], found["loss_increase_stderr"])
 
 

@@ -30,6 +30,9 @@ from search_spaces.space.domains import FIELD_ORDER, Domain, SpacePoint, by_fiel
 
 OPTIONAL = ("objective", "similarity")
 PROVIDED = ("statistics", "model")
+ON_REQUEST = frozenset({"fusion_distances", "few_heads"})
+"""Needs of parts that are proposed only if named: a search phase of training steps before any plan,
+and few enough heads to score all partitions."""
 # Only if `choices` names them: every trial would take longer, or be another model
 NOT_UNASKED = {
     "refinement": "none",
@@ -89,12 +92,11 @@ class JointSpace:
         }
         for name, axis in AXES.items():
             requested = self.choices.get(name, ())
-            # A search phase of training steps goes before any plan of these: not unasked
             usable = tuple(
                 p.name
                 for p in axis
                 if not (p.needs & set(PROVIDED)) - set(self.provided)
-                and ("fusion_distances" not in p.needs or p.name in requested)
+                and (not p.needs & ON_REQUEST or p.name in requested)
             )
             self._options[name] = ((None,) if name in OPTIONAL else ()) + usable
         for name, allowed in self.choices.items():

@@ -62,7 +62,7 @@ def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
         assert seen.pop(name) == {plain}
     assert seen.pop("together") == {False, True}
     for name in seen:
-        assert set(AXES[name].names()) - {"single", "direct", "post", "fusion_loss"} <= seen[name], name
+        assert set(AXES[name].names()) - {"single", "direct", "post", "fusion_loss", "brute_force"} <= seen[name], name
 
 
 def test_refinement_is_searched_when_asked_for(geometry) -> None:
