@@ -39,8 +39,8 @@ def main() -> None:
     positions = cache.get_seq_length()
     config = model.config
     print(f"{type(model).__module__}.{type(model).__name__}, Headfold not importable")
-    print(f"{config.num_attention_heads} query heads, {config.num_key_value_heads} key-value heads a layer")
-    print(f"KV cache: {held} bytes for {positions} tokens, {held // positions} a token")
+    print(f"{config.num_attention_heads} query heads, {config.num_key_value_heads} KV heads per layer")
+    print(f"KV cache: {held} bytes for {positions} tokens, {held // positions} per token")
     print(tokenizer.decode(written[0], skip_special_tokens=True))
 
 

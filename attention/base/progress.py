@@ -5,7 +5,7 @@ The stage, what is done of all, and the time left, on stderr.
 Code that works long opens a `stage`. Nothing is shown outside of `show_progress`, as the command
 line does for a whole verb; a stage within one that counts is not shown, the outer one says enough.
 On a terminal a stage that counts has a bar, which goes away when it is done. Elsewhere, as in a
-log, a thread writes a line when something has changed, and every half minute in any case, so that
+log, a thread writes a line when a count has changed, and every half minute in any case, so that
 nothing looks hung; facts that have not changed since the last line are left out.
 """
 
@@ -157,7 +157,9 @@ class _Screen:
         if self._say is _print:
             head, *details = (CLOCK.sub("", fact) for fact in facts)
             seen = (stage.label, head, *details)
-            if seen == self._printed and time.monotonic() - self._told < SILENT_SECONDS:
+            recent = time.monotonic() - self._told < SILENT_SECONDS
+            told = None if stage.total is None else 2  # a count says enough for a while
+            if seen[:told] == self._printed[:told] and recent:
                 return
             if self._printed[:1] == seen[:1]:
                 new = [detail not in self._printed for detail in details]

@@ -19,7 +19,7 @@ def print_check(check: Mapping[str, Any]) -> None:
         table.add_column(name, justify="left" if name == "run" else "right")
     for run in check["runs"]:
         same = f"{run['same']} of {run['prompts']} prompts ({run['tokens']} tokens)"
-        table.add_row(run["how"], same, f"{run['difference']:.2g}", f"{run['tolerance']:g}")
+        table.add_row(run["how"], same, f"{run['difference']:.2g}", f"{run['tolerance']:.2g}")
     out = console()
     out.print(table)
     out.print(

@@ -180,3 +180,14 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("seconds", "words"), [(-1, "0:00"), (59.6, "1:00"), (3909, "1:05:09")])
 def test_clock(seconds: float, words: str) -> None:
     assert clock(seconds) == words
+
+
+def test_in_a_log_details_beside_a_count_wait_for_half_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SAY_SECONDS", 0.0)
+    with progress.show_progress("search"), progress.stage("trials", 4, "rungs") as shown:
+        for number in range(20):
+            shown.to(number // 10, f"fitting: {number} of 20 steps")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trials")]
+    assert len(lines) == 2 and "fitting: 0 of 20" in lines[0] and "fitting: 10 of 20" in lines[1]
