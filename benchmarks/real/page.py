@@ -27,6 +27,7 @@ TITLES = {
     "other_text": "Another text",
     "calibration": "Calibration text of the same kind and of another",
     "other_formats": "Cache formats on the other text",
+    "finetune": "Half of the heads, and forty steps",
     "search": "A search with a short distillation",
 }
 """Of the parts of `benchmarks.real.parts`, in the order in which they run."""
@@ -47,6 +48,8 @@ ABOUT = {
     "other_text": "A text that neither calibration nor the local fit has seen.",
     "calibration": "`headfold_wide` at two thirds by what it was calibrated on, measured on two kinds of text.",
     "other_formats": "Conversions that are calibrated on 32,768 tokens of that kind, and the original.",
+    "finetune": "Calibrated on 32,768 tokens of the other text's kind, then `headfold finetune --original`: KL to the "
+    "original on fresh tokens of it, all weights at 1e-4.",
     "search": "`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
     "towards the original's predictions.",
 }
@@ -57,7 +60,7 @@ HEAD = """# A public model: SmolLM2-135M-Instruct
 [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) is small, but real: 30 layers, 9
 query heads on 3 KV heads of 64, a vocabulary of 49,152 tokens, a context of 8,192, a chat template. It is a 4-bit
 GGUF file in a Python package (Apache-2.0); all numbers here include the rounding of that file, since they compare the
-model with itself. Only the conversions of the last part are trained.
+model with itself. Only the conversions of the last two parts are trained.
 
 Unless a table says otherwise the text is the built-in mix of prose and code: 8,192 tokens to calibrate on and as many
 held-out ones to measure on, in sequences of 512. More calibration text loses less; [calibrate on your own

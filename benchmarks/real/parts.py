@@ -42,6 +42,7 @@ TWO_TEXTS = (
     "CALIBRATION_TEXT=..., e.g. its validation file, to calibrate on"
 )
 OTHER_TEXT_MODEL = "calibrated-other-4"
+HALF_MODEL = "calibrated-other-half"
 CHOSEN = ("headfold_layers", "headfold_wide")
 """Recipes whose largest conversions later parts look at."""
 FORMS = ("headfold_gqa", *CHOSEN)
@@ -290,13 +291,33 @@ def other_formats(work: Workspace) -> Iterator[Row]:
     models = {"original": GGUF}
     for name, recipe, ratio in (
         (OTHER_TEXT_MODEL, "headfold_wide", "0.67"),
-        ("calibrated-other-half", "headfold_layers", "0.5"),
+        (HALF_MODEL, "headfold_layers", "0.5"),
     ):
         model = f"{recipe} {float(ratio):.0%}"
         models[model] = calibrated(work, name, other, 4, recipe, ratio)["out"]
         found = work.run(_file_name(f"other {model} f16"), "evaluate", models[model], *options)
         yield _in_format(model, "f16", found["kv_ratio"], found)
     yield from in_formats(work, "other", models, options)
+
+
+def finetune(work: Workspace) -> Iterator[Row]:
+    """Half of the heads, and what a short distillation on fresh text of that kind gains."""
+    text, other = two_texts(work)
+    half = calibrated(work, HALF_MODEL, other, 4, "headfold_layers", "0.5")["out"]
+    steps = "1" if work.quick else "40"
+    options = [*work.held_out, "--data", other, "--eval-data", text, "--steps", steps, "--set", "train.batch_size=4"]
+    tuned = "half-finetuned"
+    work.run(tuned, "finetune", "--model", half, "--original", GGUF, *options, "--out", tuned)
+    for label, folder in (("converted", half), (f"{steps} steps of 4 x 512 tokens", tuned)):
+        found = work.run(f"text-{folder}", "evaluate", folder, *beside_original(work), "--eval-data", text)
+        yield {
+            "headfold_layers": label,
+            "KV cache": f"{found['kv_ratio']:.1%}",
+            "perplexity of the original": f"{found['original_perplexity']:.2f}",
+            "perplexity": f"{found['perplexity']:.2f}",
+            "increase": _increase(found),
+            "KL": f"{found['kl']:.3f}",
+        }
 
 
 def search(work: Workspace) -> Iterator[Row]:
@@ -353,6 +374,7 @@ PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
     "other_text": other_text,
     "calibration": calibration,
     "other_formats": other_formats,
+    "finetune": finetune,
     "search": search,
 }
 

@@ -48,7 +48,7 @@ def test_the_page_has_a_table_of_what_is_done_and_says_what_is_not(tmp_path: Pat
     assert "| recipe | increase |\n|---|---|\n| gqa | +1.000 ± 0.100 |" in text
     assert "Skipped: no network (2027-01-01, commit abc.)" in text
     assert text.count("Not measured yet.") == len(TITLES) - 2
-    assert "2 CPU cores** (software torch 2): 1 of 19 parts" in text
+    assert "2 CPU cores** (software torch 2): 1 of 20 parts" in text
 
 
 def test_a_command_that_has_ended_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
