@@ -39,7 +39,7 @@ ABOUT = {
     "formats": "The cache rounded as the engines round it (`headfold evaluate --cache-format`); bytes relative to the "
     "original's cache in 16 bits. *fp8* is vLLM's, the others are llama.cpp's; two names are of keys and of values.",
     "llama.cpp": "`headfold export --target gguf --check`, and the speed of one sequence compared with the original.",
-    "vLLM": "The same by target `vllm`, on a CPU, in bfloat16.",
+    "vLLM": "The same by target `vllm`, on a CPU: compared in float32, timed in bfloat16.",
     "engine_caches": "`headfold evaluate --engine llama.cpp --cache-types`: losses from the engine's own "
     "log-probabilities on 2,048 tokens, bytes from its log; increase and share relative to the original in f16.",
     "long_context": "A line with a value is hidden at five depths of held-out text; *recall* is how often the hidden "

@@ -161,7 +161,7 @@ def in_engine(engine: str, target: str) -> Callable[[Workspace], Iterator[Row]]:
 
     def part(work: Workspace) -> Iterator[Row]:
         if engine == "vLLM" and VARIABLE not in os.environ:
-            raise Unavailable(f"vLLM needs an environment of its own: `make engines`, then {VARIABLE}=PYTHON")
+            raise Unavailable(f"vLLM needs a separate environment: `make engines`, then {VARIABLE}=PYTHON")
         for name, folder in chosen(work).items():
             out = f"{name}-{target}"
             options = ["--target", target, "--engine", engine, "--check", "--out", out, "--overwrite"]

@@ -30,7 +30,7 @@ def check_wandb(project: str | None) -> None:
         )
     if os.environ.get("WANDB_MODE") in ("offline", "disabled") or "WANDB_API_KEY" in os.environ:
         return
-    import wandb
+    import wandb  # pyright: ignore[reportMissingImports]
 
     if not wandb.login(prompt=False):
         raise ConfigError(

@@ -32,7 +32,7 @@ def test_load_exported_runs_without_the_project(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "transformers.models.llama" in done.stdout
     # 4 layers x (8 + 8) heads x 32 x 2 bytes
-    assert re.search(r"KV cache: \d+ bytes for \d+ tokens, 4096 a token", done.stdout)
+    assert re.search(r"KV cache: \d+ bytes for \d+ tokens, 4096 per token", done.stdout)
     assert "def read_lines" in done.stdout
 
 

@@ -19,7 +19,12 @@ from search_spaces.recipes.rules import broken_rules
 from trainers.settings import TrainSettings
 
 ROOT = Path(__file__).parents[3]
-AXES_LEFT_OUT = {"objective": {"model"}, "allocation": {"single"}, "refinement": {"fit"}}
+AXES_LEFT_OUT = {
+    "objective": {"model"},
+    "allocation": {"single"},
+    "refinement": {"fit"},
+    "grouping": {"brute_force"},
+}
 """Parts that the config does not offer, or that fit none of its budgets."""
 
 
