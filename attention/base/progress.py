@@ -158,8 +158,8 @@ class _Screen:
             head, *details = (CLOCK.sub("", fact) for fact in facts)
             seen = (stage.label, head, *details)
             recent = time.monotonic() - self._told < SILENT_SECONDS
-            told = None if stage.total is None else 2  # a count says enough for a while
-            if seen[:told] == self._printed[:told] and recent:
+            compared = None if stage.total is None else 2  # a count says enough for a while
+            if seen[:compared] == self._printed[:compared] and recent:
                 return
             if self._printed[:1] == seen[:1]:
                 new = [detail not in self._printed for detail in details]

@@ -144,16 +144,14 @@ def in_formats(
 
 def formats(work: Workspace) -> Iterator[Row]:
     """Models with their caches in the formats of engines."""
-    points = forms(work)
-    for model, point in points.items():
-        yield _in_format(model, "f16", point["kv_ratio"], point)  # measured by the conversion on the same text
-    largest = set(chosen(work).values())
-    models = {model: point["out"] for model, point in points.items()}
-    looked_at = {"original": GGUF} | {model: out for model, out in models.items() if out in largest}
     options = beside_original(work)
-    yield from in_formats(work, "format", looked_at, options)
-    others = {model: out for model, out in models.items() if out not in largest}
-    yield from in_formats(work, "format", others, options, FEW_FORMATS)
+    largest = set(chosen(work).values())
+    yield from in_formats(work, "format", {"original": GGUF}, options)
+    for model, point in forms(work).items():
+        folder = point["out"]
+        yield _in_format(model, "f16", point["kv_ratio"], point)  # measured by the conversion on the same text
+        measured = FORMATS if folder in largest else FEW_FORMATS
+        yield from in_formats(work, "format", {model: folder}, options, measured)
 
 
 def in_engine(engine: str, target: str) -> Callable[[Workspace], Iterator[Row]]:

@@ -155,27 +155,6 @@ def cache_types_record(
     losses = {row: _losses(each) for row, each in scores.items()}
     reference = next(iter(rows))
     scored = ~torch.stack([each.isnan() for each in losses.values()]).any(dim=0)
-    before, loss_before = _means(losses[reference], scored), float(losses[reference][scored].mean())
-    table: list[CacheTypeRow] = []
-    for row, own in losses.items():
-        loss = float(own[scored].mean())
-        compared = comparison(loss, loss_before, _means(own, scored), before)
-        size = scores[row].kv_bytes_per_token
-        entry = CacheTypeRow(
-            model=row[0],
-            cache_format=row[1].name,
-            loss=loss,
-            perplexity=compared["perplexity"],
-            loss_increase=compared["loss_increase"],
-            loss_increase_stderr=compared["loss_increase_stderr"],
-            kv_bytes_per_token=size,
-            share=size / scores[reference].kv_bytes_per_token,
-            sequences=memory // size // at[0],
-        )
-        if row in speeds:
-            entry["prefill_tokens_per_second"] = speeds[row]["prefill_tokens_per_second"]
-            entry["decode_tokens_per_second"] = speeds[row]["decode_tokens_per_second"]
-        table.append(entry)
     return CacheTypesRecord(
         engine=engine.name,
         version=scores[reference].version,
@@ -191,7 +170,7 @@ def cache_types_record(
         memory=memory,
         dtype=files[reference[0]].dtype,
         seed=seed,
-        cache_types=table,
+        cache_types=_table(scores, losses, scored, speeds, memory // at[0]),
     )
 
 
@@ -220,7 +199,7 @@ def read_cache_types(text: str | Sequence[str], engine: str) -> tuple[CachePair,
 def _scores(
     python: str, rows: Mapping[_Row, Exported], sequences: Tensor
 ) -> dict[_Row, llama_cpp.Scores]:
-    """Return what llama.cpp makes of the text in each row."""
+    """Return the log-probabilities and the cache's bytes of each row, by llama.cpp."""
     found: dict[_Row, llama_cpp.Scores] = {}
     with stage(f"loss in {llama_cpp.NAME}", len(rows), "runs") as progress:
         for row, model in rows.items():
@@ -230,6 +209,48 @@ def _scores(
             found[row] = llama_cpp.score(python, file, tokens, row[1], width, _SECONDS)
             progress.step()
     return found
+
+
+def _table(
+    scores: Mapping[_Row, llama_cpp.Scores],
+    losses: Mapping[_Row, Tensor],
+    scored: Tensor,
+    speeds: Mapping[_Row, ModelSpeed],
+    memory: int,
+) -> list[CacheTypeRow]:
+    """Return the row of each model in each format; the first one is the reference.
+
+    Args:
+        scores: What llama.cpp reports.
+        losses: Of each token.
+        scored: The tokens that have a loss in every row.
+        speeds: Of each row; empty if none were measured.
+        memory: Bytes of cache for each token of a sequence.
+    """
+    reference = next(iter(scores))
+    loss_before = float(losses[reference][scored].mean())
+    before = _means(losses[reference], scored)
+    table: list[CacheTypeRow] = []
+    for row, tokens in losses.items():
+        loss = float(tokens[scored].mean())
+        compared = comparison(loss, loss_before, _means(tokens, scored), before)
+        size = scores[row].kv_bytes_per_token
+        entry = CacheTypeRow(
+            model=row[0],
+            cache_format=row[1].name,
+            loss=loss,
+            perplexity=compared["perplexity"],
+            loss_increase=compared["loss_increase"],
+            loss_increase_stderr=compared["loss_increase_stderr"],
+            kv_bytes_per_token=size,
+            share=size / scores[reference].kv_bytes_per_token,
+            sequences=memory // size,
+        )
+        if row in speeds:
+            entry["prefill_tokens_per_second"] = speeds[row]["prefill_tokens_per_second"]
+            entry["decode_tokens_per_second"] = speeds[row]["decode_tokens_per_second"]
+        table.append(entry)
+    return table
 
 
 def _losses(scores: llama_cpp.Scores) -> Tensor:
