@@ -48,11 +48,12 @@ def test_a_cluster_that_will_do(
     storage.mkdir()
     shutil.copy(empty_store, storage / "mlflow.db")
     code, checks = doctor(tmp_path / "d.json", "--storage", str(storage), *only(*FEW))
-    assert not code
     found = states(checks)
-    # A busy disk is slow: how fast a disk must be is a test of the judgement, not of this machine
+    assert code == (2 if "failed" in found["disk"] else 0)
+    # How fast and how empty a disk must be is a test of the judgement: this machine's may be busy or full
     assert found.pop("storage") <= {"ok", "warning"}
-    assert found == {name: {"ok"} for name in FEW if name != "storage"}
+    assert found.pop("disk") <= {"ok", "failed"}
+    assert found == {name: {"ok"} for name in FEW if name not in ("storage", "disk")}
     assert checks["storage"][0]["numbers"]["write_bytes_per_second"] > 0
     assert checks["clocks"][0]["numbers"]["seconds"] < 0.5
     said = capsys.readouterr().out
