@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 # What says that the product is installed, with what the demo loads its exports in; and that the tools of the tests are.
 STAMP := $(VENV)/.installed
 TOOLS := $(VENV)/.installed-tools
+# Bytecode is compiled on first import: to compile all of it takes half of the time of the installation.
+PIP_INSTALL := python -m pip install --quiet --disable-pip-version-check --no-compile
 UI_PORT ?= 5000
 # Where `make engines` puts vLLM, and which: it brings a torch of its own, so that it never goes into .venv.
 VLLM ?= $(CURDIR)/engines/vllm
@@ -38,15 +40,15 @@ $(STAMP): pyproject.toml
 	@echo "setup: making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "setup: installing $(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(BIN)/$(PIP_INSTALL) $(TORCH)
 	@echo "setup: installing Headfold and what it needs (about 3 GB unpacked)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]'
+	@$(BIN)/$(PIP_INSTALL) --editable '.[demo]'
 	@touch $(STAMP)
 	@echo "setup: the command is $(BIN)/headfold"
 
 $(TOOLS): $(STAMP)
 	@echo "setup: installing what the tests need"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[demo,eval,gpu,dev]'
+	@$(BIN)/$(PIP_INSTALL) --editable '.[demo,eval,gpu,dev]'
 	@touch $(TOOLS)
 
 demo: $(STAMP) ## search, promote and export on the demo checkpoint, then load the export in transformers and llama.cpp
@@ -72,9 +74,12 @@ check: $(TOOLS) ## while you work, in two minutes: style, types, import rule, an
 	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m quick --durations 5 --durations-min 2; tests=$$?; \
 	  wait $$types && exit $$tests
 
-test: lint ## lint, types, import rule, and the tests: what must be green
-	@echo "test: all but the extended tests (make test-all has them too)"
-	@$(PYTEST) -m "not extended"
+test: $(TOOLS) ## lint, types, import rule, and the tests: what must be green
+	$(STYLE)
+	@echo "test: pyright, and at the same time all but the extended tests (make test-all has them too)"
+	@$(TYPES) >$(VENV)/pyright.log 2>&1 & types=$$!; \
+	  $(PYTEST) -m "not extended"; tests=$$?; \
+	  wait $$types || { cat $(VENV)/pyright.log; exit 1; }; exit $$tests
 
 test-all: lint ## the same with the extended tests: chaos, experiments, long fuzzing, every ZeRO stage, other environments
 	@echo "test-all: all tests"
@@ -100,8 +105,8 @@ engines: $(VLLM)/.installed ## install vLLM in engines/vllm (3.5 GB), ask every 
 $(VLLM)/.installed: $(TOOLS)
 	@echo "engines: making $(VLLM)"
 	@$(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM_PACKAGE)'
+	@$(VLLM)/bin/$(PIP_INSTALL) $(TORCH)
+	@$(VLLM)/bin/$(PIP_INSTALL) '$(VLLM_PACKAGE)'
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

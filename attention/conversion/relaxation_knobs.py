@@ -101,6 +101,13 @@ HARD_CONCRETE = (
         1.0,
         default=0.8,
     ),
+    Knob(
+        "new_heads",
+        "choice",
+        "what a group's new head starts as: the mean of its heads, or one of them (sec. 4.4)",
+        choices=("mean", "nearest"),
+        default="mean",
+    ),
 )
 PULL_TOGETHER = (
     _rate("share of a pair's gap closed by a step at peak"),

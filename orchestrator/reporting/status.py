@@ -119,9 +119,7 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> SearchStat
         state=search_state,
         started=state.get("started"),
         seconds=seconds,
-        seconds_left=(
-            seconds_left(trials, estimate.get("trials"), rungs, seconds) if running else None
-        ),
+        seconds_left=(seconds_left(trials, estimate, rungs, seconds) if running else None),
         trials={name: sum(t.status == name for t in trials) for name in _STATES},
         probes=sum(t.probe for t in trials),
         expected=estimate.get("trials"),
@@ -170,24 +168,39 @@ def tokens_per_second(trials: Iterable[TrialRecord]) -> float:
 
 
 def seconds_left(
-    trials: Sequence[TrialRecord], expected: int | None, rungs: int, elapsed: float | None
+    trials: Sequence[TrialRecord],
+    estimate: Mapping[str, Any],
+    rungs: int,
+    elapsed: float | None,
 ) -> float | None:
     """Return the remaining seconds, by the share of finished trials and rungs.
 
+    In the first half of the work the estimate made before the search counts too, the more the
+    less is done: the first trials may be those of the fastest recipes.
+
     Args:
         trials: All started trials.
-        expected: Their final number; None if it is not known.
+        estimate: That of the search: `trials`, `hours`; empty if it has none.
         rungs: Rungs of a trial.
         elapsed: Seconds since the start.
 
     Returns:
         None before 5 % of the work is done, and where it cannot be estimated.
     """
+    expected = estimate.get("trials")
     if not expected or elapsed is None:
         return None
     done = sum(1.0 if t.status in records.ENDED else len(t.rungs) / rungs for t in trials)
-    early = done < _MIN_SHARE * expected
-    return None if early or done >= expected else elapsed * (expected - done) / done
+    share = done / expected
+    if share < _MIN_SHARE or share >= 1:
+        return None
+    by_share = elapsed * (1 - share) / share
+    hours = estimate.get("hours")
+    if hours is None:
+        return by_share
+    weight = min(1.0, 2 * share)
+    by_estimate = max(0.0, 3600 * hours - elapsed)
+    return weight * by_share + (1 - weight) * max(by_share, by_estimate)
 
 
 def _config(folder: SearchFolder) -> SearchConfig | None:

@@ -19,6 +19,7 @@ Where the paper is **silent**:
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +94,12 @@ def faded(z: Tensor, original: Tensor, shared: Tensor, head_map: Tensor) -> Tens
 class MaskedProjection(HeadProjection):
     """The k or v projection of Align.
 
-    Its original heads, its groups' new heads (their means at first), the masks.
+    Its original heads, its groups' new heads, the masks.
+
+    Args:
+        linear: The projection to replace.
+        groups: The heads of each new head.
+        new_heads: What new heads start as: `mean` of their group, or the head `nearest` to it.
 
     Attributes:
         masks: Whose masks it fades by, and at which row of them.
@@ -102,11 +108,15 @@ class MaskedProjection(HeadProjection):
     head_map: Tensor
     masks: tuple[HardConcrete, int]
 
-    def __init__(self, linear: HeadProjection, groups: HeadGroups) -> None:
+    def __init__(self, linear: HeadProjection, groups: HeadGroups, *, new_heads: str) -> None:
         weight, bias = linear.source()
         super().__init__(weight, bias)
-        self.shared_weight = _means(weight, groups)
-        self.shared_bias = None if bias is None else _means(bias, groups)
+        if new_heads == "nearest":
+            sources = nearest_to_mean(weight, groups)
+        else:
+            sources = groups
+        self.shared_weight = _means(weight, sources)
+        self.shared_bias = None if bias is None else _means(bias, sources)
         head_map = torch.empty(len(weight), dtype=torch.int64)
         for index, group in enumerate(groups):
             head_map[list(group)] = index
@@ -126,6 +136,22 @@ class MaskedProjection(HeadProjection):
             self.shared_weight.detach(),
             None if self.shared_bias is None else self.shared_bias.detach(),
         )
+
+
+@torch.no_grad()
+def nearest_to_mean(weight: Tensor, groups: HeadGroups) -> HeadGroups:
+    """Return for each group the one head whose weights are nearest to the group's mean.
+
+    `weight` is `[S, d, D]`. Of equally near heads, the first.
+    """
+    means = pooled(weight, groups)
+    distances = [
+        (weight[list(group)] - mean).flatten(1).norm(dim=1)
+        for group, mean in zip(groups, means, strict=True)
+    ]
+    return tuple(
+        (group[int(away.argmin())],) for group, away in zip(groups, distances, strict=True)
+    )
 
 
 def _means(rows: Tensor, groups: HeadGroups) -> nn.Parameter:
@@ -157,6 +183,7 @@ class HardConcrete(Relaxation):
         log_alpha_start: float,
         target_fraction: float,
         freeze_fraction: float,
+        new_heads: str,
     ) -> None:
         new, old = open_projections(model, plan)
         if not all(layer.is_identity for layer in old.layers):
@@ -164,13 +191,15 @@ class HardConcrete(Relaxation):
                 "relaxation=hard_concrete needs one key and one value head a query head; lift the "
                 "model first"
             )
-        layers = replace_projections(new, old, plan, MaskedProjection)
+        masked_projection = partial(MaskedProjection, new_heads=new_heads)
+        layers = replace_projections(new, old, plan, masked_projection)
         super().__init__(new, plan, layers)
         self.rate = rate_of("hard_concrete", rate, steps)
         self.weight = constraint_weight(weight, rate, steps)
         self.fall = target_fraction * steps
         self.freeze = freeze_fraction * steps
         masked = [layer for layer in layers if layer]
+        self._layers = [index for index, layer in enumerate(layers) if layer]
         self._shape = len(masked), plan.num_heads
         self.log_alpha = Learned(
             torch.full(self._shape, log_alpha_start, device=new.device, dtype=new.dtype)
@@ -223,13 +252,20 @@ class HardConcrete(Relaxation):
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """mean_mask (without noise), target T, masks_open (share of masks above 0)."""
+        """Return mean_mask (without noise), target T, masks_open (share of masks above 0).
+
+        `mean_mask_layer_<n>` is that of one layer (Jin 2024, Fig. 4).
+        """
         log_alpha = self.log_alpha().float()
         z = log_alpha * 0 if self.finished() else certain_mask(log_alpha)
         return {
             "mean_mask": float(z.mean()),
             "target": target_size(self.step, self.fall),
             "masks_open": float((z > 0).float().mean()),
+            **{
+                f"mean_mask_layer_{index}": mean
+                for index, mean in zip(self._layers, z.mean(dim=1).tolist(), strict=True)
+            },
         }
 
     def parameter_groups(self) -> list[ParameterGroup]:

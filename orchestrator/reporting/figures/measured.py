@@ -28,7 +28,7 @@ _PANELS = {
     "own_share": "own share ω of a head",
     "fusion_loss": "fusion loss",
     "multiplier": "multiplier λ",
-    "mean_mask": "mean mask (dashed: target)",
+    "mean_mask": "mean mask (thin: layers; dashed: target)",
     "masks_open": "share of masks open",
     "distance": "distance of the pairs, 1 at the start",
 }
@@ -132,5 +132,9 @@ def _draw_relaxation(axes: Any, trial: TrialRecord, name: str, colour: str) -> N
     steps = [point["step"] for point in points]
     axes.plot(steps, [point[name] for point in points], color=colour, lw=1.1, alpha=0.8)
     if name == "mean_mask":
+        metrics = sorted({metric for point in points for metric in point})
+        for layer in (metric for metric in metrics if metric.startswith("mean_mask_layer_")):
+            means = [point.get(layer) for point in points]
+            axes.plot(steps, means, color=colour, lw=0.5, alpha=0.4)
         targets = [point.get("target") for point in points]
         axes.plot(steps, targets, color=INK, lw=1, ls="--")

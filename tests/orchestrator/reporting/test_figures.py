@@ -106,8 +106,19 @@ HISTORIES = {
         ["own share ω of a head", "fusion loss", "multiplier λ"],
     ),
     "align": (
-        [{"step": s, "train_loss": 3.0, "mean_mask": 1 / s, "target": 0.9 / s, "masks_open": 0.5} for s in (1, 2)],
-        ["mean mask (dashed: target)", "share of masks open"],
+        [
+            {
+                "step": s,
+                "train_loss": 3.0,
+                "mean_mask": 1 / s,
+                "mean_mask_layer_0": 0.9 / s,
+                "mean_mask_layer_1": 1.1 / s,
+                "target": 0.9 / s,
+                "masks_open": 0.5,
+            }
+            for s in (1, 2)
+        ],
+        ["mean mask (thin: layers; dashed: target)", "share of masks open"],
     ),
     "postshare": (
         [{"step": s, "train_loss": 3.0, "distance": 1 / s} for s in (1, 2)],

@@ -83,6 +83,18 @@ def test_the_view_counts_what_was_reported(folder: SearchFolder) -> None:
     assert view.seconds_left == pytest.approx(1800 * (8 - 11 / 3) / (11 / 3))
 
 
+def test_the_estimate_counts_until_half_of_the_work_is_done() -> None:
+    """A quarter of eight trials after 6 of 60 estimated minutes: 18 minutes by the share, 54 by the estimate."""
+    ended = [trial(number, 0.5, [3.0], records.STOPPED) for number in range(8)]
+    estimate = {"trials": 8, "hours": 1.0}
+    assert live.seconds_left(ended[:2], estimate, 3, 360.0) == pytest.approx((18 + 54) / 2 * 60)
+    assert live.seconds_left(ended[:4], estimate, 3, 360.0) == pytest.approx(360)
+    assert live.seconds_left(ended[:2], estimate, 3, 7200.0) == pytest.approx(3 * 7200), "the estimate was too low"
+    assert live.seconds_left(ended[:2], {"trials": 8, "hours": None}, 3, 360.0) == pytest.approx(18 * 60)
+    assert live.seconds_left([], estimate, 3, 360.0) is None
+    assert live.seconds_left(ended, estimate, 3, 360.0) is None
+
+
 def test_a_search_that_has_ended_or_was_killed_says_so(folder: SearchFolder) -> None:
     assert live.read_status(folder, NOW).state == "running"
     started(folder)

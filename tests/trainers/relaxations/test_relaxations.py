@@ -17,7 +17,15 @@ from attention.plan import AttentionPlan, HeadShare, LayerPlan, PlanError
 from trainers.losses import objective
 from trainers.relaxations import RELAXATION_TRAINING, is_coarser, lifted
 from trainers.relaxations.base import coarser_groups
-from trainers.relaxations.hard_concrete import alive, certain_mask, faded, sampled_mask, size_constraint, target_size
+from trainers.relaxations.hard_concrete import (
+    alive,
+    certain_mask,
+    faded,
+    nearest_to_mean,
+    sampled_mask,
+    size_constraint,
+    target_size,
+)
 from trainers.relaxations.lagrangian import (
     ascending,
     fusion_loss,
@@ -366,6 +374,29 @@ def test_align_starts_at_the_group_means_and_masks_fall(tiny_model: Any, ids: Te
         relaxation.penalty(step).backward()
         optimizer.step()
     assert relaxation.metrics()["masks_open"] == 0
+
+
+def test_new_heads_may_start_as_the_head_nearest_to_the_mean(tiny_model: Any, ids: Tensor) -> None:
+    """Heads 0, 4, 5 have the mean 3, to which 4 is nearest: the second of the three."""
+    weight = torch.tensor([0.0, 4.0, 5.0, 7.0]).reshape(4, 1, 1)
+    assert nearest_to_mean(weight, ((0, 1, 2), (3,))) == ((1,), (3,))
+    model = tiny_model("llama")
+    relaxation = made(RELAXATION_TRAINING.get("hard_concrete"), model, new_heads="nearest")
+    torch.testing.assert_close(logits(relaxation.model, ids), logits(model, ids), atol=1e-5, rtol=1e-5)
+    for fresh, own, layer in zip(relaxation.collapse(), lift(model), GROUPED.layers, strict=True):
+        for index, group in enumerate(layer.value_groups):
+            distances = [float((own.v[head] - own.v[list(group)].mean(0)).norm()) for head in group]
+            assert torch.equal(fresh.v[index], own.v[group[distances.index(min(distances))]])
+
+
+def test_masks_are_reported_by_layer(tiny_model: Any) -> None:
+    relaxation = made(RELAXATION_TRAINING.get("hard_concrete"), tiny_model("llama"))
+    with torch.no_grad():
+        relaxation.log_alpha.value[0] = 0.0  # a mask of 1/2, by Eq. 13; the others are 1
+    metrics = relaxation.metrics()
+    by_layer = [metrics[f"mean_mask_layer_{index}"] for index in range(len(GROUPED.layers))]
+    assert by_layer == pytest.approx([0.5] + [1.0] * (len(GROUPED.layers) - 1))
+    assert metrics["mean_mask"] == pytest.approx(sum(by_layer) / len(by_layer))
 
 
 def test_noise_is_a_function_of_generator_and_step(tiny_model: Any, ids: Tensor) -> None:
