@@ -97,6 +97,7 @@ def objective(
     teacher: Any = None,
     positions: Callable[[Tensor], Tensor] | None = None,
     stored: Callable[[Tensor], Final] | None = None,
+    answers: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[[Any, Tensor], Tensor]:
     """Return the training loss as the loop wants it, `f(model, batch [B, T]) -> scalar`.
 
@@ -109,6 +110,7 @@ def objective(
         positions: Of the tokens of a batch, where documents are kept apart
             (`trainers.text.documents`); both models are given them.
         stored: Predictions of the teacher that were kept, in its place (`stored_kl`).
+        answers: Which tokens of a batch are counted, where not all are (`trainers.text.answers`).
     """
     if distillation not in DISTILLATIONS:
         raise ValueError(f"distillation must be one of {DISTILLATIONS}, got {distillation!r}")
@@ -137,6 +139,7 @@ def objective(
                     reference = final(teacher, batch, **more)
                 else:
                     reference = stored(batch)
-        return mean_cost(model, batch, cost, reference, **more)
+        counted = None if answers is None else answers(batch)
+        return mean_cost(model, batch, cost, reference, counted=counted, **more)
 
     return loss

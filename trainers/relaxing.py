@@ -151,6 +151,7 @@ class _Stage(WorkerShare):
                 self.settings.distillation_weight,
                 teacher,
                 self.positions,
+                answers=self.answers,
             )
             steps = train_model(
                 engine,

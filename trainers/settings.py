@@ -169,6 +169,10 @@ class TrainSettings(StrictModel):
     document_mask: bool = False
     """The documents of a sequence do not attend to each other, and their positions start again.
     Evaluation reads sequences as they are."""
+    assistant_only_loss: bool = False
+    """Only the tokens of answers count in the loss, each end of a turn included: for conversations
+    (`messages`), by the tokenizer's chat template. The mean is over the answers of the sequences
+    that a worker holds at once. Evaluation counts all tokens."""
     deepspeed: Annotated[dict[str, JsonValue], AfterValidator(_known)] = {}
     """Keys of DeepSpeed's own configuration that are merged into Headfold's last, e.g.
     `{zero_optimization: {overlap_comm: false}}`; keys that a setting here determines are refused.
@@ -281,7 +285,7 @@ class TrainSettings(StrictModel):
         record = self.model_dump(mode="json")
         record["activation_checkpointing"] = self.activation_checkpointing is True
         del record["collective_seconds"]  # how long it may take, and not what comes of it
-        for name in ("document_mask", "compile"):
+        for name in ("document_mask", "compile", "assistant_only_loss"):
             if not record[name]:
                 del record[name]
         if not self.keeps_teacher_logits:

@@ -25,6 +25,7 @@ CHUNKS_AT_ONCE = (
     8  # as many bytes at once, at most: logits of two models, logarithms, and what KL makes of them
 )
 _FLOAT = 4
+_NOT_COUNTED = -100  # in the place of a label
 
 _Cost = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`cost(logits [P, V], labels [P], reference logits [P, V] or None)`: a mean over the P positions,
@@ -100,6 +101,7 @@ def mean_cost(
     cost: _Cost,
     reference: Final | None = None,
     rows: int | None = None,
+    counted: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
     """Return the mean of `cost` over the next-token predictions of the first `rows` sequences.
@@ -111,6 +113,7 @@ def mean_cost(
     Args:
         ids: `[B, T]`.
         rows: By default all sequences.
+        counted: Which tokens' predictions are counted, `[B, T]` bool; by default all.
         more: Arguments of the model.
     """
     head = model.get_output_embeddings()
@@ -118,7 +121,12 @@ def mean_cost(
 
     def of_states(states: Tensor) -> Tensor:
         return in_chunks(
-            Final(states, finish(head.forward), head.out_features), ids, cost, reference, rows
+            Final(states, finish(head.forward), head.out_features),
+            ids,
+            cost,
+            reference,
+            rows,
+            counted,
         )
 
     return _at_the_head(model, ids, of_states, **more)
@@ -130,6 +138,7 @@ def in_chunks(
     cost: _Cost,
     reference: Final | None = None,
     rows: int | None = None,
+    counted: Tensor | None = None,
 ) -> Tensor:
     """Return the mean of `cost` over the predictions of the first `rows` sequences.
 
@@ -138,9 +147,14 @@ def in_chunks(
 
     Args:
         ids: `[B, T]`, which went into both finals.
+        counted: Which tokens' predictions are counted, `[B, T]` bool; by default all.
     """
     labels = ids[:, 1:].flatten()
-    counted = (len(ids) if rows is None else rows) * (ids.shape[1] - 1)
+    last = (len(ids) if rows is None else rows) * (ids.shape[1] - 1)
+    number = last
+    if counted is not None:
+        labels = torch.where(counted[:, 1:].flatten(), labels, _NOT_COUNTED)
+        number = max(1, int((labels[:last] != _NOT_COUNTED).sum()))
     size = positions_at_once(predicting.vocabulary, chunk_memory(ids.device))
     parts = [predicting.states[:, :-1].flatten(0, 1).split(size)]
     if reference is not None:
@@ -154,13 +168,19 @@ def in_chunks(
         if reference is not None and guide is not None:
             with torch.no_grad():
                 reference_logits = reference.head(guide)[: len(labels)]
+        logits = logits[: len(labels)]
+        if counted is not None:
+            chosen = labels != _NOT_COUNTED
+            logits = logits[chosen]
+            labels = labels[chosen]
+            reference_logits = None if reference_logits is None else reference_logits[chosen]
         if not len(labels):
-            return logits.new_zeros(())
-        return cost(logits[: len(labels)], labels, reference_logits) * (len(labels) / counted)
+            return logits.sum()  # 0, and part of the graph, as workers run its backward together
+        return cost(logits, labels, reference_logits) * (len(labels) / number)
 
     total: Any = 0
     for index, chunk in enumerate(zip(*parts, strict=True)):
-        chunk_labels = labels[index * size : min(counted, index * size + size)]
+        chunk_labels = labels[index * size : min(last, index * size + size)]
         if again:
             total = total + checkpoint(
                 share, chunk_labels, *chunk, use_reentrant=False, preserve_rng_state=False

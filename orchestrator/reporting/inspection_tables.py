@@ -33,7 +33,10 @@ RECIPE_COLUMNS = (
 
 
 def lead(record: Mapping[str, Any]) -> str:
-    """Return the best conversion of each KV ratio, the checkpoint, and its most sensitive heads."""
+    """Return the best conversion of each KV ratio, the checkpoint, and its most sensitive heads.
+
+    One line each.
+    """
     sentences = []
     formats = record.get("cache_formats") or []
     for budget in record["budgets"]:
@@ -59,7 +62,7 @@ def lead(record: Mapping[str, Any]) -> str:
         sentences.append(
             f"Most sensitive: the {side}s of layer {layer} ({increase:+.2f} with one head)."
         )
-    return " ".join(sentences)
+    return "\n".join(sentences)
 
 
 def best_entry(record: Mapping[str, Any], ratio: float) -> Mapping[str, Any] | None:

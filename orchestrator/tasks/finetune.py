@@ -35,6 +35,7 @@ from orchestrator.training.request import (
 from orchestrator.training.run import TrainingReport
 from trainers.evaluation import evaluate
 from trainers.settings import TrainSettings
+from trainers.text.answers import check_answers
 from trainers.text.data import Texts, read_sequences
 from trainers.text.documents import check_documents
 
@@ -216,6 +217,8 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
             cut.check()
         if request.settings.document_mask:
             check_documents(request.cuts[0], tokenizer, model.config.model_type)
+        if request.settings.assistant_only_loss:
+            check_answers(request.cuts[0], tokenizer)
         request.check_folders(options.overwrite)
         return request
 

@@ -41,6 +41,7 @@ from orchestrator.training.request import (
 from orchestrator.training.run import TrainingReport
 from search_spaces.composition.dcmha import composition_of
 from trainers.text import synthetic_corpus
+from trainers.text.answers import check_answers
 from trainers.text.data import Texts
 from trainers.text.documents import check_documents
 from trainers.text.tokenising import beginning
@@ -151,6 +152,8 @@ class Train(TrainingTask[TrainOptions, TrainRecord]):
             cut.check()
         if request.settings.document_mask:
             check_documents(request.cuts[0], tokenizer, opened.config.model_type)
+        if request.settings.assistant_only_loss:
+            check_answers(request.cuts[0], tokenizer)
         request.check_folders(options.overwrite)
         return request
 

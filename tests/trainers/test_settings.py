@@ -144,10 +144,24 @@ def test_gpus_are_computed_on_unless_the_cpu_is_asked_for() -> None:
 def test_a_training_is_known_by_what_decides_its_result() -> None:
     """Records of trainings that were begun before some keys were there stay true."""
     before = TrainSettings().model_dump(mode="json") | {"activation_checkpointing": False}
-    for name in ("document_mask", "compile", "collective_seconds", "teacher_logits", "teacher_logits_k"):
+    later = (
+        "document_mask",
+        "assistant_only_loss",
+        "compile",
+        "collective_seconds",
+        "teacher_logits",
+        "teacher_logits_k",
+    )
+    for name in later:
         del before[name]
     same = ({}, {"activation_checkpointing": "selective"}, {"activation_checkpointing": False})
     assert all(TrainSettings(**given).identity() == before for given in same)
-    other = ({"document_mask": True}, {"compile": True}, {"activation_checkpointing": True}, {"seed": 1})
+    other = (
+        {"document_mask": True},
+        {"assistant_only_loss": True},
+        {"compile": True},
+        {"activation_checkpointing": True},
+        {"seed": 1},
+    )
     assert all(TrainSettings(**given).identity() != before for given in other)
     assert TrainSettings.model_validate(TrainSettings(compile=True).identity()).compile

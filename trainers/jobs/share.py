@@ -59,6 +59,16 @@ class WorkerShare:
 
         return DocumentStarts.of(read_tokenizer(self.job.model_dir)).positions
 
+    @property
+    def answers(self) -> Callable[[Tensor], Tensor] | None:
+        """Return which tokens are answers where these alone are counted; None elsewhere."""
+        if not self.settings.assistant_only_loss:
+            return None
+        from attention.io.tokenizers import read_tokenizer  # here, and not above: few need it
+        from trainers.text.answers import AnswerSpans
+
+        return AnswerSpans.of(read_tokenizer(self.job.model_dir)).mask
+
     def lap(self) -> float:
         """Seconds since the last call."""
         now = time.perf_counter()

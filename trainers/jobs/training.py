@@ -115,6 +115,7 @@ class WorkerTraining(WorkerShare):
                     self.teacher,
                     self.positions,
                     self.stored_teacher,
+                    self.answers,
                 ),
             )
         except TrainingDiverged as error:
