@@ -41,7 +41,8 @@ def without_small_heads(model: PreTrainedModel, count: int) -> PreTrainedModel:
     pruned = copy.deepcopy(model)
     modules = list(family.attention_modules(pruned))
     layers = [family.read(module, geometry) for module in modules]
-    norms = torch.stack([sum(getattr(heads, side).square().sum((1, 2)) for side in SIDES) for heads in layers])
+    squares = [[getattr(heads, side).square().sum((1, 2)) for side in SIDES] for heads in layers]
+    norms = torch.stack([torch.stack(sides).sum(0) for sides in squares])
     smallest = norms.flatten().argsort(stable=True)[:count]
     zero = torch.zeros(norms.numel(), dtype=torch.bool)
     zero[smallest] = True
