@@ -28,7 +28,7 @@ def test_no_two_arms_are_the_same() -> None:
 
 
 def test_the_seven_rows_of_table_1_of_jin_2024() -> None:
-    rows = [recipe for name, recipe in arms().items() if name.startswith("align_")]
+    rows = [recipe for name, recipe in arms().items() if name.startswith("align_") and name != "align_one_head"]
     table = {(r.grouping, r.by, r.alignment, r.knobs("alignment").get("criterion")) for r in rows}
     assert len(rows) == len(table) == 7
     assert {row[1:] for row in table if row[0] == "anneal_restarts"} == {
@@ -44,6 +44,14 @@ def test_the_seven_rows_of_table_1_of_jin_2024() -> None:
         assert r.apply("recovery") == {"distillation": "kl_bild", "distillation_weight": 1.0, "min_lr_ratio": 0.0}
         if r.similarity is not None:
             assert r.knobs("similarity")["criterion"] == r.knobs("alignment")["criterion"]
+
+
+def test_a_new_head_and_one_of_the_group_differ_by_where_they_start_alone() -> None:
+    """Jin 2024, section 4.4."""
+    new, one = arms()["align"], arms()["align_one_head"]
+    assert (new.knobs("relaxation")["new_heads"], one.knobs("relaxation")["new_heads"]) == ("mean", "nearest")
+    starts = {"relaxation.new_heads": "mean"}
+    assert one.with_changes(**starts).digest == new.with_changes(**starts).digest
 
 
 def test_dha_with_and_without_adaptive_transformation_fuse_alike() -> None:
