@@ -10,8 +10,9 @@ BIN := $(VENV)/bin
 # What says that the product is installed, with what the demo loads its exports in; and that the tools of the tests are.
 STAMP := $(VENV)/.installed
 TOOLS := $(VENV)/.installed-tools
-# Bytecode is compiled on first import: to compile all of it takes half of the time of the installation.
+# pip compiles bytecode on one core, which takes half of its time; compileall does it on all. Some files are for other Pythons.
 PIP_INSTALL := python -m pip install --quiet --disable-pip-version-check --no-compile
+COMPILE := python -m compileall -qq -j 0
 UI_PORT ?= 5000
 # Where `make engines` puts vLLM, and which: it brings a torch of its own, so that it never goes into .venv.
 VLLM ?= $(CURDIR)/engines/vllm
@@ -43,12 +44,14 @@ $(STAMP): pyproject.toml
 	@$(BIN)/$(PIP_INSTALL) $(TORCH)
 	@echo "setup: installing Headfold and what it needs (about 3 GB unpacked)"
 	@$(BIN)/$(PIP_INSTALL) --editable '.[demo]'
+	@$(BIN)/$(COMPILE) $(VENV)/lib || true
 	@touch $(STAMP)
 	@echo "setup: the command is $(BIN)/headfold"
 
 $(TOOLS): $(STAMP)
 	@echo "setup: installing what the tests need"
 	@$(BIN)/$(PIP_INSTALL) --editable '.[demo,eval,gpu,dev]'
+	@$(BIN)/$(COMPILE) $(VENV)/lib || true
 	@touch $(TOOLS)
 
 demo: $(STAMP) ## search, promote and export on the demo checkpoint, then load the export in transformers and llama.cpp
@@ -107,6 +110,7 @@ $(VLLM)/.installed: $(TOOLS)
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/$(PIP_INSTALL) $(TORCH)
 	@$(VLLM)/bin/$(PIP_INSTALL) '$(VLLM_PACKAGE)'
+	@$(VLLM)/bin/$(COMPILE) $(VLLM)/lib || true
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
