@@ -47,6 +47,7 @@ def test_load_exported_cannot_import_the_project(tmp_path: Path) -> None:
     assert done.returncode != 0 and "'attention' is not a package" in done.stderr
 
 
+@pytest.mark.extended
 def test_a_model_samples_the_text_that_it_is_calibrated_on(tmp_path: Path) -> None:
     sizes = ["--documents", "3", "--tokens", "12"]
     for name in ("one.jsonl", "two.jsonl"):

@@ -1,8 +1,8 @@
 """One calm real search, by what is found of it; and whatever is killed, a search ends as that one that was left alone.
 
 The calm search runs as a Ray job, by the real command line, against an MLflow server whose address has a token, with a
-learning rate that no optimiser can hold among its trials. `make test` kills the driver in a part of the same
-search on the same cluster, `make test-all` nodes, workers and the rest too, on clusters of their own, `make chaos` at
+learning rate that no optimiser can hold among its trials. `make test-all` kills the driver in a part of the same
+search on the same cluster, and nodes, workers and the rest on clusters of their own, `make chaos` at
 least twenty things in a larger search (HEADFOLD_CHAOS_KILLS, HEADFOLD_CHAOS_SEED).
 """
 
@@ -202,6 +202,7 @@ def test_a_search_ends_in_an_exported_checkpoint(calm: dict[str, Any], tmp_path:
     assert loaded.stdout.split()[0] == "2"
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(SETTINGS is not SMALL, reason="its candidates are those of the small search")
 def test_a_search_whose_driver_is_killed_ends_as_one_that_was_left_alone(calm: dict[str, Any]) -> None:
     """Two of the calm search's candidates, on its cluster, and no promotion."""
