@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from attention.families import family_of, geometry_of
 from benchmarks.combinations import conversion, model_parser, shares_of, sizes_of
 from benchmarks.report import Row, Scale, benchmark
+from benchmarks.rivals import Result
 from orchestrator.config.options import ConvertOptions
 from orchestrator.conversion.memory_store import MemoryStore
 from orchestrator.storage.shipped import shipped
 from orchestrator.tasks.convert import Convert
 from search_spaces.recipes.catalogue import recipe
 from search_spaces.sharing.matching import share_count
-from trainers.evaluation import evaluate
 
 SIDES = ("q", "k", "v")
 
@@ -69,20 +69,6 @@ def without_small_weights(model: PreTrainedModel, share: float) -> PreTrainedMod
     return pruned
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a model loses with this share of its query, key and value weights saved, nats per token."""
-
-    name: str
-    share: float
-    increase: float
-    error: float | None
-
-    def __str__(self) -> str:
-        deviation = "" if self.error is None else f" ± {self.error:.4f}"
-        return f"| {self.name} | {self.share:.1%} | {self.increase:+.4f}{deviation} |"
-
-
 def measured(model: str, alphas: Sequence[float], **sizes: Any) -> Iterator[Result]:
     """Yield DirectShare and both kinds of pruning at each share of the heads.
 
@@ -95,10 +81,7 @@ def measured(model: str, alphas: Sequence[float], **sizes: Any) -> Iterator[Resu
     store = MemoryStore(task.request, always_calibrate=True)
     plan = task.request.checkpoint.plan
 
-    def result(name: str, share: float, found: PreTrainedModel) -> Result:
-        compared = evaluate(found, store.texts.held_out).compared(store.original_evaluation)
-        return Result(name, share, compared["loss_increase"], compared["loss_increase_stderr"])
-
+    result = partial(Result.of, store)
     for alpha in alphas:
         count = share_count(alpha, plan.num_layers, plan.num_heads)
         share = count / (plan.num_layers * plan.num_heads)
@@ -114,9 +97,7 @@ def pruning(scale: Scale) -> Iterator[Row]:
     path = str(shipped("examples/stdlib-llama/config.json").parent)
     sizes = {"calibration_tokens": scale.pick(1024, 8192), "eval_tokens": scale.pick(512, 8192)}
     for each in measured(path, scale.pick([0.3], [0.1, 0.2, 0.3, 0.4]), sequence_length=256, **sizes):
-        error = "" if each.error is None else f" ± {each.error:.4f}"
-        note = f"{each.share:.1%} of query, key and value weights; increase {each.increase:+.4f}{error}"
-        yield Row(f"{each.name}, {each.share:.0%}", max(1e-6, each.increase), None, "nats", note)
+        yield each.row(f"{each.name}, {each.share:.0%}", "query, key and value weights")
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -23,6 +23,7 @@ import copy
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,12 +137,31 @@ def low_rank(
 
 @dataclass(frozen=True)
 class Result:
-    """A way to a smaller cache: its bytes relative to 16 bits of all heads, and what it loses, nats per token."""
+    """What a changed model loses, nats per token.
+
+    Attributes:
+        name: Of the change.
+        share: What it is compared by: of the bytes of the cache, or of the weights, that it takes or saves.
+        increase: Of the held-out loss over the original's.
+        error: Standard error of the paired difference.
+    """
 
     name: str
     share: float
     increase: float
     error: float | None
+
+    @classmethod
+    def of(cls, store: MemoryStore, name: str, share: float, model: PreTrainedModel) -> Result:
+        """Measure a model on the held-out text of a store."""
+        compared = evaluate(model, store.texts.held_out).compared(store.original_evaluation)
+        return cls(name, share, compared["loss_increase"], compared["loss_increase_stderr"])
+
+    def row(self, name: str, whole: str) -> Row:
+        """Return the row of a benchmark; `whole` is what the share is of."""
+        error = "" if self.error is None else f" ± {self.error:.4f}"
+        note = f"{self.share:.1%} of {whole}; increase {self.increase:+.4f}{error}"
+        return Row(name, max(1e-6, self.increase), None, "nats", note)
 
     def __str__(self) -> str:
         deviation = "" if self.error is None else f" ± {self.error:.4f}"
@@ -162,10 +182,7 @@ def measured(model: str, shares: Sequence[float], ours: Sequence[str], **sizes: 
     calibration = store.context.calibration
     assert calibration is not None
 
-    def result(name: str, share: float, found: PreTrainedModel) -> Result:
-        compared = evaluate(found, store.texts.held_out).compared(store.original_evaluation)
-        return Result(name, share, compared["loss_increase"], compared["loss_increase_stderr"])
-
+    result = partial(Result.of, store)
     for pair in OFFERED:
         try:
             share = format_record(pair, task.request.checkpoint.plan)["share"]
@@ -195,9 +212,7 @@ def rivals(scale: Scale) -> Iterator[Row]:
     sizes = {"calibration_tokens": scale.pick(1024, 8192), "eval_tokens": scale.pick(512, 8192)}
     ours = scale.pick(("least_squares",), OURS)
     for each in measured(path, scale.pick([0.5], [0.5, 0.25]), ours, sequence_length=256, **sizes):
-        error = "" if each.error is None else f" ± {each.error:.4f}"
-        note = f"{each.share:.1%} of the bytes; increase {each.increase:+.4f}{error}"
-        yield Row(each.name, max(1e-6, each.increase), None, "nats", note)
+        yield each.row(each.name, "the bytes")
 
 
 def main(words: Sequence[str] | None = None) -> None:
