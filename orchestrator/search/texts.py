@@ -14,10 +14,9 @@ from attention.checkpoint import Checkpoint
 from orchestrator import checkpoints
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import SearchConfig
-from trainers.text.answers import check_answers
+from trainers.packing import check_packing
 from trainers.text.corpora import DataError
 from trainers.text.data import SMALL_TEXT, SPLITS, Split, TextCut, token_set
-from trainers.text.documents import check_documents
 from trainers.text.token_sets import is_complete
 from trainers.text.unseen import UnseenCut
 
@@ -69,13 +68,10 @@ class SearchTexts:
                 text.check()
         every: dict[str, TextCut | UnseenCut] = {**cuts, TEST: UnseenCut(text, cuts["eval"])}
         tokenizer = checkpoints.load_tokenizer(model)
-        trainings = (config.train, config.promotion_train)
         for name in {"train", _PROMOTION} & set(cuts):
             with _named(name, cuts[name].source):
-                if any(train.document_mask for train in trainings):
-                    check_documents(cuts[name], tokenizer, model.config.model_type)
-                if any(train.assistant_only_loss for train in trainings):
-                    check_answers(cuts[name], tokenizer)
+                for settings in (config.train, config.promotion_train):
+                    check_packing(settings, cuts[name], tokenizer, model.config.model_type)
         return cls(model.path, tokenizer, cache, every, config.data.test is not None)
 
     @cached_property

@@ -34,10 +34,9 @@ from orchestrator.training.request import (
 )
 from orchestrator.training.run import TrainingReport
 from trainers.evaluation import evaluate
+from trainers.packing import check_packing
 from trainers.settings import TrainSettings
-from trainers.text.answers import check_answers
 from trainers.text.data import Texts, read_sequences
-from trainers.text.documents import check_documents
 
 _TRAIN_TOKENS = 100_000_000  # of text at most, unless the options say more
 _OBJECTIVE = {"distillation": "kl", "distillation_weight": 1.0}
@@ -215,10 +214,7 @@ class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
             request = replace(request, settings=begun)
         for cut in request.cuts:
             cut.check()
-        if request.settings.document_mask:
-            check_documents(request.cuts[0], tokenizer, model.config.model_type)
-        if request.settings.assistant_only_loss:
-            check_answers(request.cuts[0], tokenizer)
+        check_packing(request.settings, request.cuts[0], tokenizer, model.config.model_type)
         request.check_folders(options.overwrite)
         return request
 

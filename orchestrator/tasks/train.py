@@ -40,10 +40,9 @@ from orchestrator.training.request import (
 )
 from orchestrator.training.run import TrainingReport
 from search_spaces.composition.dcmha import composition_of
+from trainers.packing import check_packing
 from trainers.text import synthetic_corpus
-from trainers.text.answers import check_answers
 from trainers.text.data import Texts
-from trainers.text.documents import check_documents
 from trainers.text.tokenising import beginning
 
 if TYPE_CHECKING:
@@ -150,10 +149,7 @@ class Train(TrainingTask[TrainOptions, TrainRecord]):
         )
         for cut in request.cuts:
             cut.check()
-        if request.settings.document_mask:
-            check_documents(request.cuts[0], tokenizer, opened.config.model_type)
-        if request.settings.assistant_only_loss:
-            check_answers(request.cuts[0], tokenizer)
+        check_packing(request.settings, request.cuts[0], tokenizer, opened.config.model_type)
         request.check_folders(options.overwrite)
         return request
 
