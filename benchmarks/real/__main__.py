@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -47,8 +48,13 @@ def source(text: str | None) -> str | None:
 
 
 def measure(name: str, work: Workspace) -> PartRecord:
-    """Run a part, and return its record, also of one that fails."""
+    """Run a part, and return its record, also of one that fails.
+
+    Time, date and commit are those of its commands, also of commands that an earlier run has finished.
+    """
     from benchmarks.real.parts import PARTS
+
+    work = replace(work, part=name)
 
     rows: list[dict[str, str]] = []
     status: Status = "done"
@@ -65,7 +71,11 @@ def measure(name: str, work: Workspace) -> PartRecord:
     except (KeyError, TypeError) as error:  # a command's JSON is not what the part reads
         status, reason = "failed", repr(error)
     seconds = time.monotonic() - started
-    return PartRecord(status=status, reason=reason, seconds=seconds, date=str(date.today()), commit=commit(), rows=rows)
+    run = {"date": str(date.today()), "commit": commit()}
+    if commands := work.commands():
+        seconds = sum(command["wall_seconds"] for command in commands)
+        run = {key: commands[-1][key] for key in run}
+    return PartRecord(status=status, reason=reason, seconds=seconds, rows=rows, **run)
 
 
 def write_page(records: Records) -> tuple[Path, Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from attention.base.timing import duration
 from benchmarks.records import PartRecord, Records, ended, sections
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "real.md"
@@ -66,7 +67,7 @@ Unless a table says otherwise the text is the built-in mix of prose and code: 8,
 held-out ones to measure on, in sequences of 512. More calibration text loses less; [calibrate on your own
 text](howto/own-data.md) for numbers on your use. *Increase* is that of the held-out loss in nats per token, with
 the standard error of the paired difference. *Minutes* are of one command, for all its sizes, with other work on the
-same cores: an idle machine takes less.
+same cores, as is the time of a part below its table: an idle machine takes less.
 
 """
 HOW = """
@@ -91,7 +92,8 @@ def page(records: Records) -> str:
 
 
 def _part(part: PartRecord) -> str:
-    when = ended(part, f"{part['date']}, commit {part['commit']}.")
+    time = f", {duration(part['seconds'])}" if part["seconds"] >= 1 else ""
+    when = ended(part, f"{part['date']}, commit {part['commit']}{time}.")
     rows = part["rows"]
     if not rows:
         return when

