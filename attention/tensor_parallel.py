@@ -65,7 +65,7 @@ def layers_per_rank(kv_heads: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RankCache:
-    """What each GPU holds of one token, in bytes.
+    """The bytes that each GPU stores per token.
 
     Attributes:
         tensor_parallel: GPUs.
@@ -86,7 +86,7 @@ class RankCache:
 
     @property
     def note(self) -> str:
-        """What that means, in one sentence."""
+        """Describe the result in one sentence."""
         ranks, held = self.tensor_parallel, self.kv_bytes_per_token_per_gpu
         original = self.kv_bytes_per_token_per_gpu_original
         least = "at least " * self.at_least

@@ -1,4 +1,4 @@
-"""How much the loss increases by a small error in the output of one attention layer.
+"""Measure how much the loss increases by a small error in the output of one attention layer.
 
 To second order, an error e_t at token t costs 1/2 e_t^T F e_t nats (the KL divergence from the
 original's predictions), where F = E[g g^T] is the Fisher information: g is the gradient, with
@@ -38,8 +38,8 @@ def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) 
 
     Nats a token over squared outputs.
 
-    The predictions that count are those of T - 1 tokens of each sequence. Of a layer only what
-    enters it is kept for the backward pass; the rest is made again there.
+    The counted predictions are those of T - 1 tokens of each sequence. Only the input of each layer
+    is stored for the backward pass, which recomputes the rest.
 
     Raises:
         ValueError: For sequences of one token.

@@ -1,6 +1,6 @@
 """The safetensors files of a checkpoint folder, read from their headers alone.
 
-Which tensor lies where, in what shape.
+The file and the shape of each tensor.
 
 A file that cannot be read is reported by name, with what it is instead and what to do.
 """

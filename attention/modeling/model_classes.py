@@ -55,7 +55,7 @@ def check_fits(plan: AttentionPlan, geometry: HeadGeometry) -> None:
 
 
 class HeadfoldMixin:
-    """What the model class of every family gains.
+    """Add what the model class of every family needs.
 
     Projections of the plan's shapes, maps, and uneven caches.
     """

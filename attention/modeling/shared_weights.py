@@ -1,14 +1,14 @@
 """Projections that use blocks of an earlier layer's projection.
 
-Each weight is held once, by one module.
+Each weight is stored once, by one module.
 
 Legend: n output (or input) features in H blocks, D the other side; x `[..., D]` (rows) or `[...,
 n]` (columns).
 
 A block is a head's d rows of a q, k or v projection, or a slice of an MLP's neurons. The earlier
-projection *lends* the block; the later one keeps a plain reference to that module (not a submodule
-of it) and registers as parameters only what it owns, so that `parameters()`, `state_dict()`, the
-optimiser and safetensors see every weight once. Blocks are multiplied where they lie. A lender's
+projection *lends* the block; the later one stores a plain reference to that module (not a
+submodule) and registers as parameters only what it owns, so that `parameters()`, `state_dict()`,
+the optimiser and safetensors see every weight once. Blocks are multiplied in place. A lender's
 weight is read as its attribute in each forward pass, where ZeRO 3 gathers it.
 """
 
@@ -110,7 +110,7 @@ class SharedProjection(nn.Module):
                 nn.init.uniform_(parameter, -bound, bound)
 
     def offset(self, block: int) -> int:
-        """Where an owned block starts in `own_weight`. Raises ValueError for a borrowed one."""
+        """Return an owned block's offset in `own_weight`. Raises ValueError for a borrowed one."""
         if block in self._borrowed:
             raise ValueError(f"block {block} is itself shared; resolve chains to their roots first")
         return self.block_size * (block - sum(other < block for other in self._borrowed))
@@ -192,7 +192,7 @@ class SharedRows(SharedProjection):
     def write(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Copy the owned blocks of a whole weight and bias.
 
-        What is borrowed is left to its lender.
+        Borrowed blocks are not changed.
         """
         if self.own_weight is not None:
             self.own_weight.copy_(self._taken(weight.reshape(self.out_features, -1), 0))
