@@ -29,7 +29,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(given.checkpoint, dtype="auto").eval()
     prompt = tokenizer(given.prompt, return_tensors="pt")
     cache = DynamicCache(config=model.config)
-    torch.manual_seed(0)  # generate() takes no generator of its own
+    torch.manual_seed(0)  # generate() takes no generator
     with torch.no_grad():
         # Since transformers 5.24 the cache is called so
         name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

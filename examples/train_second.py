@@ -3,10 +3,11 @@
     python examples/train_second.py --out runs/my-neox             # about a quarter of an hour on one core
     python examples/train_second.py --out /tmp/tiny --steps 2      # only to see it run
 
-What holds on one checkpoint may be luck. This one differs from `stdlib-llama` wherever a conversion could care: learned
-biases, fused and interleaved projections, rotary embedding on a quarter of each head, parallel attention and MLP, and
-English instead of code. The prose is what every installation has: Python's reference topics and the docstrings of its
-standard library and of the packages that this project needs. It is written to `prose.jsonl`, a source of text like any:
+A result on one checkpoint may be luck. This one differs from `stdlib-llama` wherever a conversion
+could depend on it: learned biases, fused and interleaved projections, rotary embedding on a quarter
+of each head, parallel attention and MLP, and English instead of code. The prose is part of every
+installation: Python's reference topics and the docstrings of its standard library and of the
+packages that this project needs. It is written to `prose.jsonl`, a source of text like any other:
 
     headfold convert --model runs/my-neox/trained --recipe headfold --kv-ratio 0.5,0.25 \\
         --data runs/my-neox/prose.jsonl --sequence-length 256

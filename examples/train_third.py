@@ -3,8 +3,9 @@
     python examples/train_third.py --out runs/my-qwen3             # about a quarter of an hour on one core
     python examples/train_third.py --out /tmp/tiny --steps 2       # only to see it run
 
-What people have is grouped-query attention with norms on queries and keys; to halve such a cache is another matter than
-to halve a multi-head one. The text is the prose of `train_second.py` and the standard library's code, in `mixed.jsonl`:
+Most current checkpoints have grouped-query attention with norms on queries and keys; halving such a
+cache differs from halving a multi-head one. The text is the prose of `train_second.py` and the
+standard library's code, in `mixed.jsonl`:
 
     headfold convert --model runs/my-qwen3/trained --recipe headfold --kv-ratio 0.5 \\
         --data runs/my-qwen3/mixed.jsonl --sequence-length 256

@@ -6,8 +6,8 @@ Legend: n points, m objectives; `values` [n, m], every entry finite. Point a dom
 nowhere larger and somewhere smaller.
 
 Points are kept in the order of NSGA-II (Deb 2002, sec. III): by rank; inside the rank that does not
-fit in whole by crowding distance (sec. III-B), or by an epsilon-net, the farthest point from those
-already taken coming next (Schmucker 2021, sec. 3.2). What the papers leave open: ties go to the
+fit in whole by crowding distance (sec. III-B), or by an epsilon-net, which adds the point farthest
+from those already chosen (Schmucker 2021, sec. 3.2). Where the papers are silent: ties go to the
 earlier point; the epsilon-net starts at the point that is smallest in the first objective;
 objectives are scaled to the range of the points of that rank.
 """
@@ -40,9 +40,9 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
         if previous is not None and tuple(values[i]) == tuple(values[previous]):
             levels[i] = levels[previous]
             continue
-        # Points come by a rising first objective, so that the last objective alone decides which
-        # ranks dominate this one: those whose lowest point so far is not above it. Lowest points
-        # increase with the rank.
+        # Points are sorted by the first objective, so that the last objective alone decides which
+        # ranks dominate this one: those whose lowest point is not above it. Lowest points increase
+        # with the rank.
         last = values[i][-1]
         rank = bisect.bisect_right(lowest, last)
         lowest[rank : rank + 1] = [last]

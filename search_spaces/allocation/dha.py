@@ -20,10 +20,10 @@ def dha_greedy(
     """Heads for each layer, `total` in all, more where the loss is greater (DHA, App. B.4, Alg. 5).
 
     `quanta` (small, large): every layer starts with `small`; the `first` layers of greatest loss
-    are raised to `large`, but as printed only as many as whole `large` fit into what is left (line
-    10: R // 16, though each takes 12); then `small` more goes to the layer of greatest loss / heads
-    until nothing is left. Ties go to the earlier layer. No layer gets more than `cap` heads
-    (default: no limit).
+    are raised to `large`, but as printed only as many as whole `large` fit into the remaining
+    budget (line 10: R // 16, though each takes 12); then `small` more goes to the layer of greatest
+    loss / heads until the budget is used up. Ties go to the earlier layer. No layer gets more than
+    `cap` heads (default: no limit).
 
     Raises:
         ValueError: If the total is too small, cannot be given out in steps of `small`, or exceeds

@@ -1,6 +1,6 @@
 """Plans a few layers at a time.
 
-What is measured of some layers, one layer's plan, and a plan from kept curves.
+Measurements of some layers, the plan of one layer, and a plan from stored curves.
 
 Legend: L layers, U stored KV heads per layer (units).
 """
