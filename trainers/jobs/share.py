@@ -26,7 +26,7 @@ KEEP_BELOW = 500_000_000
 
 
 class WorkerShare:
-    """What one worker has of a job that is trained with `settings`.
+    """The part of one worker in a job that is trained with `settings`.
 
     `seconds`: of work, up to the last `lap`.
     """
@@ -51,7 +51,7 @@ class WorkerShare:
 
     @property
     def positions(self) -> Callable[[Tensor], Tensor] | None:
-        """Return how positions are counted where documents are kept apart; None elsewhere."""
+        """Return the position function where documents are kept apart; None elsewhere."""
         if not self.settings.document_mask:
             return None
         from attention.io.tokenizers import read_tokenizer  # here, and not above: few need it
