@@ -50,7 +50,7 @@ GOES_ON = {
 def _version(requested: bool) -> None:
     """Print the version and end.
 
-    Of a checkout that is not installed it is that of pyproject.toml.
+    In a checkout that is not installed it is that of pyproject.toml.
     """
     if not requested:
         return
@@ -213,8 +213,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
 def _mistake(error: Exception) -> bool:
     """Return whether our own code raised a ValueError.
 
-    That is how all packages report what a user can mend. One that comes from a library below is a
-    failure of ours.
+    All packages report errors that a user can correct in this way. An error that a library raises
+    is a bug of ours.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -71,8 +71,8 @@ def cluster_nodes() -> list[Nodes]:
 def addable_nodes() -> list[Nodes]:
     """Return the nodes that the autoscaler may still add.
 
-    Of each type, that is its maximum minus the present nodes, whatever Ray finds on those: a node
-    may have more `accelerator_type:` resources than its type states, and other CPUs.
+    For each type, that is its maximum minus the present nodes, whatever resources Ray finds on
+    those: a node may have more `accelerator_type:` resources than its type states, and other CPUs.
     """
     types = node_types()
     present: dict[str, list[Mapping[str, float]]] = {name: [] for name in types}
@@ -327,7 +327,7 @@ def describe_nodes(nodes: Sequence[Nodes]) -> str:
 
 
 class ConcurrencyLimit:
-    """How many trials fit the cluster as it is now, counted every few seconds: nodes come and go.
+    """Number of trials that fit the cluster now, counted every few seconds: nodes come and go.
 
     It is always at least one, which waits for workers until nodes come back.
     """

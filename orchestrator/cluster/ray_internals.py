@@ -138,9 +138,9 @@ def autoscaling_config(gcs_address: str) -> dict[str, Any]:
     """Return the configuration of the autoscaler; empty if none runs.
 
     That is the file of `ray up` or `ray start --autoscaling-config`, under KubeRay the RayCluster
-    as its autoscaler reads it. It is known on the head node alone, and Ray has no interface for the
-    largest size of the cluster: its own `get_cluster_config` reads a table that nothing in the
-    open-source Ray fills.
+    as its autoscaler reads it. Only the head node has it, and Ray has no interface for the largest
+    size of the cluster: its own `get_cluster_config` reads a table that nothing in the open-source
+    Ray fills.
     """
     if gcs_address not in _configs:
         config: Any = _read_config(gcs_address)
@@ -153,7 +153,7 @@ def autoscaling_config(gcs_address: str) -> dict[str, Any]:
 
 
 _configs: dict[str, dict[str, Any]] = {}
-"""By address of a cluster, for which they are constant."""
+"""Configurations by address of a cluster, for which they are constant."""
 
 
 def ended_autoscaler() -> str | None:

@@ -1,4 +1,4 @@
-"""What the verbs take: every option once, with its type, default, bounds and help text.
+"""Options of all verbs: each defined once, with its type, default, bounds and help text.
 
 A verb has a frozen class of options, whose docstring is the verb's help. The command line is made
 from it (`orchestrator.cli.runner`), and so is the reference of the commands. Options that several

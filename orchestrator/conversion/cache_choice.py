@@ -38,7 +38,8 @@ from search_spaces.recipes import choice
 from search_spaces.recipes.recipe import Recipe
 
 _FULL_FIT = 0.5
-"""What a full fit leaves of the loss that heads have after a short one (benchmarks/LOG.md)."""
+"""Share of the loss increase after a short fit that remains after a full one
+(benchmarks/LOG.md)."""
 _FORMAT_ENGINES = {"llama.cpp": LLAMA_CPP, "vllm": VLLM}
 
 
@@ -92,9 +93,9 @@ def choose_cache(
 ) -> CacheChoice:
     """Compare cache formats with the heads that each leaves room for, and return the best.
 
-    Each by what it is expected to lose with a full fit. Begun with the format of fewest bytes,
-    which leaves room for most heads. Fewer heads lose more, in any format: where those before them
-    lose more than the best combination, they are left out.
+    Each is rated by its expected loss with a full fit, beginning with the format of fewest bytes,
+    which leaves room for most heads. Fewer heads lose more, in any format: once the previous ones
+    lose more than the best combination, the rest is skipped.
 
     Args:
         store: The checkpoint, calibrated for all of the recipes.
@@ -175,7 +176,7 @@ class EngineBudget:
     """A cache size in engine bytes, and what it can be spent on.
 
     Attributes:
-        shares: Of the bytes of the checkpoint's cache in 16 bits, as requested.
+        shares: Requested shares of the bytes of the checkpoint's cache in 16 bits.
         options: Cache formats with the heads that the first of them leaves room for; one option a
             share where the format is named.
         automatic: Whether the format is to be chosen.
@@ -238,9 +239,9 @@ class EngineBudget:
         return cls(tuple(shares), tuple(found), automatic)
 
     def kv_ratios(self, recipe: Recipe, geometry: HeadGeometry) -> list[float]:
-        """Return the shares of the KV heads that are left room for.
+        """Return the shares of the KV heads that fit the remaining bytes.
 
-        Of those to choose from only what a plan of the recipe meets, and less than all.
+        Only shares that a plan of the recipe meets are considered, and less than all.
         """
         ratios = [option.kv_ratio for option in self.options]
         if not self.automatic:

@@ -154,7 +154,7 @@ class MemoryStore(LayerStore[PreTrainedModel]):
         }
 
     def compare(self, model: PreTrainedModel) -> Mapping[str, Any]:
-        """Return held-out loss and KL of a converted model, beside the original's."""
+        """Return held-out loss and KL of a converted model, and the original's loss."""
         scored = evaluate(model, self.texts.held_out, teacher=self.teacher)
         comparison = scored.compared(self.original_evaluation)
         return {"loss": scored.loss, "kl": scored.kl, **comparison, **scored.noted}

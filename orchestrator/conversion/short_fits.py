@@ -38,7 +38,7 @@ _WIDE_RECIPE = "headfold_wide"
 
 
 class ShortFits:
-    """What conversions with a short fit lose on a sample of the held-out text."""
+    """Loss increases of conversions with a short fit, on a sample of the held-out text."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store

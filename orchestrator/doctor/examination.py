@@ -1,7 +1,7 @@
 """The checks of `headfold doctor`, one after the other; none takes longer than it may.
 
-What can hang (a collective, a store, a mounted folder) runs in a process of its own, which is ended
-when its time is over. A check that fails, however it does, leaves the others as they are.
+Operations that can hang (a collective, a store, a mounted folder) run in a separate process, which
+is ended when its time is over. A failing check does not affect the others.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _LOCAL_STORE = "doctor-mlflow"
 
 @dataclass
 class Examination:
-    """One examination of the cluster that this process is connected to.
+    """An examination of the cluster that this process is connected to.
 
     Attributes:
         config: What is to run here; None to try what there is.
@@ -95,8 +95,8 @@ class Examination:
     def run(self, only: Sequence[str] = ()) -> Iterator[Finding]:
         """Make the checks, or some of them, and yield what they come to as it comes.
 
-        What a check needs of another (the nodes, a folder) is done in any case, and yields where
-        it fails.
+        The requirements of a check (the nodes, a folder) are established in any case, and yield
+        where that fails.
         """
         names = [name for name in ALL_CHECKS if not only or name in only]
         try:
@@ -127,7 +127,7 @@ class Examination:
                 )
             except Exception as error:
                 said = reason(error, redact)
-                if not isinstance(error, ValueError):  # ours, with the remedy in it
+                if not isinstance(error, ValueError):  # our own errors contain the remedy
                     said = f"{type(error).__name__}: {said}"
                 result.append([Finding(name, "failed", said, REMEDIES.get(name, judgement.SILENT))])
 
@@ -150,7 +150,7 @@ class Examination:
 
     @property
     def device(self) -> str:
-        """What the workers compute on."""
+        """The device of the workers."""
         if self.config is not None:
             return self.config.train.shape.device
         return "cuda" if any(facts["gpus"] for facts in self.facts.values()) else "cpu"
@@ -169,7 +169,7 @@ class Examination:
 
     @property
     def settings(self) -> TrainSettings:
-        """How the trials train."""
+        """The training settings of the trials."""
         if self.config is not None:
             return self.config.train
         return TrainSettings(zero_stage=3, dtype="bfloat16")
@@ -434,7 +434,7 @@ REMEDIES = {
     ),
     "training": "run it alone with `headfold doctor --only training`; the workers' logs say more",
 }
-"""What to do where a check raises."""
+"""Remedies where a check raises."""
 TOO_SLOW = {
     "shared-storage": "the mount hangs: check the file server, and its security group",
     "storage": "the mount hangs or is very slow: check the file server's throughput",
@@ -443,7 +443,7 @@ TOO_SLOW = {
     "all-reduce": f"a collective hangs: {REMEDIES['all-reduce']}",
     "training": "it hangs where the all-reduce did not: see the workers' logs; --seconds waits",
 }
-"""What to do where a check does not end."""
+"""Remedies where a check does not end."""
 
 
 def _offset(actor: Any, deadline: float) -> tuple[float, float]:

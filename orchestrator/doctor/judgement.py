@@ -1,4 +1,4 @@
-"""What the measurements of `headfold doctor` mean: where a line is red, and what to do about it."""
+"""Interpret the measurements of `headfold doctor`: when a line is red, and its remedy."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ CLOCK_LIMIT = 5.0
 """Seconds between the clocks of two nodes. Records of one search are written by several nodes; a
 signed request to S3 is refused from 15 minutes on."""
 DISK_LIMIT = 0.95
-"""Of the disk of a node's scratch folder, from which on Ray makes no more objects there."""
+"""Used share of the disk of a node's scratch folder above which Ray creates no objects there."""
 MEGA = 1e6
 SLOW_STORAGE = 100 * MEGA
-"""Bytes a second, below which checkpoints of large models are a trouble."""
+"""Bytes per second, below which checkpoints of large models are a problem."""
 CHECKPOINT_SHARE = 0.1
 CHECKPOINT_LIMIT = 0.5
 """Share of the time between two checkpoints that it takes to write one."""
 SLOW_LINK = {"one host": 10e9, "several hosts": 2.5e9}
-"""Bytes a second of NCCL's bus bandwidth, below which ZeRO 3 waits for its collectives."""
+"""Bytes per second of NCCL's bus bandwidth, below which ZeRO 3 waits for its collectives."""
 SILENT = "see the node's log (`ray logs`), and whether the node is overloaded or about to leave"
 
 
 class ConfigFacts(NamedTuple):
-    """What a configuration asks of storage and nodes.
+    """Requirements of a configuration on storage and nodes.
 
     Attributes:
         weights_bytes: Of the model on the hub, 0 for a folder.
@@ -308,7 +308,7 @@ def judge_attention(facts: Mapping[str, AttentionFacts], dtype: str) -> list[Fin
 
 
 def judge_reduce(facts: ReduceFacts) -> list[Finding]:
-    """Judge the bus bandwidth of an all-reduce: 2 (n - 1) / n of the bytes a second."""
+    """Judge the bus bandwidth of an all-reduce: 2 (n - 1) / n of the bytes per second."""
     workers = facts["workers"]
     hosts = "one host" if facts["hosts"] == 1 else "several hosts"
     backend = f"{facts['backend']} {facts['version']}".strip()

@@ -207,7 +207,7 @@ def _config(folder: SearchFolder) -> SearchConfig | None:
     try:
         return parse_config(folder.stored(), where=str(folder.snapshot))
     except ConfigError:
-        return None  # of another version: what follows from the settings is left out
+        return None  # of another version: values derived from the settings are left out
 
 
 def _state(state: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str:

@@ -30,8 +30,8 @@ from trainers.freezing import key_value_parameters
 from trainers.jobs.checkpoints import KEEP
 from trainers.settings import TrainSettings
 
-BESIDE = 20 * 2**20  # of files beside a hub model's weights: a tokenizer
-# Journal, plans, logs, MLflow: of a trial, and of the search itself
+BESIDE = 20 * 2**20  # bytes of a hub model's other files: a tokenizer
+# Journal, plans, logs, MLflow: per trial, and for the search itself
 RECORDS = 2**20
 OWN_RECORDS = 32 * 2**20
 
@@ -56,7 +56,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Storage:
-    """Where a search will write, and how much.
+    """The folders and the bytes that a search will write.
 
     Attributes:
         trials: Number of trials that are converted.
@@ -183,7 +183,7 @@ class Storage:
 
     @property
     def trial_checkpoint_bytes(self) -> int:
-        """Of one training checkpoint of a trial, wherever it lies; 0 where none trains."""
+        """Return the bytes of a trial's training checkpoint; 0 where none trains."""
         inputs = self.inputs
         if len(self.config.rungs.steps) == 1:
             return 0
@@ -194,7 +194,7 @@ class Storage:
         )
 
     def _promotion(self, parallel: int, w: int, beside: int) -> tuple[int, int]:
-        """Bytes that stay of a promotion, and those that it has besides while it trains."""
+        """Return the bytes that remain of a promotion, and the additional ones while it trains."""
         section, train = self.config.promotion, self.config.promotion_train
         if not section.enabled:
             return 0, 0
@@ -231,7 +231,7 @@ def checkpoint_bytes(
 def lifted_bytes(inputs: SearchInputs) -> int:
     """Return by how much the start of a relaxation is larger than the model.
 
-    In it every query head has a key and a value head of its own.
+    In it every query head has a separate key and value head.
     """
     g = inputs.geometry
     more = 2 * g.num_layers * (g.num_heads - g.num_kv_heads) * g.head_dim * (g.hidden_size + 1)
@@ -241,7 +241,7 @@ def lifted_bytes(inputs: SearchInputs) -> int:
 def _carried(inputs: SearchInputs) -> int:
     """Return the most conversions at a time that trials before and trials to come have in common.
 
-    By the order of the named candidates, in which those of each seed lie beside each other.
+    In the order of the named candidates, in which those of each seed are adjacent.
     """
     keys = [
         json.dumps([candidate.recipe.conversion_choices, candidate.used_ratio], sort_keys=True)
@@ -272,7 +272,7 @@ def _finalists(inputs: SearchInputs) -> int:
 
 
 def _paused(config: SearchConfig, trials: int, relaxing: int) -> int:
-    """Return how many trials with training checkpoints can wait behind a rung above the first.
+    """Return how many trials with training checkpoints can be paused at a rung above the first.
 
     These are the trials that were let into it, and those that cannot stop before, as their
     relaxation trains through it.
@@ -328,7 +328,7 @@ def _teacher_logits(config: SearchConfig, vocabulary: int) -> int:
 
 
 def _beside(path: str) -> int:
-    """Return the bytes beside the weights in a checkpoint that is made of the one at `path`."""
+    """Return the bytes besides the weights in a checkpoint that is made of the one at `path`."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return BESIDE

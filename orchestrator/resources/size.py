@@ -1,8 +1,8 @@
 """Size of a checkpoint, and the bytes of each thing in a conversion's memory.
 
 Legend: L layers, H query heads, d head dim, D model dim, e = D + 1, V vocabulary, C calibration
-tokens, E held-out tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T tokens
-a sequence, B sequences a batch.
+tokens, E held-out tokens, N = C + E, b bytes of a weight in computation (4 on the CPU), T tokens
+per sequence, B sequences per batch.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Size:
 class Conversion:
     """Everything that the formulas of a conversion's estimate read.
 
-    `kv_ratio`: of the checkpoint's own KV cache; `dtype`: of what is written, `working`: of what is
-    computed in; `mixed`: how the mixed moments are stored; `in_files`: whether the statistics lie
-    in files, of which a layer at a time is mapped.
+    `kv_ratio`: of the checkpoint's KV cache; `dtype`: of the written files, `working`: of the
+    computation; `mixed`: how the mixed moments are stored; `in_files`: whether the statistics are
+    in files, of which one layer at a time is mapped.
     """
 
     config: PretrainedConfig
@@ -120,12 +120,12 @@ class Conversion:
 
     @property
     def width(self) -> int:
-        """How many times as wide as the checkpoint's heads the KV heads are."""
+        """The width of the KV heads as a multiple of that of the checkpoint's heads."""
         return int(with_width(self.recipe, self.kv_ratio, self.geometry).width)
 
     @property
     def features(self) -> int:
-        """What the heads of a layer hand to its output projection, numbers per token."""
+        """The inputs of a layer's output projection, numbers per token."""
         g = self.geometry
         return g.num_heads * g.head_dim * self.width
 
@@ -150,7 +150,7 @@ class Conversion:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens whose inputs are stored beside the moments; files store them for later readers."""
+        """Tokens whose inputs are stored with the moments; files store them for later readers."""
         return self.used_tokens if self.in_files or "inputs" in self.recipe.needs else 0
 
     def sums(self) -> int:
@@ -161,7 +161,7 @@ class Conversion:
         )
 
     def calibrating(self) -> int:
-        """Return the bytes of a calibration pass besides the statistics.
+        """Return the bytes of a calibration pass in addition to the statistics.
 
         Float32 queries, one batch of activations and of its attention weights a slice.
         """
@@ -268,7 +268,7 @@ class Conversion:
         return length * polish_rows(length, self.calibration_tokens // length)
 
     def polishing(self, size: Size, gpu_memory: int = 0) -> int:
-        """Return the bytes of the polish beside the two models; 0 without one.
+        """Return the bytes of the polish in addition to the two models; 0 without one.
 
         The trained weights are no longer those of the original; gradients, the optimizer's float32
         copy where the weights are none, two moments and a spare one; what enters each layer, and
@@ -312,7 +312,7 @@ class PlannedConversion(NamedTuple):
     """A named candidate of a search, as far as its size depends on it.
 
     Attributes:
-        kv_ratio: The requested share of the checkpoint's own KV cache.
+        kv_ratio: The requested share of the checkpoint's KV cache.
         used_ratio: The share that its plan uses.
     """
 
@@ -323,7 +323,7 @@ class PlannedConversion(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchInputs:
-    """What the estimates of a search read.
+    """The inputs of the estimates of a search.
 
     Attributes:
         config: Its configuration.

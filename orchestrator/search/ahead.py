@@ -1,8 +1,8 @@
-"""What a search does ahead of its trials: it converts later candidates, and reserves nodes.
+"""Work of a search ahead of its trials: it converts later candidates, and reserves nodes.
 
-Searcher, scheduler and journal are not involved. A candidate that will be tried whatever is
-reported until then is converted into the search's library by a separate task; its trial finds it
-there (`orchestrator.search.trials.conversions`).
+Searcher, scheduler and journal are not involved. A candidate that will be tried regardless of
+earlier reports is converted into the search's library by a separate task; its trial finds it there
+(`orchestrator.search.trials.conversions`).
 """
 
 from __future__ import annotations
@@ -115,8 +115,7 @@ class PlanAhead(Callback):
     def upcoming(self) -> dict[str, Candidate]:
         """Return the later candidates that are converted ahead, by the key of their conversion.
 
-        Conversions that a trial has begun with are left out, such as one with another learning
-        rate.
+        Conversions that a running trial uses are left out, such as one with another learning rate.
         """
         if not self.limit:
             return {}

@@ -56,7 +56,7 @@ class Candidate:
 
     Attributes:
         recipe: How heads are shared.
-        kv_ratio: The requested share of the checkpoint's own KV cache.
+        kv_ratio: The requested share of the checkpoint's KV cache.
         learning_rate: Of the training.
         seed: Of plan and training.
         plan: The plan to carry out, as JSON, where the searcher and not the recipe makes it.
@@ -300,7 +300,7 @@ def used_ratio(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> float
 
 
 def ratios_of(section: SearchSection | ArmSection, geometry: HeadGeometry) -> list[float]:
-    """Return the KV ratios of a search or an arm, as shares of the checkpoint's own KV cache.
+    """Return the KV ratios of a search or an arm, as shares of the checkpoint's KV cache.
 
     Raises:
         ConfigError: For KV heads that are no share of it.

@@ -71,8 +71,7 @@ def remove_leftovers(
     Doing it again, or after a kill, does no harm.
 
     Args:
-        done: The trials that it was done for, each with whether it was a finalist then; these are
-            left out.
+        done: Processed trials, each with whether it was a finalist then; these are skipped.
     """
     records = history.records
     done = {} if done is None else done
@@ -119,7 +118,7 @@ def _remove_weights(folder: SearchFolder, record: TrialRecord, finalist: bool) -
         else [root / "converted", root / "trained", root / "trained.best", root / "trained.relaxed"]
     )
     if finalist and last.get("checkpoint_path") and best and Path(best) != root / "trained":
-        gone.append(root / "trained")  # the training goes on from its checkpoint
+        gone.append(root / "trained")  # the training resumes from its checkpoint
     for path in gone:
         shutil.rmtree(path, ignore_errors=True)
 

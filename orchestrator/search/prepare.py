@@ -81,7 +81,7 @@ def prepare_original(
         config.train.device_batch_size,
         workers is None,
     )
-    if workers is not None:  # by now nothing holds what they need
+    if workers is not None:  # by now no process uses their resources
         started = time.perf_counter()
         calibration = checkpoint_calibration(
             Checkpoint(path, prepared.setup.model.config),

@@ -87,7 +87,7 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     log.catch_up()
     if len(history.configs) == searcher.total and not history.open:
         ConversionLibrary.of_search(folder.root).remove()
-        return  # resumed, and only the promotion is left to do
+        return  # resumed, and only the promotion remains
     replay(history, copying, scheduler)
     decided = JournaledScheduler(scheduler, journal)
     _quiet(session.parallel)

@@ -1,10 +1,10 @@
 """Decode time of any plan in an engine, looked up.
 
-The engine is timed once a search, at a few head counts. Layers are computed one after another, so
-that the time of a model is that of what all plans share plus a time for each layer. With as many KV
-heads in every layer it is T(heads); a plan's is then the mean of T over its layers, and what the
-plans share needs no measurement of its own. Between measured counts T is taken to be linear:
-decoding reads the cache.
+The engine is timed once per search, at a few head counts. Layers are computed one after another, so
+that the time of a model is a part common to all plans plus a time for each layer. With as many KV
+heads in every layer it is T(heads); a plan's is then the mean of T over its layers, and the common
+part needs no separate measurement. Between measured counts T is taken to be linear: decoding reads
+the cache.
 """
 
 from __future__ import annotations

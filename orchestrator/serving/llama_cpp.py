@@ -1,9 +1,9 @@
-"""llama.cpp through `xllamacpp`, in a process of its own.
+"""llama.cpp through `xllamacpp`, in a separate process.
 
-It is asked twice. Without flash attention it computes in float32, if the weights are in float32;
-that shows whether the maths is right. With flash attention, as people run it, it rounds keys and
-values to 16 bits, and its cache holds for each layer the heads of that layer; without it the value
-cache of every layer is as wide as the widest.
+It runs twice. Without flash attention it computes in float32, if the weights are in float32; that
+shows whether the maths is right. With flash attention, as in normal use, it rounds keys and values
+to 16 bits, and its cache stores for each layer the heads of that layer; without it the value cache
+of every layer is as wide as the widest.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
 
 
 class Scores(NamedTuple):
-    """What llama.cpp makes of given text.
+    """The losses that llama.cpp computes of given text.
 
     Attributes:
         log_probabilities: Of each token but the first of each sequence; None for tokens that end

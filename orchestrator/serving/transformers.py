@@ -26,7 +26,7 @@ from orchestrator.serving.engine import (
 )
 
 NAME = "transformers"
-ROUNDING = 1e-3  # it is asked in float32
+ROUNDING = 1e-3  # it computes in float32
 
 
 def find(python: str | None) -> str:

@@ -1,4 +1,4 @@
-"""vLLM, in an environment of its own: it brings a torch that is not ours."""
+"""vLLM, in a separate environment: it requires another version of torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from orchestrator.serving.engine import (
 
 NAME = "vLLM"
 VARIABLE = "HEADFOLD_VLLM_PYTHON"
-ROUNDING = 1e-3  # it is asked in float32
+ROUNDING = 1e-3  # it computes in float32
 
 
 def find(python: str | None) -> str:

@@ -153,7 +153,7 @@ class AddressFolder:
             return identity
 
     def release(self) -> None:
-        """Give the address free, if no other driver of this working folder is left."""
+        """Release the address, if no other driver of this working folder is running."""
         if self._users is None:
             return
         last = True
@@ -187,7 +187,7 @@ class AddressFolder:
     # ---- the two manifests -----------------------------------------------------------------------
 
     def _open(self) -> Manifest:
-        """Return the manifest at the address, read again where a driver beside has sent files."""
+        """Return the manifest at the address, read again where another driver has sent files."""
         stamp = None
         with contextlib.suppress(OSError):
             stat = self._state.stat()

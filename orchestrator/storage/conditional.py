@@ -180,7 +180,7 @@ class GcsObjects:
 def conditional_objects(filesystem: Any, root: str, address: str) -> ConditionalObjects:
     """Return the objects at an address, with the store's own conditions where it keeps them.
 
-    A store is asked for that once: of two writes of one new object it must refuse the second.
+    The store is tested once: of two writes of one new object it must refuse the second.
 
     Args:
         filesystem: pyarrow's.
@@ -213,7 +213,7 @@ def _refuses_a_second(objects: ConditionalObjects, filesystem: Any, root: str) -
 
 
 def write_object(filesystem: Any, path: str, content: bytes) -> None:
-    """Write an object whatever is there."""
+    """Write an object, whether it exists or not."""
     with open_object(filesystem, path) as stream:
         stream.write(content)
 

@@ -48,7 +48,8 @@ class FetchedFolder(AddressFolder):
         """Bring the working folder up to date; return the number of files fetched.
 
         Records and small files come first, and large files of the storage itself; those of a search
-        when it goes on, see `fetch_search`. What is replaced here is set aside.
+        when it is resumed, see `fetch_search`. Files that are replaced here are moved to another
+        folder.
 
         Args:
             side: Which of the two counts where both have changed; None: that is an error.
@@ -93,7 +94,7 @@ class FetchedFolder(AddressFolder):
         return len(fetched)
 
     def _entries(self, remote: Manifest, listing: dict[str, int]) -> dict[str, FileEntry]:
-        """Return what lies at the address: as the manifest says, where the sizes agree.
+        """Return the files at the address: as in the manifest, where the sizes agree.
 
         A kill leaves files there that were sent after the last manifest.
         """
@@ -160,7 +161,7 @@ class FetchedFolder(AddressFolder):
         """Return whether a file here is the one at the address."""
         known = self.synced.get(name)
         if entry["sha256"] is None:
-            # Of a former version: large files were written once, under a name of their own
+            # Of a former version: large files were written once, under a separate name
             if is_bulk(name):
                 return stamp[0] == entry["size"]
             return self._read(name) == self._read_there(name)
@@ -209,10 +210,10 @@ class FetchedFolder(AddressFolder):
         return len(parts) > 2 and parts[1] in _ON_DEMAND and entry["size"] > _SMALL
 
     def fetch_search(self, unit: str, trials: Collection[str]) -> int:
-        """Fetch what a search goes on with; return the number of files.
+        """Fetch the files that a search needs to resume; return the number of files.
 
         That is all of it but the weights of other trials than these, and Ray Tune's files, which
-        nobody reads.
+        are never read.
 
         Args:
             unit: Its folder in the storage.

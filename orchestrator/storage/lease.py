@@ -171,7 +171,7 @@ class AddressLease:
         self.check()
 
     def check(self) -> None:
-        """Check that nothing seen so far says that another folder has taken over.
+        """Check that no record read until now names another folder as the holder.
 
         Raises:
             AddressTakenError: If something does.

@@ -1,10 +1,10 @@
 """Storage at an address (`s3://bucket/path`, `gs://...`): a working folder and its copy there.
 
 Trials, workers and stock tools read and write files, and sqlite and memory-mapped tensors are
-files, so a search works in a folder: below HEADFOLD_HOME, which every node sees. What has changed
-there goes to the address every minute and at the end. A working folder that is empty (a new head, a
-new machine) is filled from the address first, and one that lags behind is brought up to date; where
-both have gone on since they last agreed, somebody must say which of the two counts.
+files, so a search works in a folder: below HEADFOLD_HOME, which every node sees. Changes there are
+sent to the address every minute and at the end. A working folder that is empty (a new head, a new
+machine) is filled from the address first, and an older one is updated; where both have changed
+since they last agreed, the user must choose one of the two.
 """
 
 from __future__ import annotations
@@ -279,8 +279,8 @@ def mirrored(
 ) -> Iterator[Mirror | None]:
     """Keep the address of a `storage` setting up to date with its working folder.
 
-    For a folder there is nothing to do. An address that is away for a while is reported once and
-    tried again; the files are in the working folder all the while.
+    For a folder there is nothing to do. An address that is unreachable for a while is reported once
+    and tried again; meanwhile the files are in the working folder.
 
     Args:
         storage: The setting.

@@ -177,7 +177,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
 
     @property
     def compared(self) -> list[tuple[Recipe, float]]:
-        """What short fits compare before the conversion: recipes and KV ratios."""
+        """The recipes and KV ratios that short fits compare before the conversion."""
         request = self.request
         if self._several or self.options.layerwise:
             return []

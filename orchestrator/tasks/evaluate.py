@@ -84,8 +84,8 @@ class EvaluationRecord(TypedDict):
     prefill_tokens_per_second: NotRequired[float]
     decode_tokens_per_second: NotRequired[float]
     engine_cache: NotRequired[FormatRecord]
-    """With `--cache-format`: the format that checkpoint and baseline were measured with; the share
-    is of the original's cache in 16 bits, or of the checkpoint's own."""
+    """With `--cache-format`: the format in which checkpoint and baseline were measured; the share
+    is of the original's cache in 16 bits, or of the checkpoint's."""
     seconds: dict[str, float]
 
 

@@ -26,7 +26,7 @@ _CONTEXT = 4096
 _MIN_WEIGHTS = 10**9
 """Bytes; for a smaller model the number is meaningless."""
 _MODEL_NAMES = {"checkpoint": "this model", "original": "original", "baseline": "baseline"}
-"""By their names in records, in the order in which they are read."""
+"""Titles by the names in records, in the order of the page."""
 _SUPPORT = "Engines that load the model without a larger KV cache."
 _CHECKED = "Checks in the engines that have loaded it."
 _POSITIONS = "Loss by position, nats per token."

@@ -40,7 +40,7 @@ class TrialContext:
         promotion_file: The promotion's own training text.
         test_file: The gate's own text; None if there was too little text.
         weights: Digest of the original model's.
-        mixed_moments: How its statistics are kept.
+        mixed_moments: Storage format of its statistics.
         pool: Name of the worker pool; None: every training starts its own workers.
         accelerator_type: Accelerator type of the workers.
         checkpoint_minutes: Longest time between checkpoints of a training.

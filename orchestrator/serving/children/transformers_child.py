@@ -16,7 +16,7 @@ from typing import Any
 def cache_bytes(cache):
     """Return the bytes of every tensor that a layer of the cache holds, each once.
 
-    Those that a layer keeps beside keys and values count too.
+    Tensors that a layer caches in addition to keys and values count too.
     """
     held = {}
     for layer in cache.layers:
