@@ -1,4 +1,4 @@
-"""Where the losses of a conversion come from: each step towards our recipes, with and without the local fit.
+"""The losses of a conversion by step: each step towards our recipes, with and without the local fit.
 
     python -m benchmarks.combinations MODEL [--shares 0.5,0.25] [--formats f16 q8_0] [--data TEXT]
 
@@ -64,7 +64,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Result:
-    """What a conversion loses with its cache in a format, nats per token."""
+    """Loss increase of a conversion with its cache in a format, nats per token."""
 
     conversion: Conversion
     cache_format: str
@@ -146,7 +146,7 @@ def measured(
         for name in formats:
             plain = name == "f16"
             pair = CachePair.parse(name)
-            held = each.model if plain else with_engine_heads(each.model)  # some have a form of ours alone
+            held = each.model if plain else with_engine_heads(each.model)  # some exist only in our own form
             with engine_cache(held, None if plain else pair):
                 found = evaluate(held, store.texts.held_out).compared(store.original_evaluation)
             share = each.heads if plain else format_record(pair, plan_of(held), original)["share"]
@@ -155,7 +155,7 @@ def measured(
 
 @benchmark("combinations", devices=("cpu",))
 def combinations(scale: Scale) -> Iterator[Row]:
-    """What each step towards our recipes loses on the demo checkpoint, with and without the local fit."""
+    """Measure each step towards our recipes on the demo checkpoint, with and without the local fit."""
     path = str(shipped("examples/stdlib-llama/config.json").parent)
     sizes = {"calibration_tokens": scale.pick(1024, 8192), "eval_tokens": scale.pick(512, 8192)}
     steps = scale.pick(("+ least squares",), tuple(STEPS))

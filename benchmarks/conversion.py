@@ -1,4 +1,4 @@
-"""What a conversion costs: calibration against a forward pass, conversion against a training step."""
+"""Time of a conversion: calibration against a forward pass, conversion against a training step."""
 
 from __future__ import annotations
 

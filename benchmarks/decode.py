@@ -51,7 +51,7 @@ def _setting(scale: Scale) -> tuple[torch.dtype, list[int]]:
 @benchmark("decode-layer")
 @torch.no_grad()
 def of_one_layer(scale: Scale) -> Iterator[Row]:
-    """One new token in one attention layer (append to the cache, attend), a quarter of the KV heads, decoupled."""
+    """Time one new token in one attention layer (append to the cache, attend), a quarter of the KV heads, decoupled."""
     dtype, lengths = _setting(scale)
     shapes = {"demo": DEMO} if scale.quick else {"demo": DEMO, "32 heads of 64": WIDE, "7B": LLAMA_7B}
     for shape_name, shape in shapes.items():
@@ -96,7 +96,7 @@ def layer_arms(heads: int, width: int, length: int, dtype: torch.dtype, device: 
 @benchmark("decode-model")
 @torch.no_grad()
 def of_whole_models(scale: Scale) -> Iterator[Row]:
-    """One new token of a whole model, a quarter of the KV heads, decoupled."""
+    """Time one new token of a whole model, a quarter of the KV heads, decoupled."""
     dtype, lengths = _setting(scale)
     shapes = {"demo width, 4 layers": (DEMO, 4)} | scale.pick({}, {"32 heads of 64, 2 layers": (WIDE, 2)})
     for name, (shape, layers) in shapes.items():

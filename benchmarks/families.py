@@ -1,10 +1,10 @@
-"""What our forms lose against means in families whose layers are not Llama's: norms of queries and keys, caps, sinks,
-layers without rotary embedding, experts.
+"""Losses of our forms against means in families whose layers differ from Llama's: norms of queries and keys, caps,
+sinks, layers without rotary embedding, experts.
 
     python -m benchmarks families [--quick]
 
 A small model of each family is trained for some minutes on the standard library's code, and its KV heads are halved.
-One seed; what such a model has learned of attention is little, and a large one may behave otherwise.
+One seed; such a model has learned little about attention, and a large one may behave otherwise.
 """
 
 from __future__ import annotations

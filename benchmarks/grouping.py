@@ -42,7 +42,7 @@ def grouping(scale: Scale) -> Iterator[Row]:
 
 
 def _every_count(scale: Scale) -> Row:
-    """As a measured curve asks for them: one number of groups after the other, of one site."""
+    """Group as for a measured curve: one number of groups after the other, of one site."""
     heads = scale.pick(6, 16)
     pairs = np.abs(np.random.default_rng(0).normal(size=(heads, heads)))
     counts = range(2, heads)

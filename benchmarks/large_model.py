@@ -1,7 +1,7 @@
 """A model of the shape of Llama-2-7B with random weights: calibrated, converted to a quarter of its cache, decoding.
 
-What it takes on an accelerator: seconds, peak memory, and milliseconds per token at 4k and 32k tokens of context. On a
-CPU it runs in its smallest size only, to see that it works.
+Measures an accelerator: seconds, peak memory, and milliseconds per token at 4k and 32k tokens of context. On a CPU only
+the smallest size runs, to see that it works.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def large_model(scale: Scale) -> Iterator[Row]:
 
 
 def _measured(work: Callable[[], T], device: str) -> tuple[T, float, str]:
-    """What `work` returns, its seconds, and the device's peak memory in words."""
+    """Return the result of `work`, its seconds, and the device's peak memory in words."""
     if device != "cuda":
         started = time.perf_counter()
         return work(), time.perf_counter() - started, "no device"

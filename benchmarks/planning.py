@@ -96,7 +96,7 @@ def of_keys(layer: LayerHeads, statistics: LayerStatistics) -> Grouping:
 
 
 def by_ladder(layer: LayerHeads, statistics: LayerStatistics, equal_sizes: bool) -> Grouping:
-    """As the objective `least_squares` makes it for wide layers, with as large a share of leading combinations."""
+    """Group as the objective `least_squares` does for wide layers, with the same share of leading combinations."""
     heads, _, width = layer.v.shape
     pooled = PooledValueCost(layer, statistics)
     leading = LeadingValueCost(pooled, statistics, min(LEADING, int(SHARE * width)))
@@ -117,7 +117,7 @@ def timed(work: Callable[[], Result]) -> tuple[Result, float]:
 
 
 def made_layer(heads: int, dim: int, seed: int = 0) -> tuple[LayerHeads, LayerStatistics]:
-    """One layer of `heads` heads of `dim`, as wide as both make it; keys and queries are its values again."""
+    """Return one layer of `heads` heads of `dim`, as wide as both make it; keys and queries are its values again."""
     draw = torch.Generator().manual_seed(seed)
     width = heads * dim
     place = torch.arange(width)

@@ -93,7 +93,7 @@ def measured(model: str, alphas: Sequence[float], **sizes: Any) -> Iterator[Resu
 
 @benchmark("pruning", devices=("cpu",))
 def pruning(scale: Scale) -> Iterator[Row]:
-    """What shared heads and pruned ones lose on the demo checkpoint at equal parameters."""
+    """Compare the losses of shared heads and pruned ones on the demo checkpoint at equal parameters."""
     path = str(shipped("examples/stdlib-llama/config.json").parent)
     sizes = {"calibration_tokens": scale.pick(1024, 8192), "eval_tokens": scale.pick(512, 8192)}
     for each in measured(path, scale.pick([0.3], [0.1, 0.2, 0.3, 0.4]), sequence_length=256, **sizes):

@@ -31,7 +31,7 @@ def relaxations(scale: Scale) -> Iterator[Row]:
 
 
 def relaxed_step(part: Part, layers: int, batch: Tensor) -> Callable[[], None]:
-    """One step of AdamW half-way through the relaxation, penalty included."""
+    """Return one step of AdamW half-way through the relaxation, penalty included."""
     model = random_model(llama(layers, DEMO), device=str(batch.device))
     plan = _shared(layers) if "shares" in part.needs else decoupled_plan(layers, 8, 32)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a benchmark is, how times are taken, and how the results are shown and kept.
+"""Definition of a benchmark, its timing, and its results.
 
 A module of this package collects itself: `@benchmark("name")` on a function `f(scale: Scale) -> Iterable[Row]`. Ours
 and its rival always run in one process, turn by turn, so that a busy machine slows both; the median turn counts.
@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scale:
-    """How large to measure. `quick`: the smallest size, to see that it runs; `wide`: layers of large models, where a
-    benchmark takes too long with them to do so every time; `device` "cpu" or "cuda"."""
+    """Size of the measurements. `quick`: the smallest size, to see that it runs; `wide`: layers of large models, where
+    a benchmark takes too long with them to do so every time; `device` "cpu" or "cuda"."""
 
     quick: bool = False
     device: str = "cpu"
@@ -44,9 +44,9 @@ class Scale:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: `ours` and `rival` in `unit`, less is better; `ratio` is rival / ours, above 1 ours is better.
+    """A comparison: `ours` and `rival` in `unit`, less is better; `ratio` is rival / ours, above 1 ours is better.
 
-    Without a rival the row only tells a number. Raises ValueError for what is not positive and finite.
+    Without a rival the row is only a number. Raises ValueError for values that are not positive and finite.
     """
 
     name: str

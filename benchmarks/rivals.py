@@ -137,7 +137,7 @@ def low_rank(
 
 @dataclass(frozen=True)
 class Result:
-    """What a changed model loses, nats per token.
+    """Loss increase of a changed model, nats per token.
 
     Attributes:
         name: Of the change.
@@ -207,7 +207,7 @@ def measured(model: str, shares: Sequence[float], ours: Sequence[str], **sizes: 
 
 @benchmark("rivals", devices=("cpu",))
 def rivals(scale: Scale) -> Iterator[Row]:
-    """What other ways to the same bytes lose on the demo checkpoint."""
+    """Measure the losses of other ways to the same bytes on the demo checkpoint."""
     path = str(shipped("examples/stdlib-llama/config.json").parent)
     sizes = {"calibration_tokens": scale.pick(1024, 8192), "eval_tokens": scale.pick(512, 8192)}
     ours = scale.pick(("least_squares",), OURS)

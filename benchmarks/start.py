@@ -1,4 +1,4 @@
-"""How long the command line takes to answer what needs no model: `--help`, and what was typed wrong."""
+"""Start time of the command line for requests that need no model: `--help`, and typing errors."""
 
 from __future__ import annotations
 

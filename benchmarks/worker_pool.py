@@ -34,8 +34,8 @@ SETTLED = 20  # jobs after which a worker's memory counts as settled
 
 @dataclass(frozen=True)
 class Times:
-    """Of one trial, in seconds from its start: when rung 0 was reported, its first step, its end. `handed`: when rung 0
-    was over, to its first step."""
+    """Times of one trial, in seconds from its start: when rung 0 was reported, its first step, its end. `handed`: from
+    the end of rung 0 to its first step."""
 
     first_step: float
     handed: float

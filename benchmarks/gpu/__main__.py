@@ -23,7 +23,7 @@ from benchmarks.report import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 600.0
-"""Of a part."""
+"""Time limit of a part."""
 SHORTEST_SECONDS = 45.0
 """Left of `--minutes`, below which no further part begins."""
 
@@ -52,7 +52,7 @@ def records_of(given: argparse.Namespace) -> Path:
 
 
 def child(given: argparse.Namespace, name: str, seconds: float) -> dict[str, Any]:
-    """What a process says of a part: `rows`, and `skipped`, `failed` or `late` (it was stopped) with the reason."""
+    """Return the answer of a part's process: `rows`, and `skipped`, `failed` or `late` (stopped) with the reason."""
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "rows.json"), Path(folder, "log")
         command = [sys.executable, "-m", "benchmarks.gpu.child", name, given.device, str(file), given.engine]
@@ -119,7 +119,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"gpu: {name}: {titles()[name]}", file=sys.stderr, flush=True)
         started = time.monotonic()
         answer = child(given, name, left)
-        if "late" in answer and left < given.part_seconds:  # not its own fault: it is begun again
+        if "late" in answer and left < given.part_seconds:  # the total limit stopped it: it is run again
             left_over = missing[index:]
             break
         records.add(name, _record(answer, time.monotonic() - started))

@@ -69,7 +69,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Number:
-    """One measurement."""
+    """A measurement."""
 
     name: str
     value: float
@@ -89,7 +89,7 @@ def kernel(device: Device) -> Iterator[Number]:
         raise Skipped("Triton cannot be imported, or HEADFOLD_TRITON=0")
 
     def batched(plan: LayerPlan) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """What is compared where there is no kernel."""
+        """Return the reference where there is no kernel."""
         maps = HeadMaps.of(plan)
         return None if fused else lambda query, key, value: decode(query, key, value, maps, None, None)
 
@@ -117,7 +117,7 @@ def kernel(device: Device) -> Iterator[Number]:
 
 @torch.no_grad()
 def decode_speed(device: Device) -> Iterator[Number]:
-    """One new token in one layer, a quarter of the KV heads, keys and values apart: ours, and its rivals."""
+    """Time one new token in one layer, a quarter of the KV heads, keys and values apart: ours, and its rivals."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # it compiles anew for every length: 40 ms a token on an H100
     shapes = device.pick({"demo": DEMO}, {"32 heads of 128": LLAMA_7B})
     for shape_name, shape in shapes.items():
@@ -134,7 +134,7 @@ def decode_speed(device: Device) -> Iterator[Number]:
 
 
 def decode_models(device: Device) -> Iterator[Number]:
-    """One new token of whole models, a quarter of the KV heads, keys and values apart."""
+    """Time one new token of whole models, a quarter of the KV heads, keys and values apart."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     for row in of_whole_models(Scale(quick=device.small, device=str(device.torch_device))):
         yield Number(row.name, row.ratio or 0.0, "times as fast", f"ours {row.ours:.3g} {row.unit}")
@@ -292,7 +292,7 @@ def _operations(model: Any, config: LlamaConfig, length: int) -> dict[str, float
 
 
 def _llama_3(device: Device, layers: int, **more: Any) -> LlamaConfig:
-    """Of the width of Llama-3-8B, with so many layers; a small one for small devices."""
+    """Return a config of the width of Llama-3-8B, with so many layers; a small one for small devices."""
     width: dict[str, Any] = LLAMA_3 | NARROW | {"vocab_size": 2048} if device.small else LLAMA_3
     settings: dict[str, Any] = width | {"num_hidden_layers": layers} | more
     return LlamaConfig(**settings)
@@ -443,4 +443,4 @@ PARTS: dict[str, Callable[[Device], Iterator[Number]]] = {
     "search": search,
     "vllm": partial(served, "vllm"),
 }
-"""By name, as `benchmarks.gpu.page` lists them."""
+"""Parts by name, as `benchmarks.gpu.page` lists them."""

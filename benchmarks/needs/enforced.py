@@ -48,8 +48,8 @@ LITTLE = {
 
 @dataclass(frozen=True)
 class Step:
-    """One process of the run: bytes that were estimated, and the most of one rank. `model`: bytes of a copy of the
-    model in what it computes in."""
+    """A process of the run: estimated bytes, and the most of one rank. `model`: bytes of a copy of the model in the
+    dtype of the computation."""
 
     name: str
     need: Need
@@ -128,7 +128,7 @@ def run(model: Path, place: Path, *, large: bool = False) -> Iterator[Step]:
 
 
 def _notes(answer: Any) -> Any:
-    """What a record says of memory that was lacking and evaded."""
+    """Return the notes of a record on memory that was missing and avoided."""
     record = answer.get("metrics", answer) if isinstance(answer, dict) else {}
     return record.get("notes")
 

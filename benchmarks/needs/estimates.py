@@ -24,7 +24,7 @@ from benchmarks.needs.memory import DEMO, GIGA, NARROW, random_checkpoint, verbs
 from benchmarks.report import Row, Scale, benchmark
 
 EXAMPLE = DEMO.parent / "prose-code-qwen3"
-"""Of another family and other text, with grouped queries."""
+"""A model of another family and another text, with grouped queries."""
 EXAMPLE_RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("headfold_gqa", "0.5", ()),
     ("headfold_layers", "0.5", ()),

@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Limited:
-    """What a process came to: what the function returned, and the most anonymous memory that was seen, in bytes."""
+    """The result of a process: the return value of the function, and the most anonymous memory in bytes."""
 
     answer: Any
     peak: int
@@ -111,7 +111,7 @@ def _carry_out(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that what is pickled is found by whoever reads it
+    # Under the module's own name, so that pickled objects can be loaded elsewhere
     from benchmarks.needs.limited import _carry_out as carry_out
 
     carry_out(Path(sys.argv[1]))

@@ -2,8 +2,8 @@
 
     python -m benchmarks real-width [--quick]
 
-Weights are random and the vocabulary is the demo tokenizer's; what is measured is seconds and memory of a layer,
-against `estimate`. The local fit makes two steps in the place of 480: its share of the time is to be multiplied.
+Weights are random and the vocabulary is the demo tokenizer's; seconds and memory of a layer are measured and compared
+with `estimate`. The local fit makes two steps instead of 480: its share of the time must be multiplied.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def make(source: str, tokens: int, cache: str) -> dict[str, Any]:
 
 
 def stream(folder: str) -> dict[str, Any]:
-    """One epoch of one worker of four. Bytes of memory at its peak."""
+    """Read one epoch as one worker of four. Returns bytes of memory at its peak."""
     from attention.base.memory import memory_peak
     from trainers.text.data import BatchStream
     from trainers.text.token_sets import read_sequences

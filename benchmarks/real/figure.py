@@ -40,7 +40,7 @@ class Point(NamedTuple):
 
 
 def points(records: Records) -> list[Point]:
-    """Return what the parts measured so far have: each model once, by the text of docs/real.md's tables."""
+    """Return the results of the measured parts: each model once, by the text of docs/real.md's tables."""
     found = dict.fromkeys([*_conversions(records), *_formats(records)])
     return list(found)
 
@@ -108,5 +108,5 @@ def draw(found: list[Point]) -> Figure:
 
 
 def write(records: Records) -> Path:
-    """Draw what has been measured so far, and return the picture's file."""
+    """Draw the measured results, and return the picture's file."""
     return save_png(draw(points(records)), PICTURE)

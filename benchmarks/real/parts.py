@@ -16,12 +16,12 @@ from orchestrator.serving.vllm import VARIABLE
 
 Row = dict[str, str]
 RATIOS = "0.67,0.5,0.34"
-"""Of the KV cache: with three KV heads in each layer less than a third needs other means than fewer heads."""
+"""Shares of the KV cache: with three KV heads per layer less than a third needs more than fewer heads."""
 FORMATS = ("q8_0", "fp8", "q8_0,q4_0", "q4_0")
 FEW_FORMATS = ("q8_0", "q8_0,q4_0")
-"""Of conversions that later parts do not look at."""
+"""Formats of conversions that later parts do not use."""
 ENGINE_FORMATS = "f16,q8_0,q8_0/q4_0"
-"""Those of llama.cpp, which it measures itself."""
+"""Formats of llama.cpp, which it measures itself."""
 PROMPTS = (
     "What is the capital of France?",
     "Explain in two sentences why the sky is blue.",
@@ -56,7 +56,7 @@ def fetch(work: Workspace) -> Iterator[Row]:
 
 
 def defaults(work: Workspace) -> Iterator[Row]:
-    """What a user types first: a size and nothing else, and the export with a check in llama.cpp."""
+    """Run the first commands of a user: a size and nothing else, and the export with a check in llama.cpp."""
     work.fetch()
     short = [*work.texts, *work.short_fits, "--recipe", "headfold_layers"] if work.quick else []
     for ratio in ("0.67", "0.5"):

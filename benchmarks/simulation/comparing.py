@@ -2,8 +2,8 @@
 
 Every rule sees the same candidates in the same order on the same number of workers. Tokens are those that trials were
 trained on; the untrained rung costs none. At any moment the front is that of all trials at their last measured loss.
-Hypervolume: of (loss, KV bytes a token), up to the loss and the bytes of the worst recorded trial, in shares of what
-all trials run to the end would reach.
+Hypervolume: of (loss, KV bytes per token), up to the loss and the bytes of the worst recorded trial, as shares of the
+hypervolume of all trials run to the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RULES = ("front, epsilon-net", "front, crowding", "budget brackets", "weighted s
 
 @dataclass
 class Run:
-    """Of one rule on one set of candidates: tokens spent after each report, and the hypervolume then."""
+    """A run of one rule on one set of candidates: tokens spent after each report, and the hypervolume then."""
 
     tokens: list[int]
     volume: list[float]
@@ -70,7 +70,7 @@ def weighted(rule: str, loss: float, kv_bytes: float) -> float:
 
 
 def run(rule: str, curves: Sequence[Curve], workers: int = 8) -> Run:
-    """Run a rule on candidates until none is left."""
+    """Run a rule on all candidates."""
     rungs = len(curves[0].rungs)
     trials = []
     for number, curve in enumerate(curves):
@@ -139,7 +139,8 @@ def compare(sets: Sequence[Sequence[Curve]], shares: Sequence[float] = SHARES) -
 
 def _line(rule: str, runs: list[Run], firsts: list[Run], wholes: list[Run], shares: Sequence[float]) -> Line:
     def shares_of(own: Sequence[Run], volume: Callable[[Run, int], float]) -> np.ndarray:
-        """Of a run's volume in that of all trials to the end; `volume` gets the number of tokens of those."""
+        """Return shares of a run's volume in that of all trials to the end; `volume` gets the number of their
+        tokens."""
         return np.array([volume(r, w.tokens[-1]) / w.volume[-1] for r, w in zip(own, wholes, strict=True)])
 
     def at(own: Sequence[Run], share: float) -> np.ndarray:

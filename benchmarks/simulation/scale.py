@@ -29,7 +29,7 @@ FULL = 400
 
 @dataclass
 class Measured:
-    """Of a simulated search; `seconds` are CPU seconds of the driver.
+    """Measurements of a simulated search; `seconds` are CPU seconds of the driver.
 
     `windows`: (trials begun, CPU seconds, resident MiB, MLflow calls, events) at every `window` trials that were begun.
     """
@@ -50,13 +50,13 @@ class Measured:
         return 1.0 - self.busy / (self.virtual_seconds * self.workers)
 
     def per_trial(self) -> list[tuple[int, float]]:
-        """(trials begun, driver's CPU seconds a trial) of each window."""
+        """(trials begun, driver's CPU seconds per trial) of each window."""
         pairs = itertools.pairwise(self.windows)
         return [(b[0], (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairs if b[0] > a[0]]
 
     def slope(self, after: int = 0) -> tuple[float, float, float]:
         """Straight line through the windows that begin at `after` trials or later, but for the first, in which
-        everything starts: mean seconds a trial, the change from the first of them to the last, its standard error."""
+        everything starts: mean seconds per trial, the change from the first of them to the last, its standard error."""
         points = [point for point in self.per_trial()[1:] if point[0] - self.window >= after]
         x, y = np.array([p[0] for p in points], float), np.array([p[1] for p in points])
         centred = x - x.mean()
@@ -183,7 +183,7 @@ def _drive(controller: Any, actors: VirtualActors, log: Any, measured: Measured)
 
 
 def _report(curve: Curve, rung: int, kv_ratio: float) -> tuple[dict[str, Any], float]:
-    """What a trial reports at a rung, all facts included, and the seconds that it took there."""
+    """Return the report of a trial at a rung, all facts included, and the seconds until then."""
     found = curve.rungs[rung]
     assert found is not None
     step, tokens, loss, seconds = found
@@ -222,7 +222,7 @@ def _space(trials: int) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _nothing(config: dict[str, Any]) -> None:
-    """What the trials would run."""
+    """Do nothing, instead of running a trial."""
 
 
 def _name(trial: Any) -> str:

@@ -17,7 +17,7 @@ CONTINUE, PAUSE, STOP = TrialScheduler.CONTINUE, TrialScheduler.PAUSE, TrialSche
 
 @dataclass(eq=False)
 class FakeTrial:
-    """What a scheduler sees of a trial of Tune's. `curve`: the losses at the rungs that it reports; None: it skips.
+    """A trial of Tune's as a scheduler sees it. `curve`: the losses at the rungs that it reports; None: it skips.
     `first`: further values of its report at rung 0."""
 
     trial_id: str
@@ -25,7 +25,7 @@ class FakeTrial:
     config: dict[str, Any]
     kv_bytes: float
     status: str = Trial.PENDING
-    done: int = 0  # rungs behind it
+    done: int = 0  # completed rungs
     first: dict[str, Any] = field(default_factory=dict)
 
     def report(self, rung: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def trial(number: int, curve: list[float | None], budget: float = 0.5, recipe: s
 @dataclass
 class VirtualTune:
     """`seconds(trial, rung)`: how long a trial takes to a rung. `extra(trial, loss)`: further values of its reports.
-    `jobs`: every (trial, rung) begun, in order; `events`: what the scheduler was told."""
+    `jobs`: every (trial, rung) begun, in order; `events`: the calls of the scheduler."""
 
     scheduler: RungScheduler
     waiting: list[FakeTrial]
@@ -62,7 +62,7 @@ class VirtualTune:
         self.scheduler.slots.capacity = self.workers
         self.trials, self.waiting = list(self.waiting), list(self.waiting)
 
-    # ---- what a scheduler asks of Tune's controller ---------------------------------------------------------------
+    # ---- interface of Tune's controller for a scheduler -----------------------------------------------------------
 
     @property
     def search_alg(self) -> VirtualTune:
@@ -80,7 +80,7 @@ class VirtualTune:
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def run(self, events: int = 10**6) -> VirtualTune:
-        """Until nothing is left to do, or for some reports."""
+        """Run until no trial remains, or for some reports."""
         while events > 0:
             self._start()
             if not self.running:
@@ -93,7 +93,7 @@ class VirtualTune:
         return self
 
     def _start(self) -> bool:
-        """Whether anything changed: a trial advanced, was begun or stopped."""
+        """Return whether anything changed: a trial advanced, was begun or stopped."""
         before = (len(self.running), len(self.jobs), sum(t.status == Trial.TERMINATED for t in self.trials))
         while (advanced := self.scheduler.choose_trial_to_run(self)) is not None:
             assert advanced.status == Trial.PAUSED
