@@ -65,9 +65,9 @@ def test_family_reads_reshapes_and_writes(name: str, tiny_model) -> None:
     kept = heads.to(torch.float64).to(torch.float32)  # a copy: read gives views of the weights
     with torch.no_grad():
         before = model(x).logits
-        family.write(modules[0], kept.permute(list(range(H))[::-1]))  # the keys stay: the logits must change,
+        family.write(modules[0], kept.permute(list(range(H))[::-1]))  # the keys do not change: the logits must,
         assert (model(x).logits - before).abs().max() > 1e-3
-        family.write(modules[0], kept)  # and come back exactly
+        family.write(modules[0], kept)  # and be restored exactly
         assert torch.equal(model(x).logits, before)
     family.reshape(modules[0], geometry, LayerPlan((0, 0, 1, 1), (0,) * 4))
     small = family.read(modules[0], geometry)

@@ -71,7 +71,7 @@ class CleanEnvironment:
         """A command with this environment's programs first, and nothing of the checkout on Python's path."""
         clean = without(os.environ, OF_TESTS)
         clean |= {"PATH": f"{self.bin}{os.pathsep}{clean['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        clean |= {"RAY_worker_niceness": "0"}  # of other tests' processes beside these none is nice
+        clean |= {"RAY_worker_niceness": "0"}  # processes of other tests are not nice either
         given = [*map(str, command)]
         return subprocess.run(
             given, cwd=cwd, env=clean | environment, capture_output=True, text=True, timeout=60 * minutes

@@ -1,4 +1,4 @@
-"""Plans of each kind that engines are asked to hold, for tiny models of two layers of four heads."""
+"""Plans of each kind that engines may support, for tiny models of two layers of four heads."""
 
 from __future__ import annotations
 

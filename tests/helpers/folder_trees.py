@@ -1,4 +1,4 @@
-"""What a folder holds, to compare before and after."""
+"""The content of a folder, to compare before and after."""
 
 from __future__ import annotations
 

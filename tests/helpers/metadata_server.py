@@ -14,7 +14,7 @@ TOKEN = "a-session-token"
 
 
 class MetadataServer:
-    """A server that knows no notice until `announce`; `requests` are the paths that were asked for."""
+    """A server that has no notice until `announce`; `requests` are the requested paths."""
 
     def __init__(self, cloud: str) -> None:
         self.cloud, self.ends_at, self.requests = cloud, 0.0, list[str]()

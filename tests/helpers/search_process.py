@@ -1,4 +1,4 @@
-"""A search of the demo's config in a process of its own, as a user starts one from a terminal."""
+"""A search of the demo's config in a separate process, as a user starts one from a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LITTLE = [
 def start_search(
     storage: Path, settings: Iterable[str], *arguments: str, repository: Path = REPOSITORY
 ) -> subprocess.Popen[str]:
-    """`headfold search configs/demo.yaml` with `settings` in a session of its own, so that it can be killed whole.
+    """Run `headfold search configs/demo.yaml` with `settings` in a new session, so that it can be killed whole.
 
     `repository`: the checkout whose code runs, in Ray's processes too.
     """

@@ -1,6 +1,6 @@
 """Workers of a training without Ray: processes in one group of gloo, each returning what it found.
 
-They are forked from a process of their own, since a process group of the tests' would be theirs too.
+They are forked from a separate process, since a process group of the tests' would be theirs too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the papers' methods show on the demo checkpoint, with the margins that hold there; every number is printed.
+"""Results of the papers' methods on the demo checkpoint, with the margins that are stable there; all are printed.
 
-Only claims that separate from noise at this size are here; what does not is told in
-docs/papers.md and asserted nowhere. Losses are nats a token on held-out text. Trained arms take 4 x 128 tokens a step,
-and each is judged at its best learning rate of one small grid that all arms share.
+Only claims that separate from noise at this size are here; others are described in docs/papers.md and asserted nowhere.
+Losses are nats per token on held-out text. Trained arms take 4 x 128 tokens per step, and each is judged at its best
+learning rate of one small grid that all arms share.
 
 That exact grouping is never worse than a walk under its own objective: tests/search_spaces/planning/test_planning.py.
 """

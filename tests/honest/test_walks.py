@@ -1,5 +1,5 @@
-"""AsymGQA's walk on the demo checkpoint, untrained, over six seeds: moves that keep sizes or do not, and what guides
-them. Every mean is printed; docs/papers.md tells which differences are asserted nowhere.
+"""AsymGQA's walk on the demo checkpoint, untrained, over six seeds: moves that keep sizes or do not, and the scores
+that guide them. Every mean is printed; docs/papers.md reports which differences are asserted nowhere.
 """
 
 from __future__ import annotations
@@ -54,6 +54,6 @@ def test_walks_at_a_quarter_of_the_cache(losses: Losses) -> None:
 
 
 def test_walks_at_half_of_the_cache_do_not_separate(losses: Losses) -> None:
-    """Whatever the sizes and whatever guides the moves: within a tenth of a nat of each other."""
+    """At any sizes and with any score: within a tenth of a nat of each other."""
     means = [losses(arm, 0.5).mean() for arm in ARMS]
     assert max(means) - min(means) < 0.1

@@ -1,6 +1,6 @@
 """A job for the cluster: trials under Ray Tune, each of which takes the GPUs of a node. `python cluster_trials.py ...`
 
-Arguments: storage folder, number of trials, GPUs of each, steps, seconds a step. Prints one JSON object.
+Arguments: storage folder, number of trials, GPUs of each, steps, seconds per step. Prints one JSON object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Citations: every part and recipe cites papers that docs/methods.md has the title of, each by a key of its own."""
+"""Citations: every part and recipe cites papers that docs/methods.md has the title of, each by a unique key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AMBIGUOUS = re.compile(r"Chen 2024(?! \((?:DHA|AsymGQA)\))")
 
 
 def sources() -> dict[str, str]:
-    """What each named recipe and each part of every axis cites, by name."""
+    """Citations of each named recipe and each part of every axis, by name."""
     found = {**vars(conversion_axes), **vars(search_axes), "searchers": SEARCHERS, "schedulers": SCHEDULERS}
     axes = {axis.name: axis for axis in found.values() if isinstance(axis, Axis)}
     parts = {f"{part.axis}={part.name}": part.source for axis in axes.values() for part in axis}

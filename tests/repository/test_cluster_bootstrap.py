@@ -1,4 +1,4 @@
-"""What `ray up --no-config-cache cluster.yaml` does up to the first shell on the head, against a fake of AWS (moto).
+"""`ray up --no-config-cache cluster.yaml` up to the first shell on the head, against a fake of AWS (moto).
 
 The fake takes the calls of boto3 in this process and keeps roles, keys, groups and instances in memory. It knows the
 instance types' sizes; it has no machines, no quotas and no prices.

@@ -119,7 +119,7 @@ print(json.dumps(found))
 
 
 def _folder_with(name: str, folder: Path) -> Path:
-    """A copy of the project with an example in its place, and what Python has compiled: it is valid there too."""
+    """A copy of the project with an example in it, and Python's bytecode: it is valid there too."""
     for package in PACKAGES:
         shutil.copytree(REPOSITORY / package, folder / package)
     code = (EXTENDING / name).read_text()

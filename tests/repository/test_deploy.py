@@ -1,5 +1,5 @@
 """The image of a node, as far as it can be checked without building it: versions, and that nothing is left out. And the
-dashboard: that it draws what is exported, all of it, and in the form that Ray's Grafana loads."""
+dashboard: that it draws all exported metrics, in the form that Ray's Grafana loads."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_image_has_ray_as_locked_and_all_packages() -> None:
 
 @pytest.mark.extended
 def test_the_files_of_the_image_make_the_wheel(tmp_path: Path) -> None:
-    """What the last step of the image installs, without a builder of images."""
+    """The packages that the last step of the image installs, without a builder of images."""
     source = copy_source(tmp_path / "source")
     for name, target in copied().items():
         (tmp_path / "image" / target).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and docs/ mention exists: files, links, make targets, verbs, options, config keys."""
+"""References of README, CONTRIBUTING and docs/ exist: files, links, make targets, verbs, options, config keys."""
 
 from __future__ import annotations
 

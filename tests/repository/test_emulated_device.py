@@ -194,7 +194,7 @@ def test_nothing_of_it_is_left_afterwards() -> None:
 
 
 def test_a_device_as_context_is_what_it_was_after_the_first_use_beside_it() -> None:
-    """In a process of its own: torch collects what `with torch.device(...)` changes once."""
+    """In a separate process: torch caches the functions that `with torch.device(...)` changes."""
     code = """
 import torch
 from emulated_device import emulated_device

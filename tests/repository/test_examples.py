@@ -1,4 +1,4 @@
-"""The scripts in examples/ run, in processes of their own, as a reader would run them."""
+"""The scripts in examples/ run in separate processes, as a reader would run them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_load_exported_runs_without_the_project(tmp_path: Path) -> None:
 
 
 def test_load_exported_cannot_import_the_project(tmp_path: Path) -> None:
-    """Though it is on the path: in the place of the model's class a module of Headfold is asked for."""
+    """Though it is on the path: the model's class is replaced by a module of Headfold."""
     script = tmp_path / "reader.py"
     wanted = "from transformers import AutoModelForCausalLM"
     text = (EXAMPLES / "load_exported.py").read_text()

@@ -64,7 +64,7 @@ def test_records_of_another_card_are_not_mixed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """The parts that are asked for, with the seconds that each is given; "step" fails, "vllm" is skipped."""
+    """The requested parts, with the seconds given to each; "step" fails, "vllm" is skipped."""
     asked: list[tuple[str, float]] = []
     answers = {"--card": {"card": CARD}, "step": {"failed": "out of memory"}, "vllm": {"skipped": "not installed"}}
 

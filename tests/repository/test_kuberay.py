@@ -35,7 +35,7 @@ LLAMA = "configs/llama2-7b.yaml"
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the head's container finds out of the autoscaler, from a Kubernetes that knows the cluster alone."""
+    """The autoscaler's configuration from the head's container, with a Kubernetes that has only the cluster."""
     for name, value in (("NODE_TYPE_NAME", "headgroup"), ("CLUSTER_NAME", "headfold"), ("CLUSTER_NAMESPACE", "ours")):
         monkeypatch.setenv(f"RAY_{name}", value)
     monkeypatch.setenv("RAY_enable_autoscaler_v2", "true")
@@ -86,7 +86,7 @@ def test_pods_fill_the_machines_of_cluster_yaml() -> None:
         assert int(limits["cpu"]) == cpus
         assert int(limits.get("nvidia.com/gpu", 0)) == told.get("GPU", 0)
         requests = [container["resources"]["requests"]["cpu"] for container in pod["containers"]]
-        # A node keeps some of its CPUs: a pod that asks for all of them never starts
+        # A node reserves some of its CPUs: a pod that requests all of them never starts
         assert sum(float(cpu.replace("500m", "0.5")) for cpu in requests) <= cpus - 1
 
 
@@ -137,7 +137,7 @@ def test_holds_no_secret_and_opens_nothing() -> None:
 
 
 def test_the_entrypoint_starts_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is run, with the files of this checkout in the place of the image's, up to the first step of the search."""
+    """Run it, with the files of this checkout instead of the image's, up to the first step of the search."""
     assert JOB["spec"]["clusterSelector"] == {"ray.io/cluster": CLUSTER["metadata"]["name"]}
     assert yaml.safe_load(JOB["spec"]["runtimeEnvYAML"]) == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}
     program, *words = shlex.split(JOB["spec"]["entrypoint"].replace("/home/ray/headfold", str(REPOSITORY)))

@@ -1,4 +1,4 @@
-"""What cluster.yaml describes, started on one machine: nodes come from zero, one is taken away, and all go again."""
+"""The cluster of cluster.yaml, started on one machine: nodes come from zero, one is taken away, and all go again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def until(condition: Callable[[], Any], seconds: float, what: str, cluster: OneM
 
 
 def steps_of(storage: Path) -> dict[str, list[dict[str, Any]]]:
-    """What each trial has written, one record a step."""
+    """The records of each trial, one per step."""
     return {f.stem: [json.loads(line) for line in f.read_text().splitlines()] for f in storage.glob("steps/*.jsonl")}
 
 
@@ -120,7 +120,7 @@ def test_workers_come_from_zero_one_is_lost_in_mid_trial_and_all_go(cluster: One
     finally:
         driver.kill()
     assert driver.returncode == 0, out
-    (told,) = [line for line in out.splitlines() if line.startswith("{")]  # Ray tells of the lost node besides
+    (told,) = [line for line in out.splitlines() if line.startswith("{")]  # Ray also reports the lost node
     assert json.loads(told)["errors"] == 0
     for trial, steps in steps_of(storage).items():
         assert sorted({s["step"] for s in steps}) == list(range(1, STEPS + 1))
@@ -139,7 +139,7 @@ def test_workers_come_from_zero_one_is_lost_in_mid_trial_and_all_go(cluster: One
 
 
 def test_the_head_is_the_one_of_the_file(cluster: OneMachine) -> None:
-    """Its commands as they stand there, tokens asked for, and MLflow on the loopback address alone."""
+    """Its commands unchanged, with tokens, and MLflow on the loopback address alone."""
     own = cluster.commands("head_start_ray_commands")
     written = [c for c in cluster.config["head_start_ray_commands"] if c != "ray stop"]
     assert len(own) == len(written) == 2
@@ -162,4 +162,4 @@ def test_the_head_is_the_one_of_the_file(cluster: OneMachine) -> None:
 
 def test_nothing_is_left_when_it_is_torn_down(cluster: OneMachine) -> None:
     assert cluster.stop() == []
-    assert (cluster.shared / "mlflow" / "backup.db").exists()  # the last copy, on the way out
+    assert (cluster.shared / "mlflow" / "backup.db").exists()  # the last copy, made at the end

@@ -1,4 +1,4 @@
-"""What docs/ holds of the code is current: references of configuration and commands, the schema for editors."""
+"""Generated parts of docs/ are current: references of configuration and commands, the schema for editors."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_all_ranks_lose_nothing(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
 
 
 def test_ranks_by_layer_go_where_the_power_is(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
-    """A side whose power lies in one direction gets one rank, and the others get what that leaves."""
+    """A side whose power is in one direction gets one rank, and the others get the rest."""
     model = tiny_model("llama")
     family, geometry = family_of(model.config), geometry_of(model.config)
     module = family.attention_modules(model)[0]

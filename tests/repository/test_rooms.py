@@ -17,7 +17,7 @@ ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 SHARED_NAMES = {
     "Engine", "Seed", "convert", "evaluate", "export", "load",
 }  # fmt: skip
-"""Public names that more than one module still defines. The list only shrinks: a new thing gets a name of its own."""
+"""Public names that more than one module still defines. The list only shrinks: a new thing gets a unique name."""
 
 
 def imports(root: Path, packages: Iterable[str]) -> dict[str, set[str]]:
@@ -39,7 +39,7 @@ def imports(root: Path, packages: Iterable[str]) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """One circle for each file from which a walk along imports comes back to where it has been."""
+    """One circle for each file from which a walk along imports returns to a visited one."""
     done: set[str] = set()
     found = []
 
@@ -138,7 +138,7 @@ def sources(package: str) -> dict[str, str]:
 
 
 def test_records_are_typed() -> None:
-    """A dictionary whose keys are known is a TypedDict or a dataclass; what is left of the others only shrinks."""
+    """A dictionary whose keys are known is a TypedDict or a dataclass; the number of others only shrinks."""
     assert sum(text.count("dict[str, Any]") for text in sources("orchestrator").values()) < 80
 
 

@@ -1,4 +1,4 @@
-"""What a stranger installs: the wheel, far from the checkout, with all that comes along."""
+"""The installed wheel, far from the checkout, with all bundled files."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def assert_same_on(device: torch.device, chosen: Recipe, ratio: float, family: s
 
 
 def short(chosen: Recipe) -> Recipe:
-    """The recipe with few steps of whatever takes steps."""
+    """The recipe with few steps of everything that takes steps."""
     less = {
         f"{axis}.{knob.name}": max(SHORT[knob.name], int(knob.low or 0))
         for axis, part in chosen.parts().items()
@@ -217,7 +217,7 @@ def test_statistics_are_handed_out_on_the_device_of_the_heads(context: Any, fgpu
     assert there.on(fgpu) is there and there.on(CPU) is statistics
     assert {there.inputs.device, there.input_moment.device, there.query_moment.device} == {fgpu}
     assert there.inputs is there.inputs  # copied once
-    assert there.mixed_moments.device == CPU  # the largest: what is asked for is copied
+    assert there.mixed_moments.device == CPU  # the largest: only requested ones are copied
     assert {there.mixed_triangle(1, 4).device, there.mixed_means().device, there.pooled_moment().device} == {fgpu}
     assert torch.equal(there.mixed_triangle(1, 4).cpu(), statistics.mixed_triangle(1, 4))
     assert there.sums_to_one == statistics.sums_to_one and there.tokens == statistics.tokens
@@ -236,7 +236,7 @@ def test_one_seed_draws_the_same_on_each_device(fgpu: torch.device) -> None:
 
 
 def test_no_generator_is_made_on_a_device() -> None:
-    """What a result depends on is drawn on the CPU: other devices draw other numbers from a seed."""
+    """Random numbers of a result are drawn on the CPU: other devices draw other numbers from a seed."""
     root = Path(__file__).resolve().parents[2]
     made = re.compile(r"torch\.Generator\((?!\))")  # of any argument
     files = (path for room in ROOMS for path in sorted((root / room).rglob("*.py")))

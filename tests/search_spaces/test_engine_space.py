@@ -82,7 +82,7 @@ def test_what_each_target_holds_of_a_llama(name: str, own_counts: bool, own_uneq
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("name", sorted(targets()))
 def test_a_recipe_is_refused_where_its_plans_are(name: str, family: str) -> None:
-    """What a target says of a recipe, against what it says of the recipe's own plan."""
+    """A target's support of a recipe, against its support of the recipe's own plan."""
     config = config_of(family, 8, 8, 4)
     geometry = geometry_of(config)
     context, form = random_context(8, 8, 4, dim=geometry.head_dim), EngineForm.of(name, config, geometry)

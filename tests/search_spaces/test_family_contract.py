@@ -1,7 +1,7 @@
-"""What holds for every family: each recipe converts it, at two budgets, into a model whose cache is sound, that comes
-back from disk, that stock software loads where the plan allows it, and that each export target holds or refuses.
+"""Contract of every family: each recipe converts it, at two budgets, into a model whose cache is correct, that can be
+read from disk, that stock software loads where the plan allows it, and that each export target supports or refuses.
 
-What needs no recipe is asked of every family where it belongs: lifting, the identity bit for bit, kernels and caches in
+Tests of families without recipes are with the tested code: lifting, the identity bit for bit, kernels and caches in
 tests/attention/modeling/test_grouped.py and test_conversion.py, calibration against hooks in test_calibration.py.
 """
 
@@ -103,7 +103,7 @@ def test_every_recipe(name: str, family: str, ratio: float, contexts: Any, tmp_p
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_our_keys_and_values_are_nearer_than_means(family: str, contexts: Any) -> None:
-    """Of the same groups, in the logits: what least squares promises in a layer is seen at the end of the model."""
+    """With the same groups, in the logits: the gain of least squares in a layer is visible at the end of the model."""
     context = contexts(family)
     plan = make_plan(recipe("gqa"), 0.5, context, np.random.default_rng(0))
     wanted = logits(context.model, TOKENS)

@@ -27,7 +27,7 @@ def slow_ranks(values: list[tuple[float, ...]]) -> list[int]:
 
 
 def test_ranks_worked() -> None:
-    """(loss, bytes): 2.0 at 8, 3.0 at 4 and 4.0 at 2 are the front; 3.5 at 4 is behind 3.0 at 4 alone."""
+    """(loss, bytes): 2.0 at 8, 3.0 at 4 and 4.0 at 2 are the front; 3.5 at 4 is dominated by 3.0 at 4 alone."""
     assert pareto.ranks([(2.0, 8), (3.0, 4), (3.5, 4), (4.0, 2), (3.6, 8)]) == [0, 0, 1, 0, 2]
     assert pareto.ranks([(1.0, 1), (1.0, 1), (1.0, 2)]) == [0, 0, 1]  # equal points share a rank
     assert pareto.ranks([(3.0,), (1.0,), (2.0,), (1.0,)]) == [2, 0, 1, 0]
@@ -78,7 +78,7 @@ def test_epsilon_net_is_as_defined_for_few_points_and_for_many(count: int) -> No
 
 
 def test_selection_worked() -> None:
-    """Four points on the front, two behind: three places go to the ends and to the least crowded."""
+    """Four points on the front, two dominated: three places go to the ends and to the least crowded."""
     points = [(0, 10), (1, 6), (2, 5), (10, 0), (3, 7), (11, 11)]
     assert pareto.select_best(points, 3) == [0, 3, 2]
     assert pareto.select_best(points, 3, ties="epsilon_net") == [0, 3, 2]

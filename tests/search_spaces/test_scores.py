@@ -143,7 +143,7 @@ def test_thousands_of_iterations_stay_within_the_memory_bound(sides: tuple[str, 
 
 
 def test_many_at_once_are_scored_as_one_by_one(demo_context) -> None:
-    """Of whole partitions and of additive costs alike; a memo too small for all of them changes nothing."""
+    """For whole partitions and additive costs alike; a memo too small for all of them changes nothing."""
     rng = np.random.default_rng(0)
     partitions = [random_partition(8, groups, rng) for groups in (2, 3, 4, 5) for _ in range(10)]
     site = site_of(demo_context, 2, ("key", "value"))

@@ -1,4 +1,4 @@
-"""Run as a script: one training step and one evaluation with losses in chunks, by workers in processes of their own.
+"""Run as a script: one training step and one evaluation with losses in chunks, by workers in separate processes.
 
 `python chunked_workers.py FOLDER STAGE...` trains `FOLDER/model` with the teacher `FOLDER/teacher` on `FOLDER/ids`, a
 tensor in a safetensors file. Rank 0 writes `FOLDER/STAGE.safetensors`: the gradient of every weight by its name, from

@@ -1,4 +1,4 @@
-"""Recomputation on the way back: the same losses and weights as without, in every family and kind of training."""
+"""Recomputation in the backward pass: the same losses and weights as without, in every family and kind of training."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_no_product_is_made_twice(tiny_model: Any, ids: Tensor, family: str) -> 
         return counter.get_total_flops()
 
     assert operations(False) == operations("auto") <= operations("selective") < operations(True)
-    if family in ("llama", "gpt2"):  # others compute all scores, which are made again
+    if family in ("llama", "gpt2"):  # others compute all scores, which are recomputed
         assert operations("selective") == operations(False)
 
 

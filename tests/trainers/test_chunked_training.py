@@ -94,7 +94,7 @@ def test_two_workers_find_the_gradient_of_all_logits(
 
 
 def expected(model: Any, teacher: Any, ids: Tensor) -> tuple[float, dict[str, Tensor], list[float]]:
-    """Of all logits at once: the loss, its gradients, and what the first five sequences are scored."""
+    """Of all logits at once: the loss, its gradients, and the scores of the first five sequences."""
 
     def of(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, guide = (m(rows).logits[:, :-1].flatten(0, 1) for m in (model, teacher))

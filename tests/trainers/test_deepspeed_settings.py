@@ -73,7 +73,7 @@ def test_it_reaches_the_engine(engine: Any, ids: Tensor) -> None:
 
 @pytest.mark.parametrize("stage", [2, extended(3)])
 def test_an_optimiser_in_cpu_memory_trains_alike(engine: Any, ids: Tensor, stage: int) -> None:
-    """Where there is no GPU, torch's Adam serves; on one it gives way to DeepSpeed's, which is compiled."""
+    """Where there is no GPU, torch's Adam is used; on one it gives way to DeepSpeed's, which is compiled."""
     given = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}
     offloaded = engine(zero_stage=stage, deepspeed=given)
     assert offloaded._engine.zero_use_cpu_optimizer()

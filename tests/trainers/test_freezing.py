@@ -29,8 +29,8 @@ def plan(model: Any) -> AttentionPlan:
 
 @pytest.mark.parametrize("family", families())
 def test_in_every_family_only_what_makes_keys_and_values_is_left(tiny_model: Any, family: str) -> None:
-    """Of the uneven form, in which no family fuses its projections: changing what is trained changes keys and values
-    alone, and all of them are within what is trained."""
+    """In the uneven form, in which no family fuses its projections: changing the trained tensors changes keys and
+    values alone, and all of them are among the trained tensors."""
     original = tiny_model(family)
     model: Any = convert(original, plan(original))
     freeze_all_but_keys_and_values(model)

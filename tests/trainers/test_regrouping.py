@@ -1,4 +1,4 @@
-"""DHA's stages grouped anew before each fusion, and a fusion stage with a batch, a rate and a schedule of its own."""
+"""DHA's stages grouped anew before each fusion, and a fusion stage with a separate batch, rate and schedule."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_pairs_against_all_orders(heads: int) -> None:
 
 
 def test_a_stage_pairs_within_final_groups_only() -> None:
-    """Six heads, final groups {0..4} and {5}: 1 goes with 4, 0 with 2, 3 is left; 5 stays alone, near as it is."""
+    """Six heads, final groups {0..4} and {5}: 1 goes with 4, 0 with 2, 3 remains; 5 stays alone, though it is near."""
     now = AttentionPlan((LayerPlan.identity(6),), 8)
     goal = AttentionPlan((LayerPlan((0, 0, 0, 0, 0, 1), (0, 1, 2, 3, 4, 5)),), 8)
     distance = torch.full((6, 6), 9.0)
@@ -120,7 +120,7 @@ def test_stages_that_are_grouped_anew_end_at_the_same_plan(job: TrainJob) -> Non
     for layer, goal in zip(first.layers, SINGLE.layers, strict=True):
         assert sorted(map(len, layer.key_groups)) == [2, 2]
         assert layer.value_map == goal.value_map  # two heads in a group: nothing to choose
-    assert not (root / "stage-1" / "plan.json").exists()  # all that is left fuses
+    assert not (root / "stage-1" / "plan.json").exists()  # all remaining heads fuse
     assert checkpoint.plan_of(checkpoint.load(relaxed.model_dir)) == SINGLE
     assert relaxed.tokens == (3 + 3) * 4 * 16
     # Killed after the groups were found: read, not found again

@@ -30,7 +30,7 @@ def settings_of(workers: int, **given: Any) -> TrainSettings:
 def work(
     rank: int, model: Path, settings: TrainSettings, until: int, load: Path | None, save: Path | None, own_rate: bool
 ) -> tuple[list[float], dict[str, Any], Any]:
-    """Losses up to step `until`, the weights then (rank 0), and what a checkpoint said that it went on from."""
+    """Losses up to step `until`, the weights then (rank 0), and the step that a checkpoint was resumed from."""
     net = load_trainable(model, settings)
     bias = tuple(p for name, p in net.named_parameters() if name.endswith("norm.weight"))
     groups = [ParameterGroup(bias, 3e-2)] if own_rate else []

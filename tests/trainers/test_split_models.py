@@ -137,7 +137,7 @@ def peaks(rank: int, ids: Tensor, small: Path, folder: Path, out: Path) -> dict[
     load_trainable(small, settings)  # what libraries take at first use is not the model's
     gc.collect()
     libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once, so that resident is what is held
+    libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: freed memory is returned at once, so that resident is what is in use
     libc.malloc_trim(0)
     found: dict[str, int] = {}
     found["model"], model = peak_of(lambda: load_trainable(folder, settings))
@@ -157,7 +157,7 @@ def peaks(rank: int, ids: Tensor, small: Path, folder: Path, out: Path) -> dict[
 
 @pytest.mark.extended
 def test_no_worker_ever_holds_a_whole_model(on_both: Any, tiny_model: Any, tmp_path: Path) -> None:
-    """A worker's half, of the model and of its teacher, and a few tensors beside it, the largest of them 7% of it."""
+    """A worker's half, of the model and of its teacher, and a few other tensors, the largest of them 7% of it."""
     shape: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 5, "vocab_size": 4000}
     config = LlamaConfig(**shape, num_attention_heads=12, tie_word_embeddings=False)
     checkpoint.save(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tmp_path / "model")

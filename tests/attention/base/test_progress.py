@@ -15,7 +15,7 @@ from attention.base.timing import clock, duration
 
 
 class Clock:
-    """A clock that goes on when it is told to."""
+    """A clock that advances only when a test sets it."""
 
     now = 100.0
 

@@ -1,4 +1,4 @@
-"""One calibration pass: its statistics against the stock model's own, its files, and what it leaves behind."""
+"""One calibration pass: its statistics against the stock model's own, its files, and no leftovers."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_attention_weights_are_held_a_slice_at_a_time(
 def test_what_attention_cannot_see_may_be_left_out(
     family: str, tiny_model: Tiny, tiny_tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a long sequence some tokens at a time are looked at, with what comes before their end."""
+    """Some tokens of a long sequence are processed at a time, with all tokens before their end."""
     model = tiny_model(family)
     whole = calibrate(model, tiny_tokens)
     monkeypatch.setattr(collecting, "BLOCK", 5)

@@ -329,7 +329,7 @@ def slow_key_error(heads: LayerHeads, fused: LayerHeads, slot: int, h: int, seen
     free = list(layout.free)
     if free:
         logit = q[:, free] @ k[:, free].T - q_new[:, free] @ k_new[:, free].T
-        logit = logit - logit.mean(1, keepdim=True)  # one number a query, which softmax does not see
+        logit = logit - logit.mean(1, keepdim=True)  # one number per query, which softmax does not see
         total += logit.square().mean().item()
     return total
 
@@ -358,8 +358,7 @@ def test_keys_under_a_norm_are_averaged(case: str, signed: bool, tiny_model: Tin
     fused = least_squares_fuse(heads, PLAN, statistics, geometry)
     start = turned if signed else heads
     assert torch.equal(fused.q, start.q) and torch.equal(fused.k, mean_fuse(start, PLAN).k)
-    # Parallel heads cost nothing whatever their length, since the norm takes it away; opposed ones the most, but for
-    # signs.
+    # Parallel heads cost nothing at any length, since the norm removes it; opposed ones the most, but for signs.
     parallel = replace(heads, k=heads.k[:1] * torch.tensor([1.0, 2, 3, -1]).view(4, 1, 1))
     if heads.k_bias is not None:
         parallel = replace(parallel, k_bias=torch.zeros_like(heads.k_bias))
@@ -370,7 +369,7 @@ def test_keys_under_a_norm_are_averaged(case: str, signed: bool, tiny_model: Tin
 
 
 def test_signs_of_a_unit_are_the_best_of_all() -> None:
-    """Of few heads: against every choice. The first keeps its own."""
+    """Of few heads: against every choice. The first keeps its dims."""
     rows = torch.randn(50, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     gram = rows @ rows.mT
     chosen = signs(gram)

@@ -28,7 +28,7 @@ def test_a_gram_under_a_packed_moment_is_the_plain_product(rows: int, width: int
     triangle = packed(moment[None])[0]
     torch.testing.assert_close(gram_under(matrix, triangle), matrix @ moment @ matrix.T)
     torch.testing.assert_close(unpacked(triangle), moment)
-    torch.testing.assert_close(triangle, packed(moment[None])[0])  # the caller's is left as it was
+    torch.testing.assert_close(triangle, packed(moment[None])[0])  # the caller's is not changed
 
 
 @pytest.mark.parametrize("width", [7, 33, 700])

@@ -1,4 +1,4 @@
-"""What an original model's layers do on text: the same whether it is kept or run again, and in any order of layers."""
+"""Layer activations of an original model on text: the same whether cached or recomputed, in any order of layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDS = torch.randint(0, 64, (5, 12), generator=torch.Generator().manual_seed(3))
 
 
 def afresh(model: PreTrainedModel, layer: int) -> list[Record]:
-    """Run from the embeddings to that layer, whatever ran before."""
+    """Run from the embeddings to that layer, independent of earlier runs."""
     return list(recorded(Streams(model, family_of(model.config).attention_modules(model), IDS, 2), layer))
 
 
@@ -57,7 +57,7 @@ def test_a_kept_text_runs_once_and_is_the_same_for_all_who_ask(
 
 
 def test_all_is_kept_or_nothing_and_no_more_than_there_is_room_for(tiny_model: Tiny) -> None:
-    """Width 32, float32: three tensors of it a token in each of two layers, besides the rotary table of a batch."""
+    """Width 32, float32: three tensors of it per token in each of two layers, and the rotary table of a batch."""
     model = tiny_model("llama").requires_grad_(False)
     needed = bytes_to_keep(2, IDS.numel(), 32, 4)
     assert needed == 2 * 3 * 4 * 32 * IDS.numel()
@@ -66,7 +66,7 @@ def test_all_is_kept_or_nothing_and_no_more_than_there_is_room_for(tiny_model: T
         text = original.on(IDS)
         assert (text.at(0) is text.at(0)) == kept
         assert 0 <= original.room <= room - needed * kept
-        list(original.on(IDS.flip(0)).at(1))  # no room is left
+        list(original.on(IDS.flip(0)).at(1))  # no room remains
         assert original.on(IDS.flip(0)).at(1) is not original.on(IDS.flip(0)).at(1)
     assert bytes_to_keep(32, 16_384, 4096, 4) == 0
     assert bytes_to_keep(4, 44_000, 256, 4) == STORED_BYTES, "the part that is fitted on, seven eighths, has room"

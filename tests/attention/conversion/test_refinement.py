@@ -27,7 +27,7 @@ from attention.families import families, family_of
 from attention.modeling.running import Streams
 from attention.plan import AttentionPlan, LayerPlan
 
-FAMILIES = ["gemma2", "gpt2", "gpt_oss", "llama", "qwen3"]  # soft caps, positions of their own, sinks, none, norms
+FAMILIES = ["gemma2", "gpt2", "gpt_oss", "llama", "qwen3"]  # soft caps, learned positions, sinks, none, norms
 MORE_FAMILIES = ["gemma", "gpt_neox", "mistral", "opt", "phi", "qwen2"]
 PLAN = LayerPlan((0, 0, 1, 1), (0, 0, 0, 1))
 QUICK = {"fit_steps": 100, "fit_rate": 0.3}
@@ -201,7 +201,7 @@ def test_queries_and_keys_take_larger_steps_the_more_heads_share_a_key(tiny_mode
 def test_the_first_rate_of_wide_heads_follows_their_error(
     tiny_model: Tiny, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most the root of the relative squared error; groups of the checkpoint's width take the rate as it is."""
+    """At most the root of the relative squared error; groups of the checkpoint's width take the rate unchanged."""
     original, converted = pair(tiny_model, tokens, "llama")
     module = family_of(converted.config).attention_modules(converted)[0]
     task = LayerTask.of(FitTexts.of(Original.of(original), tokens), 0)
@@ -225,7 +225,7 @@ def test_steps_that_are_too_large_are_made_smaller(tiny_model: Tiny, tokens: Ten
 
 
 def test_fused_values_alone_are_fitted_in_small_steps_from_the_first_try(tiny_model: Tiny, tokens: Tensor) -> None:
-    """Whatever rate is asked for: no step is made in vain."""
+    """At any requested rate: every step is used."""
     plan = LayerPlan((0, 1, 2, 3), (0, 0, 1, 1))
     original, converted = pair(tiny_model, tokens, "llama", plan)
     report = refine("fit_heal", original, converted, tokens, {**QUICK, "fit_rate": 100.0})

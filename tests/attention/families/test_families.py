@@ -1,4 +1,4 @@
-"""What single families bring along: layouts of fused weights, variants of a config, refusals, and GPT-NeoX as Phi."""
+"""Properties of single families: layouts of fused weights, variants of a config, refusals, and GPT-NeoX as Phi."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ THETA = 50_000.0
 ALL = ("stock", "headfold", *sorted(targets()))
 GGUF_READ = ("llama", "qwen2", "qwen3", "gpt2")
 """Architectures of GGUF whose tokenizer transformers reads."""
-TIED = {name: {"tie_word_embeddings": True} for name in ("gemma", "qwen3")}  # as llama.cpp wants them
+TIED = {name: {"tie_word_embeddings": True} for name in ("gemma", "qwen3")}  # as llama.cpp requires
 READ = """
 import json, sys
 import torch
@@ -137,7 +137,7 @@ def with_rope(family: str, kind: str, tiny: Tiny) -> PreTrainedModel | None:
 
 @dataclass(frozen=True)
 class Written:
-    """A folder, the format that it is in, and the logits that whoever loads it must get."""
+    """A folder, its format, and the logits that any software must compute from it."""
 
     format: str
     folder: Path
@@ -147,7 +147,7 @@ class Written:
 
     @property
     def more(self) -> dict[str, str]:
-        """What the tokenizer is asked for beside the folder."""
+        """Texts for the tokenizer of the folder."""
         return {"gguf_file": "model.gguf"} if self.format == "gguf" else {}
 
 
@@ -213,7 +213,7 @@ def expected(one: Written, trust: bool, ids: list[int]) -> dict[str, Any]:
 
 
 def faults(written: Iterable[Written], scratch: Path, ids: list[int]) -> list[str]:
-    """What of some folders a clean process does not open as it should."""
+    """Return the differences that a clean process finds when it opens some folders."""
     every = [(one, trust, expected(one, trust, ids)) for one in written for trust in (False, True)]
     found, logits = opened(every, scratch)
     wrong = []
@@ -234,7 +234,7 @@ def faults(written: Iterable[Written], scratch: Path, ids: list[int]) -> list[st
 def opened(
     every: Iterable[tuple[Written, bool, dict[str, Any]]], scratch: Path
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a clean process found in each folder, and the logits of the models that it loaded, by folder and
+    """The results of a clean process in each folder, and the logits of the models that it loaded, by folder and
     permission to run its code."""
     asked: dict[str, tuple[dict[str, list[str]], dict[str, str]]] = {}
     for one, trust, wanted in every:

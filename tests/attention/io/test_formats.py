@@ -1,4 +1,4 @@
-"""What a folder is to other software: fields, files and permissions beside the weights; its dtype; what loads it."""
+"""A folder as other software sees it: fields, files and permissions; its dtype; the software that loads it."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ def test_the_config_has_the_fields_of_both_generations(
             assert fields["rope_scaling"] == {k: v for k, v in rope.items() if k != "rope_theta"}
         again = AutoConfig.from_pretrained(tmp_path / folder)
         kept = dict(getattr(again, "rope_parameters", None) or {})
-        kept.pop("type", None)  # what transformers 4 called rope_type
+        kept.pop("type", None)  # transformers 4's name of rope_type
         assert kept == (getattr(model.config, "rope_parameters", None) or {})
         assert again.dtype == torch.bfloat16
 
 
-# ---- files beside the weights -----------------------------------------------------------------------------------
+# ---- other files of a folder ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def source(tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
-    """A checkpoint as others write them: files in an order and spelling of their own."""
+    """A checkpoint as others write them: files in another order and spelling."""
     folder = checkpoint.save(tiny_model("llama", vocab_size=2048), tmp_path / "source", demo_tokenizer)
     fields = json.loads((folder / "tokenizer_config.json").read_text())
     fields |= {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}

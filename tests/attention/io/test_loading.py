@@ -40,7 +40,8 @@ def configure(folder: Path, **fields: Any) -> None:
 
 
 def refusal(folder: Path) -> str:
-    """What the early check says; loading and reading layer by layer must say the same, and read no weight before."""
+    """The message of the early check; loading and reading layer by layer must give the same, and read no weight
+    before."""
     config = checkpoint.load_config(folder)
     with pytest.raises(WeightsError) as early:
         weights.check_weights(folder, config)
@@ -58,7 +59,7 @@ def no_reading(*_: Any, **__: Any) -> None:
 
 
 def mlp_weight(names: Any, layer: int = 1) -> str:
-    """A projection of a layer, whatever the family calls it."""
+    """A projection of a layer, under the family's name."""
     return next(n for n in sorted(names) if f".{layer}." in n and n.endswith("weight") and ("fc" in n or "mlp" in n))
 
 
@@ -204,7 +205,7 @@ def test_headfolds_own_parts_must_be_there(plan: AttentionPlan, tiny_model: Tiny
 
 
 def test_transformers_own_findings_are_read_too(tiny_model: Tiny, tmp_path: Path) -> None:
-    """As for a hub name, whose files are not looked at before."""
+    """As for a hub name, whose files are not checked before."""
     model = tiny_model("llama")
     info = {"missing_keys": {"a.b"}, "unexpected_keys": set(), "mismatched_keys": set()}
     with pytest.raises(WeightsError, match=r"org/name lacks 1 of .*a\.b"):

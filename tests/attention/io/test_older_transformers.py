@@ -1,4 +1,4 @@
-"""What is written, read by transformers 4.57 in an environment of its own: the same logits, the same tokens."""
+"""Written checkpoints, read by transformers 4.57 in a separate environment: the same logits, the same tokens."""
 
 from __future__ import annotations
 

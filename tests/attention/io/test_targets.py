@@ -1,4 +1,5 @@
-"""What every export target promises: what it holds, or why not, before weights are read; and a folder that is whole.
+"""The contract of every export target: the cache that it supports, or why not, before weights are read; and a complete
+folder.
 
 The targets are those that the package finds: a new file is tested here as soon as it is there.
 """
@@ -133,7 +134,7 @@ def test_the_name_of_an_engine_is_answered_with_the_target_that_it_loads(name: s
         target(name, more=["auto"])
 
 
-# ---- what is held ------------------------------------------------------------------------------------------------
+# ---- supported plans ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def masks(tokens: int) -> dict[str, torch.Tensor]:
 
 
 def wrong_map() -> float:
-    """How far it is off with one head that reads a wrong value head: the comparison must see that."""
+    """Error with one head that reads a wrong value head: the comparison must detect it."""
     plan, wrong = PLANS["decoupled"], LayerPlan(PLANS["decoupled"].key_map, dense((0, 0, 1, 1, 0, 2, 1, 3)))
     right, kernels.Tables.of = Tables.of(wrong), lambda plan: right  # type: ignore[method-assign]
     return difference(plan, 32, 130, "cpu", torch.float32)

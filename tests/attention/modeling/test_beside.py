@@ -1,4 +1,4 @@
-"""A converted model beside its original: the same numbers, and no second copy of what both have."""
+"""A converted model that shares weights with its original: the same numbers, and no second copy of shared weights."""
 
 from __future__ import annotations
 

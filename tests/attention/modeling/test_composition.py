@@ -229,7 +229,8 @@ def test_extra_parameters_worked_example() -> None:
 
 
 def test_a_part_of_the_branches_has_its_own_parameters_and_nothing_else() -> None:
-    """Table 9: W_1 and W_2 of both sides and places, or W_g alone; at decoding 2R or 1 value a head, side and place."""
+    """Table 9: W_1 and W_2 of both sides and places, or W_g alone; at decoding 2R or 1 value per head, side and
+    place."""
     R, D_, H_ = 2, 32, 4
     both, projections, gates = (Composition(**s) for s in ({}, {"gate": False}, {"projection": False}))
     assert extra_parameters(projections, 1, H_, D_) == 4 * (D_ * 2 * R * H_ + (2 * R * H_) ** 2)

@@ -28,7 +28,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, mask: Tensor | None) -> Tensor:
-    """The slow, independent form: every query head gets its own copy. Softmax by hand: with a float32 mask beside a
+    """The slow, independent form: every query head gets its own copy. Softmax by hand: with a float32 mask and a
     float64 query torch's fused attention for CPUs reads the mask wrongly on some of them."""
     key, value = expand_heads(key, torch.tensor(plan.key_map)), expand_heads(value, torch.tensor(plan.value_map))
     logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5

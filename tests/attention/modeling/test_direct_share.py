@@ -95,7 +95,7 @@ def test_after_fifty_steps_shared_heads_are_still_one_tensor(shared, plan, tmp_p
 
 @torch.no_grad()
 def assert_one_tensor(model: Any, shares: tuple[HeadShare, ...]) -> None:
-    """Both users show the same numbers, and changing a lent head where it lies changes what the borrower computes."""
+    """Both users show the same numbers, and changing a lent head in place changes the borrower's result."""
     family, geometry = family_of(model.config), geometry_of(model.config)
     modules = family.attention_modules(model)
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
@@ -132,7 +132,7 @@ print(sum(p.numel() for p in model.parameters()), resident() - before)
 @pytest.mark.extended
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux' /proc")
 def test_resident_memory_falls_by_the_shared_heads(tiny_model, tmp_path: Path) -> None:
-    """A random model of 8 layers of 16 heads of 64, loaded and run in processes of their own: at least 90 % shows."""
+    """A random model of 8 layers of 16 heads of 64, loaded and run in separate processes: at least 90 % shows."""
     wide = {"num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16}
     model = tiny_model("llama", **wide, head_dim=64, intermediate_size=64)
     plan = AttentionPlan(AttentionPlan.identity(8, 16, 64).layers, 64, match_heads(lift(model), 0.3))

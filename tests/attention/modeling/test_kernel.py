@@ -30,7 +30,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, float]:
-    """Differences from the reference, from a process of its own: Triton chooses the interpreter when it is loaded."""
+    """Differences from the reference, from a separate process: Triton chooses the interpreter when it is loaded."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, HERE / "interpreted_kernel.py"], env=environment, capture_output=True, text=True

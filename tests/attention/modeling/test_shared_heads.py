@@ -1,4 +1,4 @@
-"""Shared heads and MLP blocks: the same model as one with the heads copied by hand, with every weight held once."""
+"""Shared heads and MLP blocks: the same model as one with the heads copied by hand, with every weight stored once."""
 
 import copy
 from dataclasses import replace
@@ -113,7 +113,7 @@ def test_logits_are_those_of_heads_copied_by_hand(name: str, tiny_model) -> None
     try:
         mlp.mlp_sites(model)
         plan = BOTH
-    except ValueError:  # mixtures of experts, and projections that are no linear layers of their own
+    except ValueError:  # mixtures of experts, and projections that are not separate linear layers
         plan = HEADS
         assert name in WITHOUT_BLOCKS
     shared: Any = convert(model, plan)
@@ -125,7 +125,7 @@ def test_logits_are_those_of_heads_copied_by_hand(name: str, tiny_model) -> None
     assert torch.equal(ids, wanted.generate(IDS[:, :5], max_new_tokens=6, do_sample=False))
 
 
-# Queries, values and outputs follow shares of their own; keys share nothing.
+# Queries, values and outputs have separate shares; keys share nothing.
 APART = AttentionPlan(LAYERS, 8, query_shares=SHARES[:2], value_shares=SHARES[2:6], output_shares=SHARES[5:])
 WITH_OUTPUT = AttentionPlan(LAYERS, 8, SHARES, output_shares=SHARES)
 

@@ -1,6 +1,6 @@
 """The folder in which bad inputs are tried: tiny checkpoints, a text, a search that has ended, and other people's work.
 
-Also what is done with it: a command is run in it, in this process, and a digest tells whether anything has changed.
+Also the run of a command in it, in this process, and a digest that shows whether anything has changed.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _make_search(root: Path, home: Path) -> None:
 
 
 def digest(root: Path) -> dict[str, str]:
-    """Of everything in a folder: kind, mode, and content or where a link leads, by relative name."""
+    """Entries of a folder: kind, mode, and content or target of a link, by relative name."""
     found = {}
     for path in sorted(root.rglob("*")):
         mode = path.lstat().st_mode
@@ -119,7 +119,7 @@ def digest(root: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command did: its exit code and all that it wrote."""
+    """The result of a command: its exit code and its output."""
 
     code: int
     out: str
@@ -145,13 +145,13 @@ def run_in(folder: Path, arguments: list[str]) -> Ran:
 
 @functools.cache
 def _streams() -> tuple[TextIO, TextIO]:
-    """Where output goes; open for the whole process, since a library's logger keeps the stream that it has found."""
+    """The captured output; open for the whole process, since a library's logger keeps the stream that it has found."""
     return tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
 
 
 @contextlib.contextmanager
 def _captured() -> Iterator[list[str]]:
-    """What is written to stdout and stderr, by Python and below it; filled at the end."""
+    """The output to stdout and stderr, by Python and below it; filled at the end."""
     told: list[str] = []
     out, err = _streams()
     kept = [(number, os.dup(number), stream) for number, stream in ((1, out), (2, err))]

@@ -27,7 +27,7 @@ VERBS = get_command(app).commands  # type: ignore[attr-defined]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where each case finds its folder."""
+    """The parent of the cases' folders."""
     return tmp_path_factory.mktemp("bad") / "folder"
 
 

@@ -51,7 +51,7 @@ def test_each_way_of_starting_lists_the_verbs(command: list[str]) -> None:
 
 
 def test_the_script_runs_from_anywhere_and_hides_no_library(tmp_path: Path) -> None:
-    """As a script Python puts orchestrator/ first on the path: no file or room there may have a library's name."""
+    """As a script Python puts orchestrator/ first on the path: no file or folder there may have a library's name."""
     done = run(SCRIPT, "search", "nothing.yaml", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "no configuration file at 'nothing.yaml'" in done.stderr

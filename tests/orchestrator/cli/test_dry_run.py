@@ -41,7 +41,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        # 2 arms at 1 ratio; the best one and the baseline are promoted, 2 sequences of 32 tokens a step for 2 steps
+        # 2 arms at 1 ratio; the best one and the baseline are promoted, 2 sequences of 32 tokens per step for 2 steps
         (["search", "mine.yaml"], r"^trials: 2; 0 full training\(s\) in the promotion\ntokens: about 192 "),
         (["search", "mine.yaml"], r"^folder: \S+/mine-2 \('mine' exists already; --resume continues"),
         (["search", "mine.yaml", "name=fresh"], r"^folder: \S+/fresh$"),

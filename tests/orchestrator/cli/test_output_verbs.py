@@ -29,7 +29,7 @@ def model(
     tiny_model: Callable[..., PreTrainedModel],
     demo_tokenizer: PreTrainedTokenizerBase,
 ) -> Path:
-    """A tiny checkpoint with a tokenizer, and beside it a text; no test may change any of it."""
+    """A tiny checkpoint with a tokenizer, and a text next to it; no test may change any of it."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model("llama", vocab_size=2048, num_attention_heads=8, num_key_value_heads=8).save_pretrained(folder)
     demo_tokenizer.save_pretrained(folder)

@@ -175,7 +175,7 @@ TESTED: set[int] = set()
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where commands run, with a text."""
+    """Folder of the commands, with a text."""
     lines = [f"Paragraph {n}: heads that are alike may share what they keep, {n * n} times." for n in range(300)]
     (tmp_path / "notes.txt").write_text("\n\n".join(lines))
     return tmp_path
@@ -408,7 +408,7 @@ def test_scales_of_a_quantised_cache_are_named_and_not_carried_over(
     edit_weights(model / "model.safetensors", lambda tensors: tensors.update(scales))
     ran = convert(folder, "--kv-ratio", "0.5", "--out", "half")
     assert ran.code == 0, ran.err
-    assert "not used: model.layers.0.self_attn.k_scale" in caplog.text  # in a process of its own: on stderr
+    assert "not used: model.layers.0.self_attn.k_scale" in caplog.text  # on stderr in a separate process
     assert not [name for name in load_file(folder / "half" / "model.safetensors") if name.endswith("_scale")]
 
 

@@ -152,14 +152,14 @@ class FanOuts:
 def main(folder: Path, gpus: int, names: list[str]) -> dict[str, Any]:
     calibration.SHARED_BYTES = 0
     port = free_port()
-    # Ray Train removes placement groups of stopped trials through it, and it tells the names of tasks
+    # Ray Train removes placement groups of stopped trials through it, and it reports the names of tasks
     dashboard = not {"search", "stalled"}.isdisjoint(names)
     given: dict[str, Any] = {"include_dashboard": False}
     if dashboard:
         given = {"include_dashboard": True, "dashboard_port": port}
         environment = {DASHBOARD: f"http://127.0.0.1:{port}", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
         given["runtime_env"] = {"env_vars": environment}
-        os.environ |= environment  # else Ray asks whatever other Ray is on this machine
+        os.environ |= environment  # otherwise Ray connects to another Ray on this machine
     ray.init(address="local", num_cpus=gpus, num_gpus=gpus, logging_level="ERROR", log_to_driver=False, **given)
     made = FanOuts(folder)
     return {name: getattr(made, name)() for name in names}

@@ -18,7 +18,7 @@ REPOSITORY = SCRIPT.parents[3]
 
 
 def run(folder: Path, gpus: int, *fan_outs: str, seconds: float = 400) -> tuple[dict[str, Any], str]:
-    """What the fan-outs come to, and all that is printed. One that waits for ever is a failure."""
+    """The results of the fan-outs, and their output. One that waits for ever is a failure."""
     command = [sys.executable, str(SCRIPT), str(folder), str(gpus), *fan_outs]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     environment.pop("RAY_ADDRESS", None)
@@ -31,7 +31,7 @@ def run(folder: Path, gpus: int, *fan_outs: str, seconds: float = 400) -> tuple[
 
 @pytest.mark.extended
 def test_a_large_calibration_needs_no_gpu_beside_those_of_its_workers(tmp_path: Path) -> None:
-    """It used to be shared by as many tasks as there are GPUs, one of which its own parent held."""
+    """It used to be shared by as many tasks as there are GPUs, one of which its own parent had reserved."""
     told, printed = run(tmp_path, 2, "calibration")
     assert "up to 2 workers share 32 sequences" in printed
     assert len(told["calibration"]) == 4 == len(set(told["calibration"]))

@@ -1,5 +1,5 @@
-"""Where processes land on a cluster of two kinds of nodes, and that a training waits for one that comes late. The GPUs
-of the nodes are fake: numbers that Ray counts, with nothing behind them."""
+"""Placement of processes on a cluster of two kinds of nodes, and that a training waits for a node that is late. The
+GPUs of the nodes are fake: numbers that Ray counts, without devices."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_one_worker_may_share_a_gpu() -> None:
 
 @pytest.fixture(scope="module")
 def happened(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `two_kinds.py` tells: Ray Train may wait START_SECONDS for nodes at a time; the node comes LATE_SECONDS
-    after the training has asked for it."""
+    """The report of `two_kinds.py`: Ray Train may wait START_SECONDS for nodes at a time; the node comes LATE_SECONDS
+    after the training has requested it."""
     folder = tmp_path_factory.mktemp("late")
     sequences = torch.randint(0, 64, (20, 16), generator=torch.Generator().manual_seed(0))
     settings = TrainSettings(cpus_per_worker=0.4, num_workers=2)

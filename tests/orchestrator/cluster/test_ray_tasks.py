@@ -1,4 +1,4 @@
-"""Progress of a Ray task, shown by whoever waits for it."""
+"""Progress of a Ray task, shown by the process that waits for it."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def actors(*names: str) -> dict[str, list[int]]:
 
 
 def test_who_only_hands_jobs_on_loads_no_library_of_models() -> None:
-    """The pool and Ray Train's controllers: a second process of 600 MB beside each worker otherwise."""
+    """The pool and Ray Train's controllers: otherwise a second process of 600 MB for each worker."""
     heavy = "{'transformers', 'deepspeed', 'mlflow', 'optuna'}"
     code = f"import sys, orchestrator.cluster.worker_pool; print(*{heavy} & set(sys.modules))"
     told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
@@ -191,14 +191,14 @@ def test_a_group_of_two_takes_jobs_of_every_kind(pool: str, job: TrainJob, whole
     told: list[int] = []
     alone = other(job, "alone", settings=two, model_dir=str(job.teacher_dir), relaxation=spec, milestones=(0,))
     assert train_on_pool(pool, alone, lambda r: told.append(r["step"]))["relaxation_steps"] == 4
-    assert told == [0]  # no recovery: what the relaxation came to is the one report
+    assert told == [0]  # no recovery: the result of the relaxation is the one report
     (group,) = state(pool)["groups"].values()
     assert group == {"shape": Shape(2, 0.9, 0.0), "jobs": 7, "busy": False}
 
 
 @pytest.mark.extended
 def test_a_crowded_cluster_and_the_end_of_a_pool(job: TrainJob, pool: str, tmp_path: Path) -> None:
-    """What is left of the cluster after nodes have gone: 2 CPUs, of which holders have 1.5. They do not wait for ever.
+    """The rest of the cluster after nodes have gone: 2 CPUs, of which other actors have 1.5. They do not wait for ever.
 
     And with the pool everything ends, but what Ray holds reserved for a group that was still starting: that goes with
     the driver (test_chaos.py).

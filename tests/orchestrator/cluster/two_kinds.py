@@ -1,4 +1,4 @@
-"""A cluster of its own, on one machine: a head and nodes with fake GPUs of two kinds, of which one comes late.
+"""A separate cluster on one machine: a head and nodes with fake GPUs of two kinds, of which one comes late.
 
 The GPUs are numbers that Ray counts; nothing runs on them. `python two_kinds.py JOB.json FOLDER` prints what happened
 as one JSON object.
@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 from local_cluster import local_cluster
-from ray._private.state import actors  # Ray's public list asks the dashboard
+from ray._private.state import actors  # Ray's public list requires the dashboard
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from orchestrator.cluster.capacity import cluster_nodes, concurrency, resolve_strategy
@@ -84,7 +84,7 @@ def orphan(folder: Path) -> bool:
 
 
 def lie(demand: Demand) -> list[str]:
-    """The kinds of nodes on which a trial's workers lie."""
+    """The kinds of nodes that run a trial's workers."""
     shape = resolve_strategy(demand.shape, cluster_nodes())
     group = placement_group([ProcessResources.of_worker(shape).bundle] * shape.workers, strategy=shape.strategy)
     assert group.wait(30)
@@ -100,7 +100,7 @@ def workers_on() -> list[str]:
 
 
 def main(job: TrainJob, folder: Path) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # sockets lie in it
+    with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # paths of sockets are limited
         head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": short}
         cluster: Any = local_cluster(head)
         try:

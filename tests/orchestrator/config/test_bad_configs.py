@@ -105,7 +105,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_dir: Path) -> 
 
 
 def refused(bad: Bad, check: Any) -> bool:
-    """Whether a record is refused; fails if it is in another way than with a short message that names the place."""
+    """Whether a record is refused; fails unless the message is short and names the place."""
     value = repr(at(bad.record, bad.place))[:200] if _there(bad) else "(taken away)"
     try:
         check(bad.record)
@@ -123,7 +123,7 @@ def refused(bad: Bad, check: Any) -> bool:
 
 
 def _named(bad: Bad) -> list[str]:
-    """What a message must tell of the place: section and key; of an arm the arm, since its axes follow."""
+    """The place that a message must name: section and key; of an arm the arm, since its axes follow."""
     if bad.place[:2] == ("search", "recipes") and len(bad.place) == 4 and bad.place[-1] in ("changes", "params"):
         return ["search.recipes"]
     key = next(key for key in reversed(bad.place) if not isinstance(key, int))
@@ -247,7 +247,7 @@ def test_bad_overrides_are_refused_by_name() -> None:
 
 
 def test_the_demo_configuration_is_taken() -> None:
-    """What the above must not become: a refusal of everything."""
+    """The above must not become a refusal of everything."""
     file = REPOSITORY / "configs" / "demo.yaml"
     record = yaml.safe_load(file.read_text())
     assert parse_config(record) == read_search_config(file)

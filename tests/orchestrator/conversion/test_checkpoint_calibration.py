@@ -48,7 +48,7 @@ def assert_close(one: LayerStatistics, other: LayerStatistics) -> None:
 
 @contextmanager
 def bytes_read() -> Iterator[SimpleNamespace]:
-    """What this process reads from files meanwhile, from the page cache too; what is mapped is not counted."""
+    """Bytes that this process reads from files meanwhile, from the page cache too; mapped files are not counted."""
     count = SimpleNamespace()
     before = int(Path("/proc/self/io").read_text().split()[1])
     yield count
@@ -195,7 +195,7 @@ print(memory_peak())
 
 @pytest.mark.extended
 def test_memory_does_not_grow_with_the_layers(tmp_path: Path) -> None:
-    """12 layers against 3, made and read in a process each: of all layers' statistics one is held."""
+    """12 layers against 3, made and read in a process each: the statistics of only one layer are in memory."""
     shape = {"num_attention_heads": 8, "head_dim": 96, "intermediate_size": 1200, "vocab_size": 2048}
     peaks = []
     for layers in (3, 12):

@@ -1,4 +1,4 @@
-"""The checkpoint's dtype is kept, and what is told is true of the file: conversion both ways, evaluation, gate."""
+"""The checkpoint's dtype is preserved, and reports of it are true: conversion both ways, evaluation, gate."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def stored(folder: Path) -> set[str]:
         (torch.float16, "auto", "F16"),
         extended(torch.float32, "auto", "F32"),
         extended(torch.bfloat16, "fp32", "F32"),
-        (torch.float32, "bf16", "BF16"),  # what lies outside of the layers is rounded too
+        (torch.float32, "bf16", "BF16"),  # weights outside of the layers are rounded too
     ],
 )
 @pytest.mark.parametrize("layerwise", [False, True], ids=["memory", "layerwise"])

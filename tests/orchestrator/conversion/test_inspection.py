@@ -137,7 +137,7 @@ def test_mistakes_are_found_before_the_model_is_loaded(demo_dir: Path, capfd: py
 
 
 class Balanced(HTMLParser):
-    """Which tags are left open, and the text."""
+    """Tags that are not closed, and the text."""
 
     EMPTY = frozenset({"meta", "br", "path", "use", "rect", "image"})
 

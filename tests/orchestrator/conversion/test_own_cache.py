@@ -278,7 +278,7 @@ def test_a_search_of_a_former_version_is_not_misread(tmp_path: Path) -> None:
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_recorded_ratio_is_that_of_the_bytes(data: st.DataObject, tiny_model: Tiny) -> None:
-    """Any plan that a checkpoint's own groups allow, on any number of KV heads: planned, held and recorded agree."""
+    """Any plan that a checkpoint's own groups allow, on any number of KV heads: plan, cache and record agree."""
     stored = data.draw(st.sampled_from([1, 2, 4]))
     model = tiny_model("llama", num_key_value_heads=stored)
     geometry = geometry_of(model.config)

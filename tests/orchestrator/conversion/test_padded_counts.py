@@ -73,7 +73,7 @@ def test_one_count_that_does_not_divide(
 
 
 def test_layers_of_one_two_and_three_heads(models: Any, tmp_path: Path, little_text: str) -> None:
-    """Half of nine KV heads is four and a half: four are used, which one, two and three heads a layer make."""
+    """Half of nine KV heads is four and a half: four are used, which one, two and three heads per layer make."""
     name = "headfold_layers"
     record = convert_checkpoint(models["9/3"], name, 0.5, tmp_path / "out", **settings(name, little_text))
     assert record["kv_ratio"] == 4 / 9 and record["kv_ratio_asked"] == 0.5

@@ -1,5 +1,5 @@
-"""`convert --polish`: a conversion is trained at its end, which is told as training, estimated, and refused where it
-cannot be."""
+"""`convert --polish`: a conversion is trained at its end, which is reported as training, estimated, and refused where
+it is not possible."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_the_demo_checkpoint_comes_out_the_same(
     memory, layerwise = both_ways(demo_dir, recipe, 0.25, tmp_path, **more)
     assert_same(memory, layerwise, 2048, close=2e-3)  # on random tokens, where what a fit makes of rounding shows
     assert layerwise["loss_increase"] > 0.01
-    if changes is QUICK:  # our own recipe, with little text and few steps; test_headfold_targets.py has what it can
+    if changes is QUICK:  # our own recipe, with little text and few steps; test_headfold_targets.py has its quality
         assert layerwise["loss_increase"] < 0.14  # 0.10, and 0.25 without the fit
 
 
@@ -199,7 +199,7 @@ def test_the_result_is_bfloat16_shards_that_stock_transformers_loads(
 def test_the_layer_and_what_is_done_with_it_are_shown(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has no steps to count is told by the layer's number: at real width each takes a minute and more."""
+    """Stages without steps are reported by the layer's number: at real width each takes a minute and more."""
     monkeypatch.setattr(progress, "_LOOK_SECONDS", 0.002)
     lines: list[str] = []
     with progress.show_progress("convert", lines.append, 0.0):

@@ -1,7 +1,7 @@
 """A cluster of two nodes on one machine, examined well, as a job, with a sick node, and with GPUs that are not there.
 
 `python sick_cluster.py FOLDER` prints exit codes and findings as one JSON object. On the sick node every process has a
-clock of its own, and another version of numpy.
+different clock, and another version of numpy.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(folder: Path) -> dict[str, Any]:
 
     dashboard = free_port()
     os.environ[DASHBOARD] = f"http://127.0.0.1:{dashboard}"
-    with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # sockets lie in it
+    with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # paths of sockets are limited
         head = {"num_cpus": 1, "temp_dir": short}
         head |= {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": dashboard}
         cluster: Any = local_cluster(head)

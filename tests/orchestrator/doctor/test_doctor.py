@@ -105,7 +105,7 @@ def test_what_hangs_is_ended(ray_cluster: None, tmp_path: Path) -> None:
 
 
 def test_a_gated_model_without_a_token_and_with_one(ray_cluster: None, tmp_path: Path) -> None:
-    """In a process of its own, since huggingface_hub reads its settings once."""
+    """In a separate process, since huggingface_hub reads its settings once."""
 
     def seen(token: str | None, *models: str) -> Any:
         with gated_hub() as address:

@@ -16,7 +16,7 @@ H100 = {"name": "NVIDIA H100", "driver": "580.1", "memory_mib": 81_559.0, "used_
 
 
 def facts(**changes: Any) -> Any:
-    """Of one node with plenty of room and no GPU."""
+    """Facts of one node with plenty of room and no GPU."""
     disks = {
         "scratch": {"folder": "/tmp", "free": 50 * GB, "total": 100 * GB},
         "hub cache": {"folder": "/cache", "free": 50 * GB, "total": 100 * GB},

@@ -1,9 +1,9 @@
 """A search shaped for GPUs on a cluster that has none: Ray's own autoscaler and its provider of nodes on one machine.
 
 The node types are those of `cluster.yaml`, from zero; their GPUs are numbers that Ray counts (`train.device=cpu`).
-`python gpu_cloud.py FOLDER '{"node": NTH REPORT, "drain": NTH REPORT}' SETTING...` carries out a search on it, takes
-away nodes on the way, and prints what happened as one JSON object. With `"monitor": 0` the autoscaler's process ends
-before the search begins.
+`python gpu_cloud.py FOLDER '{"node": NTH REPORT, "drain": NTH REPORT}' SETTING...` runs a search on it, takes away
+nodes meanwhile, and prints the events as one JSON object. With `"monitor": 0` the autoscaler's process ends before the
+search begins.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def autoscaling(address: str) -> tuple[dict[str, Any], float]:
     types = written["available_node_types"]
     head = types.pop(written["head_node_type"])["resources"]
     nodes = {name: {k: t[k] for k in ("resources", "min_workers", "max_workers")} for name, t in types.items()}
-    # Its commands and files are for machines of their own
+    # Its commands and files are for separate machines
     config = {key: type(value)() for key, value in written.items() if isinstance(value, (list, dict))}
     config |= {"worker_setup_commands": [], "cluster_synced_files": [], "file_mounts_sync_continuously": False}
     config |= {key: written[key] for key in ("cluster_name", "max_workers", "idle_timeout_minutes", "upscaling_speed")}
-    # As one of Ray's own providers it would want a file that Ray's package does not hold [2.60]
+    # As one of Ray's own providers it would need a file that Ray's package does not contain [2.60]
     provider = {"type": "external", "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}"}
     provider |= {"gcs_address": address, "launch_multiple": True, "head_node_id": HEAD}
     config |= {"provider": provider | {"disable_node_updaters": True, "disable_launch_config_check": True}}
@@ -130,7 +130,7 @@ class Cloud:
         return [n["NodeID"] for n in ray.nodes() if n["Alive"] and self.kinds[n["NodeID"]] == kind]
 
     def kill(self, node: str) -> None:
-        """As a machine is lost: its raylet, and all that it had started."""
+        """Lose a machine: its raylet, and all processes that it had started."""
         for process in marked():
             if "raylet" in process.name() and f"--node-id={node}" in " ".join(process.cmdline()):
                 for child in [*process.children(recursive=True), process]:
@@ -169,7 +169,7 @@ def end_monitor() -> None:
 
 @contextlib.contextmanager
 def cloud() -> Iterator[Cloud]:
-    folder = tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp")  # short: sockets lie in it
+    folder = tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp")  # short: paths of sockets are limited
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
     os.environ.update(SETTINGS, **{MARK: folder, "PYTHONPATH": os.pathsep.join(filter(None, paths))})
     try:
@@ -190,7 +190,7 @@ def reports(journal: Path) -> int:
 
 
 def misplaced(made: Cloud) -> list[str]:
-    """Tasks and actors that ran on other accelerators than those they had asked for."""
+    """Tasks and actors that ran on other accelerators than the requested ones."""
     wrong = []
     tasks: list[Any] = list_tasks(limit=10_000, detail=True)
     processes: list[Any] = list_actors(limit=10_000, detail=True)
@@ -228,7 +228,7 @@ def main(folder: Path, losses: Mapping[str, int], settings: Sequence[str]) -> di
             os.killpg(search.pid, signal.SIGKILL)
         out |= {"code": search.wait(), "misplaced": misplaced(made), "log": (folder / "log").read_text()}
         out["nodes"] = {kind: list(made.kinds.values()).count(kind) for kind in ("A10G", "A100")}
-        out["gpus"] = total(cluster_nodes(), "GPU")  # whatever nodes are up
+        out["gpus"] = total(cluster_nodes(), "GPU")  # of all present nodes
     return out
 
 

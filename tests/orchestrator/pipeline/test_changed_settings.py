@@ -1,4 +1,4 @@
-"""Which changes of the configuration are another search, and which searches from before go on."""
+"""Changes of the configuration that make another search, and those with which an earlier search can be resumed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""One calm real search, by what is found of it; and whatever is killed, a search ends as that one that was left alone.
+"""One undisturbed real search, by its records; and under any kills, a search ends with the same records.
 
-The calm search runs as a Ray job, by the real command line, against an MLflow server whose address has a token, with a
-learning rate that no optimiser can hold among its trials. `make test-all` kills the driver in a part of the same
-search on the same cluster, and nodes, workers and the rest on clusters of their own, `make chaos` at
-least twenty things in a larger search (HEADFOLD_CHAOS_KILLS, HEADFOLD_CHAOS_SEED).
+The undisturbed search runs as a Ray job, by the real command line, against an MLflow server whose address has a token,
+with a learning rate at which any optimiser diverges among its trials. `make test-all` kills the driver in a part of the
+same search on the same cluster, and nodes, workers and the rest on separate clusters, `make chaos` at least twenty
+processes in a larger search (HEADFOLD_CHAOS_KILLS, HEADFOLD_CHAOS_SEED).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def files_with(text: str, *folders: Path) -> list[str]:
 
 
 def summary(place: Arena, only: Collection[str] | None = None) -> dict[str, Any]:
-    """What a search has found of each of its candidates, or of `only` these: nothing of when and where."""
+    """The results of a search for each of its candidates, or of `only` these, without times and places."""
     events, outcome = read_events(place.journal), place.outcome
     promoted = outcome["promotion"].get("candidates", {}).values()
     named = {e["trial"]: json.dumps(e["config"], sort_keys=True) for e in events if e["event"] == TRIAL}
@@ -132,7 +132,7 @@ def loss_of(outcome: dict[str, Any], trial: str) -> float:
 
 
 def test_a_search_runs_as_a_job(calm: dict[str, Any]) -> None:
-    """Its log streams, and its exit code tells success or failure."""
+    """Its log streams, and its exit code shows success or failure."""
     job, refused = calm["job"], calm["refused"]
     assert job["seen"] == JobStatus.RUNNING, "the log came only after the job was over: " + job["log"]
     assert (job["status"], job["code"]) == (JobStatus.SUCCEEDED, 0)
@@ -164,7 +164,7 @@ def test_a_failing_trial_is_told_and_the_others_go_on(calm: dict[str, Any]) -> N
     assert all("Error" in error for error in failed.values())
     assert f"{len(failed)} of {len(trials)} trials failed" in calm["job"]["log"]
     assert all(error.split(":")[0] in calm["job"]["log"] for error in failed.values())
-    # A copy of a failed trial is told as failed; of its own it has no run that failed
+    # A copy of a failed trial is reported as failed; it has no run that failed
     own = {t.trial_id: t.error for t in read_history(place.journal).records.values() if t.status == FAILED}
     assert own and own.items() <= failed.items()
     assert {run.data.tags["trial_id"]: run.data.tags["error"] for run in mlflow_runs(place, "FAILED")} == own
@@ -247,7 +247,7 @@ def test_a_search_under_kills_ends_as_one_that_was_left_alone(
         assert len(found["trials"]) >= 3
         check_mlflow(place)
         assert unfinished_files(place) == []
-        if "interrupt" in killer.done:  # Ctrl-C says how the search goes on
+        if "interrupt" in killer.done:  # Ctrl-C prints how to resume the search
             assert "interrupted" in place.log.read_text() and "--resume chaos" in place.log.read_text()
         assert place.nodes.leftovers() == []
 
@@ -307,6 +307,6 @@ def check_mlflow(place: Arena) -> None:
 
 
 def unfinished_files(place: Arena) -> list[str]:
-    """Files of killed writers, in the search and among the temporary ones; Ray's own sessions lie elsewhere."""
+    """Files of killed writers, in the search and among the temporary ones; Ray's own sessions are elsewhere."""
     half = [p for p in place.search.rglob("*") if p.name.endswith((".new", ".old")) or p.name.startswith(".tmp")]
     return sorted(str(p) for p in [*half, *place.scratch.iterdir()])

@@ -59,7 +59,7 @@ def test_a_search_for_gpus_runs_to_its_end_from_a_head_alone(
     assert told["at_first"] == ["head"]
     assert (told["misplaced"], told["trained_on"]) == ([], ["A100"])
     assert "workers share 32 sequences" in told["log"]
-    assert told["gpus"] == 4 * 4 + 2 * 8  # as cluster.yaml says, however many of its nodes are up
+    assert told["gpus"] == 4 * 4 + 2 * 8  # as in cluster.yaml, however many of its nodes are up
     assert told["nodes"]["A10G"] >= 1 + ("node" in losses)
     assert told["nodes"]["A100"] >= 1 + ("drain" in losses)
     assert {"killed": "node", "drained": "drain"}.keys() & told.keys() == ({"killed", "drained"} if losses else set())

@@ -56,7 +56,7 @@ def test_every_part_comes_up_and_nothing_impossible(problem: SearchProblem) -> N
 
 @pytest.mark.heavy
 def test_optuna_proposes_what_can_be(problem: SearchProblem) -> None:
-    """Told results that favour one axis, the estimator goes on proposing valid candidates, without repeating itself."""
+    """With results that favour one axis, the estimator still proposes valid candidates, without repetitions."""
     searcher = SEARCHERS.get("optuna")(problem)
     geometry, found = problem.space.joint.geometry, []
     assert geometry is not None

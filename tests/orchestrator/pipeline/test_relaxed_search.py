@@ -102,7 +102,7 @@ def test_stages_are_grouped_anew_if_asked(context: TrialContext, tmp_path: Path,
 
 
 def test_a_relaxation_may_take_all_steps(context: TrialContext, tmp_path: Path, demo_model) -> None:
-    """The paper's PostShare: pull, then share, and that is the model. With less than all, one step at least is left."""
+    """The paper's PostShare: pull, then share, without further training. Below 1, at least one step remains."""
     (tmp_path / "plan.json").write_text(planned("postshare", demo_model))
     for fraction, taken, milestones in ((1.0, 100, (0,)), (0.999, 99, (1,))):
         chosen = recipe("postshare", **{"relaxation.fraction": fraction})
@@ -127,7 +127,7 @@ def test_stages_of_two_four_eight(context: TrialContext, tmp_path: Path, demo_mo
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
 @pytest.mark.parametrize("alignment", ["none", "procrustes"])
 def test_a_relaxation_starts_from_the_checkpoint(family: str, alignment: str, tiny_model) -> None:
-    """Turned heads, each with keys and values of its own, and the logits of the checkpoint."""
+    """Turned heads, each with separate keys and values, and the logits of the checkpoint."""
     from attention.calibration.calibrate import calibrate
 
     model = tiny_model(family)
@@ -162,7 +162,7 @@ def test_search_phases_are_told_apart_by_all_that_they_rest_on(context: TrialCon
 @pytest.mark.extended
 @pytest.mark.timeout(900)
 def test_dha_and_align_in_a_search(tmp_path: Path, demo_dir: Path) -> None:
-    """Search phase, relaxation, recovery over the rungs, and a promotion that goes on behind the relaxation."""
+    """Search phase, relaxation, recovery over the rungs, and a promotion that continues after the relaxation."""
     recipes = [
         {"recipe": "dha", "params": {"objective.steps": 2}},
         {"recipe": "align", "label": "masked", "params": {"relaxation.fraction": 0.34}},

@@ -1,4 +1,4 @@
-"""The front of a search in engine bytes: what is measured, how it is kept and shown."""
+"""The front of a search in engine bytes: its measurements, their storage and display."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_model_that_cannot_be_measured_costs_no_search_its_end(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """And what was measured before it is kept."""
+    """Earlier measurements are reused."""
     trials = [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)]
     session, real = session_of(config, folder, context), engine_caches.measure_formats
 

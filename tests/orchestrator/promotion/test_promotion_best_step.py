@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("in_this_process")
 
 
 def worse_with_training(folder: SearchFolder, name: str, recipe: str, losses: tuple[float, ...]) -> TrialRecord:
-    """A trial of 4 steps whose untrained conversion lies beside its trained weights, and its best rung too."""
+    """A trial of 4 steps with its untrained conversion, its trained weights, and those of its best rung."""
     own = folder.trial(name)
     shutil.copytree(own / "trained", own / "converted")
     found = trial(name, recipe, losses[-1])

@@ -1,4 +1,4 @@
-"""A promotion for an engine: the model in its format beside the checkpoint, loaded in llama.cpp by the gate."""
+"""A promotion for an engine: the model in its format next to the checkpoint, loaded in llama.cpp by the gate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def layer(keys: int, values: int | None = None) -> LayerPlan:
 def examined(
     demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, target: str, *layers: LayerPlan
 ) -> GateResult:
-    """What the gate finds of the demo model with such layers; its loss is not looked at here."""
+    """The gate's result for the demo model with these layers; its loss does not matter here."""
     folder, plan = SearchFolder.fresh(tmp_path / "runs", "small"), AttentionPlan(layers, head_dim=32)
     own = folder.trial("head")
     checkpoint.save(convert(demo_model, plan), own / "trained")

@@ -153,7 +153,7 @@ def test_the_exact_export_of_a_deep_model_passes_and_a_tolerance_that_is_set_ove
     tiny_model: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whose logits in float32 are further apart than the fixed 1e-4 that was allowed before."""
+    """Logits in float32 that differ by more than the fixed 1e-4 of earlier versions."""
     layers = 32
     base = tiny_model("llama", num_hidden_layers=layers)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def third_text(context: TrialContext, tmp_path: Path) -> TrialContext:
 
 
 def disturbed(folder: SearchFolder, name: str, size: float) -> str:
-    """Weights of the trial `head` with noise on the output head, in a folder of their own."""
+    """Weights of the trial `head` with noise on the output head, in a separate folder."""
     model = checkpoint.load(folder.trial("head") / "trained")
     weight = model.get_output_embeddings().weight
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""What stands after a kill, or while the registry is away, and how the next run ends it, with a real store."""
+"""The state after a kill, or while the registry is away, and how the next run ends it, with a real store."""
 
 from __future__ import annotations
 

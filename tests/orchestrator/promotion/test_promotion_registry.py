@@ -1,4 +1,4 @@
-"""What a promotion registers, with a real store; no cluster."""
+"""The versions that a promotion registers, with a real store; no cluster."""
 
 from __future__ import annotations
 

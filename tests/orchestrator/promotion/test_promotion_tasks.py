@@ -1,4 +1,4 @@
-"""Tasks of finalists: scores beside the original's, a gate that asks for them, metrics and an artifact in MLflow."""
+"""Tasks of finalists: scores of them and the original, a gate that requires them, metrics and an artifact in MLflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a trial goes on to train when it is promoted."""
+"""How the training of a trial is resumed when it is promoted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def training_of(
     best: dict[str, Any] | None = None,
     **section: Any,
 ) -> Training:
-    """The promotion of a trial of 4 steps to 10, with settings of its own."""
+    """The promotion of a trial of 4 steps to 10, with separate settings."""
     config = parse_config(config.model_dump() | {"promotion": {"steps": 6, "evaluations": 2, **section}})
     candidate = Candidate(recipe("headfold"), 0.5, 1e-3)
     write_json(folder.trial("head") / "recipe.json", candidate.config())

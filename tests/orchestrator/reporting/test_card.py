@@ -154,14 +154,14 @@ def test_names_of_a_base(tmp_path: Path) -> None:
 
 
 class FakeHub(ThreadingHTTPServer):
-    """As much of the hub as an upload needs: makes a repository, takes a commit with all files in it."""
+    """The parts of the hub that an upload needs: creates a repository, takes a commit with all files in it."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.forget()
 
     def forget(self, refuses: int | None = None) -> None:
-        """As new; `refuses`: the status with which it answers everything."""
+        """A new hub; `refuses`: the status with which it answers everything."""
         self.refuses = refuses
         self.tokens: set[str | None] = set()
         self.files: dict[str, bytes] = {}

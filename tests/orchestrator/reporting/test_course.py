@@ -1,4 +1,4 @@
-"""What a report tells of the course of a search, and the commands that make its points again."""
+"""The course of a search in a report, and the commands that make its points again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trial(number: int, losses: list[float], budget: float = 0.25, **more: Any) -
 def test_agreement_is_that_of_the_ranks() -> None:
     finals = [2.0, 2.4, 2.1, 2.3, 2.2]  # ranks 1 5 2 4 3 where rung 0 says 1 2 3 4 5
     trials = [trial(i, [3.0 + i, last]) for i, last in enumerate(finals)]
-    trials += [trial(10 + i, [3.0 + i, 2.0 + i], 0.5) for i in range(3)]  # too few to tell
+    trials += [trial(10 + i, [3.0 + i, 2.0 + i], 0.5) for i in range(3)]  # too few for a figure
     trials.append(trial(20, [2.5], status=records.STOPPED))  # never trained: not among those compared
     found = proxy_agreement(trials)
     assert list(found) == [0.25]
@@ -52,7 +52,7 @@ def test_agreement_is_that_of_the_ranks() -> None:
 
 def test_a_pause_is_a_gap_in_the_timeline() -> None:
     found = working_intervals(trial(0, [3.0, 2.5, 2.2]))
-    # rung 0: 5 s of planning; rung 1: 5 s of workers; rung 2: 5 more, though 30 s lie between the reports
+    # rung 0: 5 s of planning; rung 1: 5 s of workers; rung 2: 5 more, though the reports are 30 s apart
     assert found == [(995.0, 1000.0, 0), (1025.0, 1030.0, 8), (1055.0, 1060.0, 16)]
     assert working_intervals(TrialRecord("t", "gqa", 0.5, 1e-3, {}, rungs=[{"step": 0, "loss": 3.0}])) == []
     assert course.timeline_figure([trial(i, [3.0, 2.5]) for i in range(100)]) is not None

@@ -1,4 +1,4 @@
-"""Where a search stands, from its folder: on a terminal, as lines, as JSON."""
+"""The state of a search, from its folder: on a terminal, as lines, as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Promoted models: in which order they are told, what serves them, and whether what is told is so."""
+"""Promoted models: the order in which they are reported, the software that serves them, and whether the report is
+true."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def test_the_commands_that_are_told_can_be_run(saved: Saved, kind: str, servers:
         if "commands" not in way:
             continue
         verb, start = way["commands"] if way["target"] else ("", way["commands"][0])
-        if not verb:  # a stock folder, which is saved for plans that are one
+        if not verb:  # a stock folder, which is saved for stock plans
             assert kind == "uniform" and str(model) in start and "trust" not in start
             continue
         words = shlex.split(verb)
@@ -74,7 +75,7 @@ def test_the_commands_that_are_told_can_be_run(saved: Saved, kind: str, servers:
 def test_a_stock_folder_is_served_as_it_is(demo_dir: Path) -> None:
     ways = {way["engine"]: way for way in engine_services(demo_dir)}
     assert ways["vLLM"]["commands"] == [f"vllm serve {shlex.quote(str(demo_dir))}"]
-    assert len(ways["llama.cpp"]["commands"]) == 2  # which reads a file of its own
+    assert len(ways["llama.cpp"]["commands"]) == 2  # which reads a separate file
     assert {way["kv_bytes_per_token"] for way in ways.values()} == {4096}
     assert engine_services(demo_dir / "nowhere") == []
 

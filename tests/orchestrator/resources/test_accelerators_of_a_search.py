@@ -1,4 +1,4 @@
-"""What cannot fit the GPUs that a search asks for is refused before it starts, and what is named instead does fit."""
+"""A search that cannot fit its requested GPUs is refused before it starts, and the suggested setting does fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GIGA = 2.0**30
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Nothing but the config.json of Llama-2-7B."""
+    """Only the config.json of Llama-2-7B."""
     folder = tmp_path / "llama-2-7b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA_2_7B))

@@ -1,4 +1,4 @@
-"""How much disk a search says it will take, that it keeps to it, and that it does not begin where it cannot fit."""
+"""The estimated disk of a search: it is not exceeded, and a search that cannot fit does not begin."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def storage_of(config: SearchConfig) -> Storage:
 
 @contextmanager
 def sampled(folder: Path) -> Iterator[list[int]]:
-    """The bytes of all files in a folder, many times a second, and once more in the end."""
+    """The bytes of all files in a folder, many times per second, and once more in the end."""
     over, seen = threading.Event(), [0]
 
     def look() -> None:
@@ -79,7 +79,7 @@ def taken(folder: Path) -> int:
 
 @pytest.mark.extended
 def test_a_search_keeps_to_what_it_says(tmp_path: Path, demo_dir: Path) -> None:
-    """At every moment; and in the end there is what promotions go on from, one of no finalist too."""
+    """At every moment; and in the end the files that promotions resume from exist, one of no finalist too."""
     config = config_of(demo_dir, tmp_path / "runs")
     with sampled(tmp_path / "runs") as seen:
         outcome = search(config)

@@ -136,7 +136,7 @@ def test_what_follows_shares_memory_and_adds_time_and_disk() -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize("recipe_name", ["headfold_gqa", "headfold"])
 def test_peak_memory_is_as_estimated(recipe_name: str, tmp_path: Path) -> None:
-    """In a process of its own; neighbours, which cost no time to group."""
+    """In a separate process; neighbours, which cost no time to group."""
     config = llama(2, {"num_attention_heads": 8, "head_dim": 96, "intermediate_size": 1200, "vocab_size": 2048})
     options = ["--calibration-tokens", "512", "--eval-tokens", "256", "--sequence-length", "128"]
     options += ["--set", "refinement.fit_steps=2", "--set", "grouping=neighbour"]
@@ -146,7 +146,7 @@ def test_peak_memory_is_as_estimated(recipe_name: str, tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_peak_memory_is_that_of_one_layer(tmp_path: Path) -> None:
-    """12 layers (64M parameters) against 4 of the same width, each converted in a process of its own."""
+    """12 layers (64M parameters) against 4 of the same width, each converted in a separate process."""
     shape = {"num_attention_heads": 8, "head_dim": 96, "intermediate_size": 1200, "vocab_size": 2048}
     options = ["--calibration-tokens", "1024", "--eval-tokens", "256", "--sequence-length", "128"]
     options += ["--set", "refinement=heal", "--set", "grouping=merge"]

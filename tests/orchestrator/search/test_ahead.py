@@ -1,6 +1,6 @@
-"""What is done ahead of trials: a candidate to come is converted while the trial before it occupies the slot.
+"""Work ahead of trials: a later candidate is converted while the trial before it occupies the slot.
 
-The cluster is a Ray of its own whose GPUs are numbers (`train.device=cpu`): one script that carries out two searches.
+The cluster is a separate Ray whose GPUs are numbers (`train.device=cpu`): one script that runs two searches.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_no_slot_is_idle_while_a_candidate_is_planned(tmp_path: Path) -> None:
 
 
 class Tasks:
-    """In the place of Ray's tasks: which were started and cancelled; each goes on until it is in `ended`."""
+    """Replaces Ray's tasks: records which were started and cancelled; each runs until it is in `ended`."""
 
     def __init__(self) -> None:
         self.started: list[Candidate] = []

@@ -173,7 +173,7 @@ def test_resumed_at_every_call_it_goes_on_with_the_same_decisions(demo_dir: Path
     """Trials that were under way when the driver was killed report to the searcher of the next one."""
 
     class Interrupted:
-        """A searcher that is made anew before every call, and told what there was."""
+        """A searcher that is created anew before every call, and given all earlier results."""
 
         def __init__(self) -> None:
             self.events: list[tuple[Any, ...]] = []
@@ -277,7 +277,7 @@ def test_other_searchers_have_no_chains(demo_dir: Path) -> None:
 
 
 def test_budgets_without_a_choice_need_no_probes(demo_dir: Path) -> None:
-    """One head a layer: there is one plan, and it is trained."""
+    """One head per layer: there is one plan, and it is trained."""
     searcher = searcher_of(problem(demo_dir, samples=0, kv_ratios=[0.125]))
     configs = run(searcher)
     assert (len(probes(configs)), len(finals(configs))) == (0, 2)

@@ -1,4 +1,4 @@
-"""A conversion is made once for all trials that begin with it, whatever they are trained with."""
+"""A conversion is made once for all trials that begin with it, under any training settings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def report(context: TrialContext, name: str, candidate: Candidate, monkeypatch: 
 
 
 def shared(report: dict[str, Any]) -> dict[str, Any]:
-    """What is the same for trials of one conversion."""
+    """The fields that are the same for trials of one conversion."""
     return {k: v for k, v in report.items() if k not in ("phases", "seconds", "seed", "conversion_cost")}
 
 

@@ -1,4 +1,4 @@
-"""Trials that lead to the same model: found by their work, told to the searcher, resumed, and shown."""
+"""Trials that lead to the same model: found by their work, reported to the searcher, resumed, and shown."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ CONFIG = {"recipe": "own", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}
 
 
 class Listening(ResumableSearcher):
-    """Suggests as many trials as are asked for, and keeps what it is told."""
+    """Suggests as many trials as are requested, and records its calls."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)

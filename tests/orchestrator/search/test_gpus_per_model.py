@@ -55,7 +55,7 @@ def test_what_no_gpus_can_hold_is_refused(demo_dir: Path, ranks: int, search: di
 def test_ratios_that_save_nothing_on_a_gpu_are_listed_before_the_search(
     demo_dir: Path, ranks: int, idle: str | None
 ) -> None:
-    """Of 8 KV heads a GPU holds 8/N; of n it holds n/N, and one at least."""
+    """Of 8 KV heads a GPU stores 8/N; of n it stores n/N, and one at least."""
     warnings = ratios_without_saving(SearchSetup.open(config(demo_dir, ranks)))
     assert bool(warnings) == (idle is not None)
     for warning in warnings:

@@ -1,4 +1,4 @@
-"""What ended trials leave on disk: training checkpoints that were really trained, in the folder of a search."""
+"""Files of ended trials on disk: training checkpoints of real trainings, in the folder of a search."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ UNTOUCHED = {"paused", "running", "lost"}
 
 @pytest.fixture(scope="module")
 def trained(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainJob, Path]:
-    """The job of a trial of two rungs behind a relaxation of two stages, carried out in a folder of a search."""
+    """The job of a trial of two rungs after a relaxation of two stages, run in a folder of a search."""
     group_of_one()
     root, generator = tmp_path_factory.mktemp("trained"), torch.Generator().manual_seed(0)
     texts = [torch.randint(0, 64, (rows, 16), generator=generator) for rows in (100, 9)]
@@ -193,7 +193,7 @@ def test_while_tune_runs_it_follows_the_journal(folder: SearchFolder) -> None:
     journal.append(END, trial="running", error=None, trace=None, lost=False, bare=False)
     journal.append(ADVANCE, trial="paused")
     cleaning.on_step_end(2, [])
-    # It was to reach 2.1, which is behind 2.0
+    # Its goal was 2.1, which is dominated by 2.0
     assert optimiser(folder, "best") and optimiser(folder, "paused") and not optimiser(folder, "running")
     better = {**journal.history.records["paused"].last, "loss": 1.9, "step": 10, "rung": 1}
     journal.append("report", trial="paused", result=better, decision="CONTINUE")

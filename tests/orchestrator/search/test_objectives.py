@@ -1,4 +1,4 @@
-"""What trials learn: the original's predictions by default, as the recipe says, or every arm with each of a grid."""
+"""Objectives of trials: the original's predictions by default, the recipe's, or every arm with each of a grid."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Listed(Searcher):
 
 
 def tune_config(configs: list[dict[str, Any]], name: str, slots: int, folder: Path, reuse_actors: bool) -> Any:
-    """As a search has it: a scheduler and a searcher with a journal."""
+    """As in a search: a scheduler and a searcher with a journal."""
     journal = Journal(folder / "journal.jsonl")
     journal.begin(3)
     inner = make_scheduler(name, RungProblem(3, 2.0))
@@ -53,7 +53,7 @@ def make_train() -> Any:
     """Made inside, so that Ray sends it by value."""
 
     def train(config: dict[str, Any]) -> None:
-        """Like a trial: says again what it had said, then goes on from what lies in its folder."""
+        """Like a trial: repeats its earlier reports, then continues from the files in its folder."""
         log = Path(config["folder"]) / f"{config['number']}.jsonl"
         done = len(log.read_text().splitlines()) if log.exists() else 0
         for rung, loss in enumerate(config["losses"]):

@@ -1,5 +1,5 @@
-"""A trial whose planning is a Ray task, as where planning takes GPUs. Here the task asks for CPUs: what it computes and
-how it fails is the same."""
+"""A trial whose planning is a Ray task, as where planning takes GPUs. Here the task requests CPUs: its results and its
+failures are the same."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def context(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def run(context: TrialContext, name: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
-    """One trial under Ray Tune: its result, and what it has written of its rung 0."""
+    """One trial under Ray Tune: its result, and its files of rung 0."""
     mine = replace(context, folder=str(Path(context.folder).parent / name), **changes)
     config = Candidate(recipe("gqa"), 0.25, 3e-4, seed=0).config()
     tuner = tune.Tuner(

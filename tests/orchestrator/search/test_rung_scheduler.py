@@ -122,7 +122,7 @@ def slow_asha(curves: list[list[float]], workers: int, factor: float, seconds: A
 @pytest.mark.parametrize("workers", [1, 3, 8])
 @pytest.mark.parametrize("factor", [2.0, 3.0])
 def test_with_one_objective_it_is_asha(workers: int, factor: float) -> None:
-    """The same jobs in the same order, until nobody is to advance and the last ones are let go on."""
+    """The same jobs in the same order, until no trial is to advance and the last ones are released."""
     for seed in range(4):
         generator = np.random.default_rng(seed)
         curves = np.round(np.sort(generator.uniform(size=(40, 4)), axis=1)[:, ::-1], 2).tolist()
@@ -135,22 +135,22 @@ def test_with_one_objective_it_is_asha(workers: int, factor: float) -> None:
 
 
 def test_advancing_by_rank_worked() -> None:
-    """Four trials at the first rung, two of which go on: the front, though its losses are not the lowest two.
+    """Four trials at the first rung, two of which continue: the front, though its losses are not the lowest two.
 
     (2.0, half) and (3.0, quarter) beat all others at their budgets; (2.1, half) has a lower loss than the second, but
-    it is behind the first in the loss and equal in bytes.
+    it is dominated by the first in the loss and equal in bytes.
     """
     own = scheduler("front")
     a, b, c, d = trial(1, [], 0.5), trial(2, [], 0.5), trial(3, [], 0.25), trial(4, [], 0.25)
-    assert report(own, b, 0, 2.1) == PAUSE  # the first of one: int(1 / 2) = 0 go on
-    assert report(own, a, 0, 2.0) == CONTINUE  # the best of two goes on at once
+    assert report(own, b, 0, 2.1) == PAUSE  # the first of one: int(1 / 2) = 0 continue
+    assert report(own, a, 0, 2.0) == CONTINUE  # the best of two continues at once
     assert report(own, d, 0, 3.5) == PAUSE  # int(3 / 2) = 1, and that has gone on
     assert report(own, c, 0, 3.0) == CONTINUE  # int(4 / 2) = 2: the front of two ranks
     assert own.slots.promised == 0
 
 
 def test_a_trial_overtaken_on_paper_does_not_come_back() -> None:
-    """Who has advanced takes no place of the next ones (Li 2020: promotions are never taken back)."""
+    """A trial that has advanced takes no slot of the next ones (Li 2020: promotions are never taken back)."""
     own = scheduler("front", objectives=("loss",))
     losses = [5.0, 4.0, 3.0, 2.0]
     assert [report(own, trial(n, []), 0, loss) for n, loss in enumerate(losses)] == [
@@ -179,7 +179,7 @@ def test_with_synchronous_rungs_the_order_of_reports_does_not_matter() -> None:
 
 
 def test_new_trials_wait_for_those_that_advance() -> None:
-    """A freed worker first asks who is to advance (Li 2020, Algorithm 2, get_job)."""
+    """A free worker first looks for a trial to advance (Li 2020, Algorithm 2, get_job)."""
     own = scheduler("front", objectives=("loss",))
     late, early = trial(1, []), trial(2, [])
     tune = VirtualTune(own, [], 4)

@@ -1,7 +1,7 @@
 """Rung 0 and the original model's score take as many sequences at once as the training does, and less out of memory.
 
-Out of memory is an injected torch.OutOfMemoryError: there is no GPU here to fill. The one of Tune's calls that a trial
-makes in this process, its report, goes to a list.
+Out of memory is an injected torch.OutOfMemoryError: there is no GPU here to fill. Of Tune's calls only a trial's report
+is made in this process; it is appended to a list.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_later_reports_keep_the_note_and_add_their_own(context: TrialContext) ->
 def test_a_large_original_is_gone_before_the_converted_model_is_cast(
     context: TrialContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is cast has memory of its own, and at that time there shall be one model only."""
+    """Converted weights have separate memory, and at that time only one model may exist."""
     shared_parts.cache_clear()
     monkeypatch.setattr(untrained, "KEEP_BELOW", 0)
     original = weakref.ref(shared_parts(context).original.model)

@@ -98,7 +98,7 @@ def test_trials_that_skip_rungs_end(make: Any) -> None:
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_relaxation_is_not_judged_by_a_model_that_it_never_trains_from(make: Any, workers: int, skips: bool) -> None:
-    """Whatever the pooled model scored, even nan: nobody is stopped for it, and nobody else for comparison with it."""
+    """Any score of the pooled model, even nan: no trial is stopped for it, nor for comparison with it."""
 
     def run(pooled: float) -> VirtualTune:
         trials = curves(24)

@@ -1,4 +1,4 @@
-"""What a search is said to take, before it runs."""
+"""The estimate of a search, before it runs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_halving_stops_some_and_the_baseline_never(tmp_path: Path) -> None:
     found = of(config, tmp_path)
     assert found.trials == 14
     a_step = 8 * 256
-    # 2 baselines go through; of 12 others a half is left at the first rung, a quarter at the second
+    # 2 baselines continue; of 12 others a half remains at the first rung, a quarter at the second
     assert found.tokens == (2 * 24 + 6 * 8 + 6 * 16 // 2) * a_step + 6 * 40 * a_step
     assert found.tokens_most == 14 * 24 * a_step + 6 * 40 * a_step
     assert found.trainings == 6  # the best two and the baseline of two budgets

@@ -42,7 +42,7 @@ def problem(demo_dir: Path, name: str, seed: int = 0, **search: Any) -> SearchPr
 
 
 def similarities(recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
-    """Of the demo checkpoint's heads; numbers that are any."""
+    """Plans of the demo checkpoint's heads; the numbers are arbitrary."""
     generator = np.random.default_rng(0)
     return {(layer, side): generator.normal(size=(8, 8)) for layer in range(4) for side in SIDES}
 
@@ -61,7 +61,7 @@ def complete(searcher: Searcher, trial_id: str, config: dict[str, Any]) -> None:
 
 
 def expected(searcher: ResumableSearcher) -> int:
-    """How many trials there are in the end: the chains' plans that were measured already need no trial."""
+    """The final number of trials: plans of the chains that were measured already need no trial."""
     if not isinstance(searcher, ChainSearch):
         return searcher.total
     moves = sum(chain.moves for chains in searcher._chains.values() for chain in chains)
@@ -69,7 +69,7 @@ def expected(searcher: ResumableSearcher) -> int:
 
 
 def drive(searcher: Searcher, start: int = 0, stop: int | None = None, fail_every: int = 0) -> list[dict[str, Any]]:
-    """Suggestions, each completed before the next is asked for."""
+    """Suggestions, each completed before the next is requested."""
     configs = []
     for number in range(start, 1000 if stop is None else stop):
         config = searcher.suggest(f"t{number}")
@@ -98,7 +98,7 @@ def test_named_candidates_come_first_then_samples_then_the_end(demo_dir: Path, n
 
 
 def test_what_is_upcoming_comes_whatever_is_reported(demo_dir: Path, name: str) -> None:
-    """And asking for it changes nothing."""
+    """And the request changes nothing."""
     asked, silent = (SEARCHERS.get(name)(problem(demo_dir, name)) for _ in range(2))
     named = len(problem(demo_dir, name).named)
     for number in range(asked.total):
@@ -171,7 +171,7 @@ def digest_of_draws(demo_dir: Path) -> str:
 
 
 def test_the_same_seed_gives_the_same_suggestions_in_another_process(demo_dir: Path) -> None:
-    """Whose strings, for one, have other hashes."""
+    """A process whose strings, for one, have other hashes."""
     module = "tests.orchestrator.search.test_searcher_contract"
     code = f"import pathlib, {module} as own; print(own.digest_of_draws(pathlib.Path({str(demo_dir)!r})))"
     done = subprocess.run(
@@ -200,7 +200,7 @@ def test_several_trials_may_run_at_a_time(demo_dir: Path, name: str) -> None:
     waiting: dict[str, dict[str, Any]] = {}
     made = most = 0
     while (config := searcher.suggest(f"t{made}")) != Searcher.FINISHED:
-        if config is None:  # it wants a result first, and there is one under way: the newest comes first
+        if config is None:  # it needs a result first, and a trial is running: the newest comes first
             assert waiting
             complete(searcher, *waiting.popitem())
             continue

@@ -1,4 +1,4 @@
-"""What is checked against the checkpoint, the texts, the storage and the cluster before anything starts."""
+"""Checks against the checkpoint, the texts, the storage and the cluster before anything starts."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_no_configuration_of_ours_sees_a_text_twice_unasked(config: Path) -> Non
 
 
 def test_gpus_that_a_worker_would_leave_idle_are_refused(demo_dir: Path, tmp_path: Path) -> None:
-    """DeepSpeed takes GPU number LOCAL_RANK, whatever Ray has given the worker."""
+    """DeepSpeed takes GPU number LOCAL_RANK, whichever GPU Ray has given the worker."""
 
     def check(**sections: Any) -> None:
         check_gpus(parse_config(record(demo_dir, tmp_path, data=SMALL, **sections)))

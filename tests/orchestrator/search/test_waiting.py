@@ -1,4 +1,4 @@
-"""That a search waits for nodes is told in its log, in its status and in MLflow, once and when it changes."""
+"""That a search waits for nodes is reported in its log, in its status and in MLflow, once and when it changes."""
 
 from __future__ import annotations
 

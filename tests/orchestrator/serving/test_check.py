@@ -1,4 +1,4 @@
-"""What a check says when an engine is not there, crashes, or computes something else; nothing is half-written."""
+"""Results of a check when an engine is missing, crashes, or computes something else; nothing is half-written."""
 
 from __future__ import annotations
 

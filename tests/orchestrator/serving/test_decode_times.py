@@ -22,7 +22,7 @@ from orchestrator.storage.json_files import read_json
 
 
 def test_a_plan_takes_the_mean_of_its_layers() -> None:
-    """1 head: 10 ms, 2: 12, 8: 24, so 5 lie halfway between: 18. Layers of 1, 2, 5, 8: (10 + 12 + 18 + 24) / 4."""
+    """1 head: 10 ms, 2: 12, 8: 24, so 5 are halfway between: 18. Layers of 1, 2, 5, 8: (10 + 12 + 18 + 24) / 4."""
     times = DecodeTimes("gguf", "llama.cpp", "0", 64, (1, 2, 8), (0.010, 0.012, 0.024))
     assert times.of(EngineSupport.of((1, 2, 5, 8), 32)) == pytest.approx(0.016)
     assert times.of(EngineSupport((1, 2), (3, 8), 32)) == pytest.approx((0.012 + 0.018) / 2)  # 2 and 5 on average

@@ -1,7 +1,7 @@
-"""What people run next on an export, one tool after the other: a stock folder, and one with counts of each layer's own.
+"""Common tools run on an export, one after the other: a stock folder, and one with different counts per layer.
 
-PEFT is installed here. TRL and llm-compressor need environments of their own (docs/reference/engines.md), and are
-skipped without them.
+PEFT is installed here. TRL and llm-compressor need separate environments (docs/reference/engines.md), and are skipped
+without them.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def test_trl_takes_a_step_of_supervised_training(exported: tuple[str, Path], tmp
 @pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 def test_llm_compressor_quantises_weights_and_cache(strategy: str, exported: tuple[str, Path], tmp_path: Path) -> None:
-    """With one scale per layer, or one for each of the KV heads that are left."""
+    """With one scale per layer, or one for each of the remaining KV heads."""
     name, folder = exported
     if (name, strategy) == ("per_layer", "attn_head"):
         pytest.skip("compressed-tensors reads one number of KV heads for all layers")

@@ -1,6 +1,6 @@
 """Exports computed by the engines themselves: the source's tokens and log-probabilities, in the promised bytes.
 
-llama.cpp and transformers are part of `make test`; vLLM needs an environment of its own (`make engines`).
+llama.cpp and transformers are part of `make test`; vLLM needs a separate environment (`make engines`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from orchestrator.serving.vllm import VARIABLE
 Tiny = Callable[..., PreTrainedModel]
 HEAD_DIM = 32  # vLLM's kernels for the CPU have no smaller one
 WIDE = AttentionPlan((LayerPlan((0,) * 4, (0,) * 4, 2, 2),) * 2, HEAD_DIM)
-"""One head of 64 numbers in the place of four of 32."""
+"""One head of 64 numbers instead of four of 32."""
 PLANS = plans(HEAD_DIM) | {"even": AttentionPlan(together((0, 1, 1, 0), (0, 0, 0, 0)), HEAD_DIM), "wide": WIDE}
 DERIVED = ("gpt_neox", "phi", "phi3", "stablelm")  # their head dim is the width over the heads
 VLLM = os.environ.get(VARIABLE)

@@ -69,7 +69,7 @@ def test_transformers_is_timed(
 ) -> None:
     monkeypatch.setattr(speed, "ROUNDS", 1)
     record = _measured(converted / "source", demo_dir, tmp_path, "--engine", "transformers")
-    # A count of each layer's own is what only a modelling file of its own holds there.
+    # Only a modelling file in the folder supports different counts per layer there.
     assert {key: facts["target"] for key, facts in record["models"].items()} == {
         "checkpoint": "transformers",
         "original": "gqa",
@@ -82,7 +82,7 @@ def test_a_gguf_file_is_timed_from_its_plain_copy(
     monkeypatch.setattr(speed, "ROUNDS", 1)
     assert run_here("export", demo_dir, "--target", "gguf", "--out", tmp_path / "gguf") == 0
     (file,) = (tmp_path / "gguf").glob("*.gguf")
-    monkeypatch.chdir(converted)  # an engine runs in a folder of its own: paths may be relative for all that
+    monkeypatch.chdir(converted)  # an engine runs in a separate folder: paths may still be relative
     record = _measured(Path("gguf"), file, tmp_path, "--engine", "llama.cpp", "--cache-memory", "2")
     assert record["original"] == str(file)
     assert record["models"]["original"]["kv_bytes_per_token"] > record["models"]["checkpoint"]["kv_bytes_per_token"]

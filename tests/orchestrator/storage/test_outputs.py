@@ -1,4 +1,4 @@
-"""What is written where: for random trees of folders and random targets nothing changes but what Headfold wrote."""
+"""Where files are written: for random trees of folders and random targets only Headfold's own files change."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plant(root: Path, thing: str, place: str, ours: set[str]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return  # it lies in a file
+        return  # its parent is a file
     before = snapshot(root)
     if thing == "folder":
         path.mkdir()

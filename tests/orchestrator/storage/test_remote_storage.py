@@ -120,7 +120,7 @@ def test_a_database_in_use_is_sent_whole(mirror: Mirror, work: Path, tmp_path: P
         store.execute("create table runs (id)")
         store.executemany("insert into runs values (?)", [(i,) for i in range(100)])
         store.commit()
-        mirror.push()  # the rows are in the log beside the database, which stays open
+        mirror.push()  # the rows are in the log next to the database, which stays open
         other = Mirror(mirror.filesystem, mirror.root, tmp_path / "new-head")
         other.pull()
     with closing(sqlite3.connect(tmp_path / "new-head" / "mlflow.db")) as copy:

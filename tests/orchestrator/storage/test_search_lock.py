@@ -1,4 +1,4 @@
-"""One driver a search, whatever kills it and on whatever machine it was."""
+"""One driver per search, after any kill and on any machine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_where_locks_hold_on_one_machine_only_the_heartbeat_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = hold(tmp_path / "lock", "there")
-    monkeypatch.setattr("fcntl.flock", lambda *_: None)  # what another machine's lock looks like on such a disk
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)  # another machine's lock has no effect on such a disk
     with pytest.raises(ConfigError, match=f"process {process.pid} on there"):
         SearchLock(tmp_path / "lock", beat=0.05, host="here").acquire()
     process.send_signal(signal.SIGKILL)
@@ -68,7 +68,7 @@ def without_kernel_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def standing_still(file: Path) -> SearchLock:
-    """A holder whose process stood still: its heartbeats have stopped, and nothing has told it anything."""
+    """A holder whose process was suspended: its heartbeats have stopped, and it has had no notice."""
     lock = SearchLock(file, beat=0.05, host="there").acquire("search 'x'")
     lock._ended.set()
     assert lock._thread is not None

@@ -46,7 +46,7 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.slow)])
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of a store without conditional writes, and of one with them."""
+    """Once with a store without conditional writes, and once with them."""
     if request.param == "s3":
         found: str = request.getfixturevalue("s3")
         yield found.replace("/runs", f"/{uuid.uuid4().hex}")
@@ -81,14 +81,14 @@ def trials_in(folder: Path, name: str = "demo") -> list[Any]:
 
 
 def killed(mirror: Mirror) -> None:
-    """As a driver that was killed leaves its folder and its lease."""
+    """Leave folder and lease as a driver that was killed."""
     assert mirror.lease is not None
     mirror._users.close()
     mirror._users = None
 
 
 def test_a_folder_that_lags_behind_is_brought_up_to_date(address: str, tmp_path: Path) -> None:
-    """And overwrites nothing: head A, head B with a disk of its own, then A again."""
+    """And overwrites nothing: head A, head B with a new disk, then A again."""
     with driver(address, tmp_path / "a"):
         search_in(tmp_path / "a", 2)
         (tmp_path / "a" / "demo" / "state.json").write_text('{"started": "x"}')
@@ -178,7 +178,7 @@ def test_a_driver_that_was_taken_over_sends_nothing_more(address: str, tmp_path:
             first.push()
         with pytest.raises(AddressTakenError):
             first.check()
-        if first.objects.atomic:  # also where it stood still between its look and its write
+        if first.objects.atomic:  # also where it was suspended between its read and its write
             with pytest.raises(WriteConflictError):
                 first.objects.write(f"{first.root}/demo/journal.jsonl", b"", tag)
         assert first.lease is not None
@@ -190,7 +190,7 @@ def test_a_driver_that_was_taken_over_sends_nothing_more(address: str, tmp_path:
 
 
 def test_a_late_record_of_a_driver_that_was_taken_over_is_replaced(address: str, tmp_path: Path) -> None:
-    """It was on its way when the other took over, which has not written that record yet."""
+    """It was being sent when the other took over, which has not written that record yet."""
     first = Mirror.of(address, tmp_path / "a")
     first.claim(BEAT)
     journal = search_in(tmp_path / "a", 1)
@@ -237,7 +237,7 @@ class Traffic:
         return getattr(self._inner, name)
 
     def files(self) -> tuple[list[str], list[str]]:
-        """What was read and written since the last look, without the manifest."""
+        """Files read and written since the last call, without the manifest."""
         found = (self.read, self.written)
         self.read, self.written = [], []
         return tuple([p for p in paths if ".headfold" not in p] for paths in found)  # type: ignore[return-value]
@@ -299,7 +299,7 @@ def test_weights_are_fetched_for_what_is_open(tmp_path: Path) -> None:
 
 
 def test_an_address_of_a_former_version_goes_on(tmp_path: Path) -> None:
-    """One without a manifest: what the folder has more is sent, what it has less is fetched."""
+    """A folder without a manifest: its additional files are sent, missing ones are fetched."""
     search_in(tmp_path / "bucket", 1)
     shutil.copytree(tmp_path / "bucket", tmp_path / "ahead")
     search_in(tmp_path / "ahead", 1)
@@ -357,7 +357,7 @@ def test_of_two_machines_at_one_bucket_the_second_is_refused_until_the_first_is_
 
 
 def check_objects(objects: Any, path: str) -> None:
-    """What every store of conditional objects must do."""
+    """The contract of every store of conditional objects."""
     assert objects.read(path) is None
     first = objects.write(path, b"1", None)
     assert objects.read(path) == (b"1", first)

@@ -1,4 +1,4 @@
-"""What trials are called."""
+"""Names of trials."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SIZES = ["--calibration-tokens", "512", "--eval-tokens", "512", "--sequence-leng
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, demo_dir: Path) -> Counter[str]:
-    """How often what is to be done once is done."""
+    """Number of calls of functions that should run once."""
     counted: Counter[str] = Counter()
 
     def counting(name: str, function: Any) -> Any:

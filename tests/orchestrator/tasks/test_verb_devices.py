@@ -88,7 +88,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 
 def knobs_of(name: str) -> dict[str, Any]:
-    """Few steps of whatever the recipe does by steps; `relaxation`, which trains, is left out."""
+    """Few steps of everything that a recipe does by steps; `relaxation`, which trains, is left out."""
     settings = dict(RECIPES[name].settings)
     short = {key: value for key, value in FEW.items() if key in settings}
     return short | ({} if RECIPES[name].relaxation == "none" else {"relaxation": "none"})
@@ -103,7 +103,7 @@ FAST = ("asymgqa",)
 IN_MEMORY = [
     pytest.param(name, id=name) if name in FAST else extended(name, id=name)
     for name in RECIPES
-    if RECIPES[name].sharing != "post"  # which is nothing without its training
+    if RECIPES[name].sharing != "post"  # which does nothing without its training
 ]
 
 
@@ -147,7 +147,7 @@ def test_evaluate(source: Any, tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_export(source: Any, tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no option of a device: it converts and compares on the CPU, also beside a GPU."""
+    """It has no device option: it converts and compares on the CPU, also where there is a GPU."""
     converted(convert_checkpoint, source("llama"), "gqa", tmp_path / "model", "cpu")
     real = checkpoints.device_of
     monkeypatch.setattr(checkpoints, "device_of", lambda name: gpu if name == "auto" else real(name))

@@ -1,4 +1,4 @@
-"""What a search and its trainings tell Ray's metrics arrives where Prometheus collects it."""
+"""The gauges of a search and its trainings in Ray's metrics arrive where Prometheus collects them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def exported(search: str) -> Values:
 
 
 def wait_for(search: str, wanted: Values) -> Values:
-    """The gauges of a search once they are as wanted, or as they are when patience has ended."""
+    """The gauges of a search once they have the expected values, or at the time limit."""
     end = time.monotonic() + PATIENCE
     while (found := exported(search)) != wanted and time.monotonic() < end:
         time.sleep(1)

@@ -1,4 +1,4 @@
-"""What MLflow is told of a search: names of metrics, params, texts, times, and how its page opens."""
+"""Metadata of a search in MLflow: names of metrics, params, texts, times, and how its page opens."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def plain(tmp_path: Path, empty_store: Path) -> Iterator[Tracker]:
 
 
 class Store:
-    """The real store behind a line that can be cut: before a call arrives, or before its answer does."""
+    """The real store behind a connection that can be cut: before a call arrives, or before its answer does."""
 
     def __init__(self, client: Any) -> None:
         self.client, self.away, self.deaf = client, False, False
@@ -64,7 +64,7 @@ def store(plain: Tracker, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def driver(plain: Tracker, store: Store, folder: Path, status: str = RUNNING) -> MlflowSync:
-    """What a driver has after its start: it knows nothing of the store."""
+    """The state of a driver after its start: without knowledge of the store."""
     return MlflowSync(lambda: Line(plain, store), parent_run(folder, status=status))
 
 
@@ -134,7 +134,7 @@ def test_killed_after_any_call_nothing_is_lost_and_nothing_told_twice(
         assert first.waiting
         store.patience = math.inf
         second = driver(own, store, tmp_path)
-        for number in (0, 1):  # a driver that goes on knows from its records how far each trial has come
+        for number in (0, 1):  # a resumed driver knows from its records how far each trial has come
             second.put(trial(number, status=DONE))
         assert second.flush()
         check(own, 2)

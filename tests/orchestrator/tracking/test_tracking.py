@@ -266,7 +266,7 @@ def test_the_progress_tells_done_running_stopped_best_and_what_is_to_come(tmp_pa
     for number, budget in ((1, 0.5), (2, 0.25), (3, 0.25)):
         log.on_trial_start(0, [], trial(number, budget=budget))
     log.on_trial_result(0, [], trial(1), report(0, 2.1))
-    log.on_trial_result(0, [], trial(1), report(5, 2.3))  # training made it worse: the smallest so far stays
+    log.on_trial_result(0, [], trial(1), report(5, 2.3))  # training made it worse: the smallest one stays
     log.on_trial_complete(0, [], trial(1))
     log.on_trial_result(0, [], trial(2), report(0, 3.0))
     log.on_trial_complete(0, [], trial(2))

@@ -68,8 +68,8 @@ def test_a_search_without_a_run_is_told(folder: SearchFolder) -> None:
 
 @contextlib.contextmanager
 def shown(folder: SearchFolder, number: int = signal.SIGINT) -> Iterator[tuple[str, str]]:
-    """`headfold ui` of a search: the address of its server and that of the view it tells. Ended by a signal, after
-    which nothing of it may be left."""
+    """`headfold ui` of a search: the address of its server and that of the view it prints. Ended by a signal, after
+    which no process of it may remain."""
     port = free_port()
     command = [sys.executable, "-m", "orchestrator.main", "ui", str(folder.root), "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ)
@@ -108,7 +108,7 @@ def test_the_page_shows_the_search_until_it_is_interrupted(folder: SearchFolder)
 @pytest.mark.extended
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_the_server_ends_with_the_command_however_that_ends(number: int, folder: SearchFolder) -> None:
-    """Of any program that a command starts `test_child_processes.py` holds the same, for all signals."""
+    """`test_child_processes.py` has the same test for any program that a command starts, for all signals."""
     run_id = Tracker.open(None, "mine", folder.storage).start("a run of mine")
     write_json(folder.state, read_json(folder.state) | {"parent_run": run_id})
     with shown(folder, number) as (server, _):
@@ -119,7 +119,7 @@ def test_the_server_ends_with_the_command_however_that_ends(number: int, folder:
 
 @pytest.fixture
 def browser() -> Iterator[Browser]:
-    """One that has never seen MLflow."""
+    """A browser that has never opened MLflow."""
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     if executable is None:
         pytest.skip("no chromium here: install the package of that name (Debian: apt install chromium)")

@@ -1,4 +1,4 @@
-"""The verb finetune: refusals before any work, real trainings of converted and stock checkpoints, and going on."""
+"""The verb finetune: refusals before any work, real trainings of converted and stock checkpoints, and resuming."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any, demo_token
 
 @pytest.fixture(scope="module")
 def whole(ray_cluster: None, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The converted model, learning from the stock one: its record, its folder `out`, and the lines it `told`."""
+    """The converted model, learning from the stock one: its record, its folder `out`, and its output lines `told`."""
     out, told = tmp_path_factory.mktemp("whole") / "out", list[str]()
     more = {"original": models["stock"], "progress": told.append}
     store = default_uri(out.parent)

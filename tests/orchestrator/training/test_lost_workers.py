@@ -1,5 +1,5 @@
-"""Workers that are killed between two measurements: a trial, `train` and `finetune` go on from a checkpoint by the
-clock, to the numbers of an undisturbed training."""
+"""Workers that are killed between two measurements: a trial, `train` and `finetune` resume from a checkpoint by the
+clock, and reach the numbers of an undisturbed training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WorkerKiller:
         self.store = CheckpointStore(str(folder.parent), folder.name)
         self.times = times
         self.steps: list[int] = []
-        """Of the newest checkpoint at each kill."""
+        """Steps of the newest checkpoint at each kill."""
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 

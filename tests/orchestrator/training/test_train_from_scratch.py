@@ -1,4 +1,4 @@
-"""The verb train: untrained models by seed, refusals before any work, real trainings, and going on after a kill."""
+"""The verb train: untrained models by seed, refusals before any work, real trainings, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TRAINED = ASKED | {"steps": 60, "eval_every": 6, "recipe": "dcformer", "override
 
 @pytest.fixture(scope="module")
 def whole(ray_cluster: None, like: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A training that nobody disturbed: its record, its folder `out`, and the lines that it `told`."""
+    """An undisturbed training: its record, its folder `out`, and its output lines `told`."""
     out, told = tmp_path_factory.mktemp("whole") / "out", list[str]()
     return {"record": train_from_scratch(like, out, progress=told.append, **TRAINED), "out": out, "told": told}
 

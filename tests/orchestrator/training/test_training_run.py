@@ -29,7 +29,7 @@ def test_it_starts_again_until_it_has_failed_too_often_without_getting_any_furth
 
 
 class WorkersFailed(RuntimeError):
-    """What Ray Train raises: a message, and what it has seen of each worker."""
+    """An error of Ray Train: a message, and the errors of each worker."""
 
     def __init__(self, failure: Exception) -> None:
         super().__init__("the training has failed")

@@ -37,7 +37,7 @@ def test_uniform_with_other_counts_allowed() -> None:
 
 
 def test_dha_by_hand() -> None:
-    """Three layers, total 32, quanta (4, 16): all start with 4, 20 are left; the loss 9 gets 12 more (8 left). Then
+    """Three layers, total 32, quanta (4, 16): all start with 4, 20 remain; the loss 9 gets 12 more (8 remain). Then
     loss / heads is 5/4, 2/4, 9/16: +4 to the first (5/8); then 5/8, 2/4, 9/16: +4 to the first again."""
     assert dha_greedy([5.0, 2.0, 9.0], 32) == (12, 4, 16)
 
@@ -190,8 +190,7 @@ def test_plans_lead_from_the_knapsack_to_the_even_one(data: st.DataObject) -> No
 
 
 def test_the_measured_best_of_the_finalists_is_taken() -> None:
-    # Sum of increases: site 0 wants everything. Half and half costs 0.2 more by that sum; the whole model says
-    # otherwise.
+    # Sum of increases: site 0 gets everything. Half and half costs 0.2 more by that sum; the whole model disagrees.
     curves = [{1: 1.0, 2: 0.3, 3: 0.0}, {1: 0.4, 2: 0.3, 3: 0.0}]
     assert towards_even(curves, 4, 5) == [(3, 1), (2, 2)]
     asked: list[Counts] = []

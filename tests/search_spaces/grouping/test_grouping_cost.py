@@ -101,7 +101,7 @@ def test_exact_of_sixteen_heads() -> None:
 def test_every_number_of_groups_from_one_cost(
     upwards: bool, equal_sizes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the planner asks: one count after the other. The programme is filled once if the smallest comes first, each
+    """In the planner's order: one count after the other. The programme is filled once if the smallest comes first, each
     set of heads is priced once in any case, and the partitions are those of separate calls."""
     cost, filled = random_cost(8, 3), []
     inner = subsets.Programme.__init__
@@ -298,7 +298,7 @@ def test_gap_to_exact_at_twelve_heads(seed: int) -> None:
 def twelve(context: PlanningContext, layer: int, side: str) -> KeyCost | ValueCost:
     """Real heads, twelve of them: those of one layer and four of the next, as if all saw the inputs of the first.
 
-    Of value heads every fourth dim, so that all 4,096 groups of twelve are priced in seconds.
+    Only every fourth dim of value heads, so that all 4,096 groups of twelve are priced in seconds.
     """
     assert context.calibration is not None
     own, more = context.heads[layer], context.heads[layer + 1]
@@ -334,7 +334,7 @@ def test_annealing_is_within_one_percent_of_exact_at_twelve_heads(
 
 @pytest.mark.heavy
 def test_what_was_priced_before_changes_no_annealing() -> None:
-    """A site's cost serves several counts; the groups of one must not depend on which others were asked for first."""
+    """A site's cost serves several counts; the groups of one must not depend on the order of the requests."""
     similarity = np.random.default_rng(30).normal(size=(30, 30))
     used = PairCost.from_similarity(similarity + similarity.T)
     found = [

@@ -83,8 +83,9 @@ def test_b_itself_comes_back_only_where_it_is_alone() -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_with_two_groups_similarity_decides_what_a_move_brings_together(symmetric: bool) -> None:
-    """Eight heads in two groups, one candidate: a ends beside the head most similar to it, always; and another
-    similarity makes another move of the same draws. (Gave b itself back, no similarity would change anything.)"""
+    """Eight heads in two groups, one candidate: a always ends next to the head most similar to it; and another
+    similarity makes another move of the same draws. (If b itself were returned, no similarity would change
+    anything.)"""
     rng = np.random.default_rng(0)
     options = {"preserve": 0.5, "neighbours": 1, "symmetric": symmetric}
     differ = 0

@@ -39,7 +39,7 @@ def test_sizes_by_hand(heads: int, groups: int, sizes: list[int]) -> None:
 
 @given(heads=st.integers(1, 128), size=st.integers(1, 128))
 def test_every_size_is_met_by_the_groups_that_it_gives(heads: int, size: int) -> None:
-    """Slow reference: cut off `size` heads until fewer are left."""
+    """Slow reference: cut off `size` heads until fewer remain."""
     wanted, left = [], heads
     while left > 0:
         wanted.append(min(size, left))
@@ -85,7 +85,7 @@ def test_plans_of_such_sizes(walk: bool, kept: int, sizes: list[int]) -> None:
 
 
 def test_equal_counts_stay_plain_gqa() -> None:
-    """What is asked for as uneven and comes out even is the plan that `gqa` makes."""
+    """A request for uneven groups that turn out even is the plan that `gqa` makes."""
     context = random_context(8, 8, 2)
     plans = [make_plan(recipe("gqa", **more), 0.25, context, np.random.default_rng(0)) for more in ({}, UNEVEN)]
     assert plans[0] == plans[1] and all(layer.is_uniform_gqa for layer in plans[0].layers)

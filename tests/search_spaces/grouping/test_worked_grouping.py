@@ -21,7 +21,7 @@ DISTANCE = np.abs(PLACES[:, None] - PLACES[None])
 
 
 class Scripted:
-    """Stands in for a generator: integers and random numbers as told."""
+    """Replaces a generator: returns the given integers and random numbers."""
 
     def __init__(self, integers: list[int], randoms: list[float]) -> None:
         self.left, self.randoms = list(integers), list(randoms)
@@ -36,8 +36,8 @@ class Scripted:
 def swapped(random: float, temperature: float) -> tuple[tuple[tuple[int, ...], ...], float, bool]:
     """One move from ((0, 1), (2, 3)), cost 1 + 2 = 3, that exchanges heads 1 and 2: cost |0 - 10| + |1 - 12| = 21.
 
-    Then a second move, at temperature 0. Returns the best, its cost, and whether the first move was kept: the second
-    one sees what it left.
+    Then a second move, at temperature 0. Returns the best, its cost, and whether the first move was accepted: the
+    second one starts from its result.
     """
     seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
@@ -56,8 +56,8 @@ def test_alg_4_accepts_a_rise_with_probability_exp_of_minus_rise_over_temperatur
     assert chance == pytest.approx(0.4066, abs=1e-4)
     assert swapped(chance - 1e-6, 20.0)[2]
     assert not swapped(chance + 1e-6, 20.0)[2]
-    assert not swapped(1e-12, 0.0)[2]  # at temperature 0 nothing that rises is kept
-    for random in (0.0, 0.999):  # whatever is kept on the way, the best that was visited is returned
+    assert not swapped(1e-12, 0.0)[2]  # at temperature 0 no increase is accepted
+    for random in (0.0, 0.999):  # the best partition visited is returned, whichever moves are accepted
         assert swapped(random, 20.0)[:2] == (((0, 1), (2, 3)), 3.0)
 
 
@@ -131,7 +131,7 @@ def test_annealing_finds_the_clusters_of_a_line() -> None:
 
 
 def slow_greedy(losses: list[float], total: int, small: int, large: int, cap: int) -> list[int] | None:
-    """Alg. 5 one step at a time, with lists and no cleverness; None where heads are left over or too few."""
+    """Alg. 5 one step at a time, with plain lists; None where heads remain or are too few."""
     given, left = [], total
     for _ in losses:
         given.append(small)

@@ -1,4 +1,4 @@
-"""How far the cheap score can stand for the loss of the whole model: in ranks, and in where a walk ends."""
+"""Agreement of the cheap score with the loss of the whole model: in ranks, and in the end of a walk."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_every_site_is_measured_both_ways(
         found = agreement(context, np.random.default_rng(0), moves=8, tokens=512)
     assert [(a.layer, a.side) for a in found] == [(layer, side) for layer in range(4) for side in ("key", "value")]
     told = capsys.readouterr().err.splitlines()
-    steps = list(dict.fromkeys(line.split(",")[0] for line in told))  # a step that takes long is told again
-    if steps[0].endswith(" 0 of 64 moves"):  # told where the first move takes long, as on a busy machine
+    steps = list(dict.fromkeys(line.split(",")[0] for line in told))  # a long step is reported repeatedly
+    if steps[0].endswith(" 0 of 64 moves"):  # reported where the first move takes long, as on a busy machine
         del steps[0]
     assert steps == [f"scoring moves both ways: {n} of 64 moves" for n in range(1, 65)]
     keys = [a.spearman for a in found if a.side == "key"]

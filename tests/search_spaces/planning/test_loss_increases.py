@@ -1,4 +1,4 @@
-"""Measured increases: the same as converting and running the whole model; curves shared by budgets and kept on disk."""
+"""Measured increases: the same as converting and running the whole model; curves shared by budgets and stored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_rise_is_that_of_the_whole_model(family: str, tiny_model) -> None:
         assert trials.increase(layer, other) == pytest.approx(language_loss(whole, tokens) - trials.base, abs=1e-5)
     assert abs(trials.increase(0, heads[0])) < 1e-6
     assert trials.base == pytest.approx(language_loss(model, tokens), abs=1e-5)
-    assert trials.base == pytest.approx(language_loss(trials.model, tokens), abs=1e-6)  # nothing is left behind
+    assert trials.base == pytest.approx(language_loss(trials.model, tokens), abs=1e-6)  # the model is unchanged
 
 
 def test_heads_that_are_not_lifted_are_refused(tiny_model) -> None:
@@ -183,7 +183,7 @@ def test_an_estimate_foresees_a_longer_refinement(demo_context: PlanningContext)
 def test_layers_beside_each_other_are_those_one_after_the_other(
     make_context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two threads two layers are asked for together, and what was found is kept before the next are."""
+    """With two threads two layers are requested together, and their results are stored before the next requests."""
     context = make_context("llama", num_hidden_layers=3)
     chosen = recipe("headfold", **{"allocation.fit_steps": 20, "allocation.counts": "powers_of_two"})
     increases_of, asked = PlanningContext.increases_of, list[tuple[set[int], int]]()

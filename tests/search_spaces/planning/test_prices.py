@@ -1,4 +1,4 @@
-"""Prices of groups that are kept beside the calibration: read back bit for bit, and worked out once."""
+"""Prices of groups that are stored with the calibration: read back bit for bit, and computed once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_next_plan_prices_nothing_and_is_the_same(changes: dict[str, Any], m
     assert all(content != priced[name] for name, content in contents(tmp_path).items())
     for file in tmp_path.glob("prices-*.safetensors"):
         save_file({size: np.roll(prices, 1) for size, prices in load_file(file).items()}, file)
-    assert plan_json(kept, 0.25, **changes) != alone[0.25]  # it is these prices that are believed
+    assert plan_json(kept, 0.25, **changes) != alone[0.25]  # the stored prices are used
 
 
 def contents(folder: Path) -> dict[str, bytes]:

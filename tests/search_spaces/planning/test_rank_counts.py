@@ -21,7 +21,7 @@ from search_spaces.space.joint_space import JointSpace
 
 @pytest.fixture(scope="module")
 def geometry(demo_dir: Path) -> HeadGeometry:
-    """Of the demo checkpoint: 8 KV heads in each of 4 layers."""
+    """Counts of the demo checkpoint: 8 KV heads in each of 4 layers."""
     return geometry_of(AutoConfig.from_pretrained(demo_dir))
 
 

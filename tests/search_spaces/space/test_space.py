@@ -34,7 +34,7 @@ def space(geometry) -> JointSpace:
 
 @pytest.fixture(scope="module")
 def at_half(geometry) -> JointSpace:
-    """One budget: what else can be decided is the same at each."""
+    """One budget: the other decisions are the same at each."""
     return JointSpace([0.5], geometry)
 
 
@@ -57,7 +57,7 @@ def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
         check_budget(chosen, ratio, geometry)
         for name in (*AXES, "together", "width"):
             seen.setdefault(name, set()).add(getattr(chosen, name))
-    # Every part can come up, but for those that fit no budget here and those that must be asked for.
+    # Every part can come up, but for those that fit no budget here and those that must be requested.
     for name, plain in NOT_UNASKED.items():
         assert seen.pop(name) == {plain}
     assert seen.pop("together") == {False, True}

@@ -1,4 +1,4 @@
-"""A job in this process, without Ray: damage to checkpoints, too little memory, and nothing that stays behind.
+"""A job in this process, without Ray: damage to checkpoints, too little memory, and no leftovers.
 
 Out of memory is an injected torch.OutOfMemoryError: there is no GPU here to fill.
 """
@@ -75,7 +75,7 @@ def whole(job: TrainJob) -> dict[str, Any]:
 
 @pytest.fixture
 def other(job: TrainJob, request: pytest.FixtureRequest) -> TrainJob:
-    """The same job under a name of its own."""
+    """The same job under another name."""
     name = request.node.name.replace("[", "-").rstrip("]")
     return replace(job, run_name=name, out_dir=str(Path(job.out_dir).parent.parent / name / "out"))
 
@@ -204,7 +204,7 @@ def test_out_of_memory_twice_ends_the_job(other: TrainJob, small_memory: list[in
 
 
 def test_a_relaxation_that_runs_out_of_memory(other: TrainJob, small_memory: list[int]) -> None:
-    """It goes on from its own checkpoints, with settings of its own too."""
+    """It resumes from its own checkpoints, also with other settings."""
     halved = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
     spec = RelaxationSpec("lagrangian", (halved.to_json(),), 4, settings=TrainSettings(), save_every=1)
     relaxed = replace(other, model_dir=str(other.teacher_dir), relaxation=spec)
@@ -215,7 +215,7 @@ def test_a_relaxation_that_runs_out_of_memory(other: TrainJob, small_memory: lis
 
 
 def test_a_relaxation_without_recovery(other: TrainJob, tmp_path: Path) -> None:
-    """Pull, then share: measured once, at step 0 behind the pull, with the weights that the pull has left."""
+    """Pull, then share: measured once, at step 0 after the pull, with the weights that the pull has left."""
     plan = AttentionPlan((LayerPlan.identity(4),) * 2, 8, (HeadShare(1, 0, 0, 2),))
     spec = RelaxationSpec("pull_together", (plan.to_json(),), 4, {"rate": 0.5})
     pulled = replace(other, model_dir=str(other.teacher_dir), relaxation=spec, milestones=(0,))
@@ -268,7 +268,7 @@ def test_divergence_tells_step_and_loss(other: TrainJob) -> None:
 
 
 def held() -> dict[str, int]:
-    """What a process may collect: live tensors and their bytes, open files, threads, resident memory."""
+    """Resources that a process may leak: live tensors and their bytes, open files, threads, resident memory."""
     gc.collect()
     tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
     pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -1,6 +1,6 @@
 """Training checkpoints in a folder that is another disk than the node's own: staged there, and copied meanwhile.
 
-That the two lie on different disks is injected: a test has one temporary folder.
+Two different disks are injected: a test has one temporary folder.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def test_a_node_without_room_writes_to_the_folder_at_once(
 
 
 def both(rank: int, place: str) -> Any:
-    """What each of two workers on nodes of their own writes, and finds."""
+    """The files that each of two workers on separate nodes writes and finds."""
     checkpoints.tempfile.gettempdir = lambda: f"{place}/scratch-{rank}"
     checkpoints._on_different_disks = lambda *_: True
     Path(f"{place}/scratch-{rank}").mkdir(parents=True)

@@ -26,7 +26,7 @@ class Clock:
 
 
 class Looked(Alone):
-    """A link that counts how often it is asked, and leaves once `gone` is set."""
+    """A link that counts its calls, and leaves once `gone` is set."""
 
     looks = 0
     gone = False
@@ -40,7 +40,7 @@ class Looked(Alone):
 def test_short_steps_are_not_held_up_by_looking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a_step: float, looks: tuple[int, int]
 ) -> None:
-    """About once a second, or after each step that takes longer; over ten seconds."""
+    """About once per second, or after each step that takes longer; over ten seconds."""
     clock, link = Clock(monkeypatch), Looked()
     timer = CheckpointTimer(CheckpointStore(str(tmp_path), "run"), link, 30, CPU)
     while clock.now < 1010:

@@ -188,7 +188,7 @@ def test_an_address_that_is_away_is_no_damage(store: CheckpointStore, monkeypatc
 
 
 def both(rank: int, place: str) -> Any:
-    """What each of two workers writes, and finds on its node."""
+    """The files that each of two workers writes, and finds on its node."""
     checkpoints.tempfile.gettempdir = lambda: f"{place}/scratch"
 
     def write(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A job that goes on with the workers that there are, on a real Ray whose nodes come and go (`elastic_cluster.py`)."""
+"""A job that continues with the available workers, on a real Ray whose nodes come and go (`elastic_cluster.py`)."""
 
 from __future__ import annotations
 

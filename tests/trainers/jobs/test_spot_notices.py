@@ -56,7 +56,7 @@ def test_only_its_own_cloud_answers(server: MetadataServer) -> None:
 
 
 def test_a_metadata_server_of_another_cloud_at_the_common_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All three have 169.254.169.254: what one cloud is asked, another answers with an error."""
+    """All three have 169.254.169.254: a request for one cloud is answered by another with an error."""
     for cloud in SECONDS:
         server = MetadataServer(cloud)
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{server.host}")

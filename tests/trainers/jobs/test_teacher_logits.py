@@ -1,4 +1,4 @@
-"""A teacher's predictions that are kept on disk, against the teacher itself."""
+"""A teacher's predictions that are stored on disk, against the teacher itself."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def others(ray_cluster: None) -> set[str]:
 
 @pytest.fixture(scope="module")
 def whole(job: TrainJob, others: set[str]) -> dict[str, Any]:
-    """The job without interruption, by workers of its own."""
+    """The job without interruption, by separate workers."""
     before = signal.getsignal(signal.SIGINT)
     outcome = run_training(job)
     assert signal.getsignal(signal.SIGINT) is before, "Ctrl-C is the caller's again"

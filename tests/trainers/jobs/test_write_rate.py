@@ -1,4 +1,4 @@
-"""How fast the place of checkpoints is, and what is said of it."""
+"""Write speed at the place of checkpoints, and its report."""
 
 from __future__ import annotations
 

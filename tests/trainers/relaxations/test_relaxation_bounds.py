@@ -1,4 +1,4 @@
-"""What `collapse` changes is no more than what is left of the penalty explains, for every part of the axis.
+"""The change by `collapse` is at most what the remaining penalty explains, for every part of the axis.
 
 The relaxed weights are seen from outside: a projection's response to unit vectors. The bounds are those of the
 equations, derived at each function of `EXPLAINED`; a new part without one fails here, and has to say what its penalty
@@ -118,7 +118,7 @@ def changes(relaxation: Any) -> list[float]:
     return [sum(float((a[s] - b[s]).square().sum()) for s in a) for a, b in pairs]
 
 
-# ---- what is left of the penalty explains ---------------------------------------------------------------------
+# ---- the remaining penalty explains the change ----------------------------------------------------------------
 
 
 def fusion_loss_explains(relaxation: Any) -> list[float]:
@@ -175,7 +175,7 @@ EXPLAINED: dict[str, Callable[[Any], list[float]]] = {
 
 @torch.no_grad()
 def draw_together(relaxation: Any, factor: float) -> None:
-    """Scale what is left between the relaxed and the collapsed weights; 0 leaves no penalty."""
+    """Scale the remaining difference between the relaxed and the collapsed weights; 0 leaves no penalty."""
     if relaxation.plan.is_shared:
         for star in relaxation.stars:
             star.value.mul_(factor)

@@ -1,4 +1,4 @@
-"""A relaxation whose worker is killed without warning goes on to the very same numbers, for every part of the axis.
+"""A relaxation whose worker is killed without warning resumes to identical numbers, for every part of the axis.
 
 Plain processes and not Ray Train, which test_relaxation_jobs.py has: all parts in the time of one Ray run.
 """
@@ -59,7 +59,7 @@ def test_a_killed_relaxation_goes_on_to_the_same_numbers(
 
 
 def run_all(asked: list[tuple[str, int, int]], tiny_model: Any, folder: Path) -> dict[str, Any]:
-    """How the workers of each run ended; what they wrote is in `folder`."""
+    """How the workers of each run ended; their output is in `folder`."""
     checkpoint.save(tiny_model("llama", attention_bias=True), folder / "model")
     generator = torch.Generator().manual_seed(0)
     for name, rows in (("train", 100), ("eval", 8)):

@@ -423,7 +423,7 @@ def test_align_wants_one_head_a_query_head(tiny_model: Any) -> None:
 
 
 def test_the_coordinates_of_a_star_by_hand() -> None:
-    """Weights 6, 3, 0 with the first as the earlier one: mean 3, differences -3, -6; beside the mean 3, 0, -3."""
+    """Weights 6, 3, 0 with the first as the earlier one: mean 3, differences -3, -6; relative to the mean 3, 0, -3."""
     assert from_centre(torch.tensor([[-3.0], [-6.0]])).flatten().tolist() == [3.0, 0.0, -3.0]
 
 
@@ -443,7 +443,7 @@ def test_what_shrinks_is_the_distance_of_the_pairs(tiny_model: Any) -> None:
 def test_the_pull_is_as_strong_as_its_rate_says_whatever_the_model_rate(
     rate: float, tiny_model: Any, ids: Tensor
 ) -> None:
-    """(1 - rate)^2n is left of the squared distance after n steps, up to what Adam moves meanwhile; added to the loss
+    """(1 - rate)^2n of the squared distance remains after n steps, up to the moves of Adam meanwhile; added to the loss
     under Adam, a penalty of any weight leaves nearly all of it at such a small learning rate."""
     relaxation = made(RELAXATION_TRAINING.get("pull_together"), tiny_model("llama"), rate=rate)
     optimise(relaxation, ids, 10, rate=1e-5)

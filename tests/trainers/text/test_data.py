@@ -32,7 +32,7 @@ def load(source: Any, tokenizer: Any, split: Any = "train", tokens: int = 2048, 
 
 
 def documents(sequences: torch.Tensor, tokenizer: Any) -> set[str]:
-    """Whole documents in consecutive sequences: what lies between two end tokens."""
+    """Whole documents in consecutive sequences: the tokens between two end tokens."""
     text = tokenizer.decode(sequences.flatten().tolist())
     return set(text.split(tokenizer.eos_token)[1:-1])
 

@@ -1,4 +1,4 @@
-"""Synthetic tasks: one right answer each, the same in every process, and an evaluation that can tell."""
+"""Synthetic tasks: one right answer each, the same in every process, and an evaluation that can distinguish models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`synthetic:NAME` as a source of text: sides, determinism, names, and answers that a model is asked for."""
+"""`synthetic:NAME` as a source of text: sides, determinism, names, and answers that a model must give."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FINGERPRINT = "620e4f4045e599de4e4c854fbdc9fa8ea4fdb5c42e39535e2483f0907916ccf2"
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What examples/make_words.py makes."""
+    """The output of examples/make_words.py."""
     out = tmp_path_factory.mktemp("words") / "words"
     command = [sys.executable, str(REPOSITORY / "examples" / "make_words.py"), "--out", str(out)]
     subprocess.run(command, check=True, cwd=REPOSITORY)

@@ -39,7 +39,7 @@ def calm(cut: TextCut, demo_tokenizer: Any, tmp_path_factory: pytest.TempPathFac
 
 
 class Killed(BaseException):
-    """In place of a signal, at a moment that is known."""
+    """Raised instead of a signal, at a known moment."""
 
 
 class Counting:
