@@ -475,7 +475,7 @@ class Needs:
         return Need(process, _peak(permanent, *moments), demand.trial_gpus, demand.task_type)
 
     def _inner(self, tokens: int, width: int) -> int:
-        """Return the memory of a forward pass without gradients: the stream and a layer's output."""
+        """Return the memory of a pass without gradients: the stream and a layer's output."""
         values = 2 * self.geometry.hidden_size + layer_values(self.inputs.model)
         return tokens * width * values
 
