@@ -124,7 +124,7 @@ class Checkpoint:
         """
         check_fits(self.plan, self.geometry)
         if weights:
-            self._weights_found  # noqa: B018
+            self._check_weights_once  # noqa: B018
         else:
             self._plain  # noqa: B018
 
@@ -133,7 +133,7 @@ class Checkpoint:
         weights.check_plain(self.path, self.config)
 
     @cached_property
-    def _weights_found(self) -> None:
+    def _check_weights_once(self) -> None:
         weights.check_weights(self.path, self.config)
 
     def load(

@@ -55,7 +55,7 @@ def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) 
     try:
         layers = [layer_of(model, module) for module in modules]
         counting = stage("sensitivity of the outputs", len(sequences), "sequences")
-        with counting as progress, sums.collected(), _made_again(layers), torch.enable_grad():
+        with counting as progress, sums.collected(), _recomputed(layers), torch.enable_grad():
             for ids in sequences.split(batch_of(sequences.shape[1], SENSITIVITY_BATCH)):
                 cost = drawn_cost(final(model, ids.to(model.device)), generator)
                 torch.autograd.grad(cost, entered.pop())
@@ -136,7 +136,7 @@ class SummedGradients:
 
 
 @contextmanager
-def _made_again(layers: Sequence[nn.Module]) -> Iterator[None]:
+def _recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Within, layers keep what enters them for the backward pass, and are run again in it."""
     for layer in layers:
         layer.forward = partial(

@@ -155,8 +155,8 @@ def save(
         OutputError: If anything else is there.
     """
     plan = plan_of(model)
-    own = model.config.model_type.startswith(TYPE_PREFIX)
-    lowered = own and plain and plain_form(model.config, plan) is not None
+    headfold_format = model.config.model_type.startswith(TYPE_PREFIX)
+    lowered = headfold_format and plain and plain_form(model.config, plan) is not None
     written = to_plain(model) if lowered else model
 
     def write(fresh: Path) -> None:

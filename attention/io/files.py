@@ -18,7 +18,7 @@ def written_whole(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = _created_beside(path)
+    fresh = _create_temporary(path)
     try:
         yield fresh
         honour_umask(fresh)
@@ -44,7 +44,7 @@ def names_beside(path: Path) -> Iterator[Path]:
     )
 
 
-def _created_beside(path: Path) -> Path:
+def _create_temporary(path: Path) -> Path:
     for fresh in names_beside(path):
         try:
             fresh.touch(exist_ok=False)

@@ -49,12 +49,12 @@ def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, La
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta and name not in module._non_persistent_buffers_set:
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
-    own = config.model_type.startswith(model_classes.TYPE_PREFIX)
-    if own:
+    headfold_format = config.model_type.startswith(model_classes.TYPE_PREFIX)
+    if headfold_format:
         model_classes.set_missing_maps(model)
     stored = dict(model.named_buffers()).keys() & model.state_dict().keys()
     weights.read_into({name: model.get_buffer(name) for name in stored})
-    if own:
+    if headfold_format:
         model_classes.check_maps(model)
     return model.eval(), weights
 

@@ -166,7 +166,7 @@ def _check_content(path: Path, overwrite: bool, key: str) -> None:
             "folder"
         )
     spare = spare_of(path)
-    if os.path.lexists(spare) and not _left_by_us(spare):
+    if os.path.lexists(spare) and not _is_leftover(spare):
         raise OutputError(f"{key}: {str(spare)!r} is in the way; move it, or give another folder")
 
 
@@ -270,11 +270,11 @@ def recover(folder: Path) -> None:
     spare = spare_of(folder)
     if os.path.lexists(folder) or not spare.is_dir():
         return
-    if _left_by_us(spare) and all((spare / name).exists() for name in digests(spare)):
+    if _is_leftover(spare) and all((spare / name).exists() for name in digests(spare)):
         spare.rename(folder)
 
 
-def _left_by_us(spare: Path) -> bool:
+def _is_leftover(spare: Path) -> bool:
     """Whether a spare folder was left by a killed swap, and is not a user's."""
     return stranger(spare) is None and bool(digests(spare))
 
@@ -300,7 +300,7 @@ def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
     try:
         if folder.is_dir() and any(folder.iterdir()):
             if os.path.lexists(spare):
-                if not _left_by_us(spare):
+                if not _is_leftover(spare):
                     raise OutputError(
                         f"out: {str(spare)!r} is in the way; move it, or give another folder"
                     )
@@ -310,7 +310,7 @@ def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
     except BaseException:
         recover(folder)
         raise
-    if spare.is_dir() and _left_by_us(spare):
+    if spare.is_dir() and _is_leftover(spare):
         remove(spare)
 
 

@@ -156,9 +156,9 @@ def _nothing_in(folder: Path) -> str:
             f"use_safetensors=False).save_pretrained(NEW_FOLDER)"
         )
     names = listed(path.name for path in folder.glob("*.safetensors"))
-    beside = f" (it has {names}, which transformers does not look for)" if names else ""
+    hint = f" (it has {names}, which transformers does not look for)" if names else ""
     return (
-        f"{folder} has no safetensors weights: neither {SINGLE} nor {INDEX}{beside}; copy them "
+        f"{folder} has no safetensors weights: neither {SINGLE} nor {INDEX}{hint}; copy them "
         f"there, or save the "
         "weights as safetensors with save_pretrained"
     )

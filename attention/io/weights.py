@@ -329,7 +329,7 @@ def _refuse(source: str | Path, model: PreTrainedModel, diff: Differences) -> No
             "Copy config.json and weights from one model"
         )
     if diff.surplus:
-        _tell(
+        _warn_once(
             f"{source}: {len(diff.surplus)} tensors are not part of {kind} and not used: "
             f"{listed(diff.surplus)}"
         )
@@ -363,6 +363,6 @@ def _lacking(source: str | Path, kind: str, layers: int, state: set[str], diff: 
 
 
 @cache
-def _tell(text: str) -> None:
+def _warn_once(text: str) -> None:
     """Log once per process: weights are checked before the work and again when they are read."""
     logger.warning("%s", text)

@@ -141,7 +141,7 @@ class SharedProjection(nn.Module):
         parts = self._weights()
         return torch.cat([parts[piece.owner][piece.part] for piece in self._pieces], self.dim)
 
-    def _taken(self, whole: Tensor, dim: int) -> Tensor:
+    def _owned(self, whole: Tensor, dim: int) -> Tensor:
         """Return the owned features of a whole weight or bias."""
         pieces = zip(
             self._pieces, whole.split([piece.size for piece in self._pieces], dim), strict=True
@@ -195,9 +195,9 @@ class SharedRows(SharedProjection):
         Borrowed blocks are not changed.
         """
         if self.own_weight is not None:
-            self.own_weight.copy_(self._taken(weight.reshape(self.out_features, -1), 0))
+            self.own_weight.copy_(self._owned(weight.reshape(self.out_features, -1), 0))
             if self.own_bias is not None and bias is not None:
-                self.own_bias.copy_(self._taken(bias.reshape(-1), 0))
+                self.own_bias.copy_(self._owned(bias.reshape(-1), 0))
 
 
 class SharedColumns(SharedProjection):
@@ -229,7 +229,7 @@ class SharedColumns(SharedProjection):
     def write(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Copy the owned columns of a whole weight, and the bias."""
         if self.own_weight is not None:
-            self.own_weight.copy_(self._taken(weight, 1))
+            self.own_weight.copy_(self._owned(weight, 1))
         if self.own_bias is not None and bias is not None:
             self.own_bias.copy_(bias)
 

@@ -133,13 +133,13 @@ class LeadingValueCost(Cost):
         self.predict = gram @ basis / values
         """A, `[H d, K]`."""
         rows = basis.T @ pooled.rows
-        bases = [self._own(rows, statistics, head) for head in range(self.num_heads)]
+        bases = [self._own_gram(rows, statistics, head) for head in range(self.num_heads)]
         self.changes = torch.stack(bases) - values.diag()
         """cov_h(z) - cov(z), `[H, K, K]`."""
         at = self.predict.view(self.num_heads, pooled.dim, -1)
         self.energy = pooled.energy + (at @ self.changes * at).sum((1, 2), dtype=torch.float64)
 
-    def _own(self, rows: Tensor, statistics: LayerStatistics, head: int) -> Tensor:
+    def _own_gram(self, rows: Tensor, statistics: LayerStatistics, head: int) -> Tensor:
         gram = gram_under(rows, statistics.mixed_triangle(head, self.num_heads).to(rows.device))
         if not self.pooled.centred:
             return gram

@@ -148,8 +148,8 @@ def key_maps(
         flat = free_gram.transpose(1, 2).reshape(len(group) * len(layout.free), -1)
         fit = fit_real(flat.expand(len(group), *flat.shape), moment, width=width)
         free = torch.tensor(layout.free)
-        for maps, found in ((into, fit.basis), (onto, fit.back)):
-            slices = found.unflatten(2, (width, -1)).permute(0, 2, 3, 1)
+        for maps, solution in ((into, fit.basis), (onto, fit.back)):
+            slices = solution.unflatten(2, (width, -1)).permute(0, 2, 3, 1)
             maps[:, :, free[:, None], free] = slices
     return into.flatten(1, 2), onto.flatten(1, 2)
 

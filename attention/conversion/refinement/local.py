@@ -242,9 +242,9 @@ def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
     rates: dict[nn.Parameter, float] = {}
     for name, part in module.named_modules():
         share = math.sqrt(shared_by / 2) if name.startswith(_LOGITS) else 0.5
-        beside = [matrices[p] for p in part.parameters(recurse=False) if p in matrices]
+        siblings = [matrices[p] for p in part.parameters(recurse=False) if p in matrices]
         rates |= {
-            p: matrices.get(p, (beside or [mean])[0]) * share
+            p: matrices.get(p, (siblings or [mean])[0]) * share
             for p in part.parameters(recurse=False)
         }
     return rates

@@ -277,7 +277,7 @@ def _compressed(
         return f"{stem}.weight", _unpacked(stem, stored, weights)
     if last != "weight" or tensor.dtype not in ("F8_E4M3", "F8_E5M2", "I8"):
         return None
-    sources = {"weight": tensor, "scale": _beside(stored, f"{stem}.weight_scale", name)}
+    sources = {"weight": tensor, "scale": _companion(stored, f"{stem}.weight_scale", name)}
     if (zero := stored.get(f"{stem}.weight_zero_point")) is not None:
         sources["zero"] = zero
     block = weights.get("block_structure")
@@ -292,7 +292,7 @@ def _compressed(
     return name, _PlainTensor(tensor.shape, sources, make)
 
 
-def _beside(stored: Mapping[str, Stored], name: str, of: str) -> Stored:
+def _companion(stored: Mapping[str, Stored], name: str, of: str) -> Stored:
     if name not in stored:
         raise ValueError(f"{of} has no {name}; download or copy the checkpoint again")
     return stored[name]
@@ -310,8 +310,8 @@ def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any
             f"{packed.name}: integers of {bits} bits in {packed.dtype} cannot be read, only 2, 4 "
             f"and 8"
         )
-    scale = _beside(stored, f"{stem}.weight_scale", packed.name)
-    shape = _beside(stored, f"{stem}.weight_shape", packed.name)
+    scale = _companion(stored, f"{stem}.weight_scale", packed.name)
+    shape = _companion(stored, f"{stem}.weight_shape", packed.name)
     sources = {"packed": packed, "scale": scale, "shape": shape}
     for part, last in (("zero", "weight_zero_point"), ("order", "weight_g_idx")):
         if (tensor := stored.get(f"{stem}.{last}")) is not None:
@@ -360,7 +360,7 @@ def _mxfp4(
         return None
     stem = name.removesuffix("_blocks")
     blocks = stored[name]
-    scales = _beside(stored, f"{stem}_scales", name)
+    scales = _companion(stored, f"{stem}_scales", name)
     experts, rows, groups, half = blocks.shape
 
     def make(parts: Mapping[str, Tensor]) -> Tensor:

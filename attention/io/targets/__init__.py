@@ -117,7 +117,7 @@ class EngineSupport:
         Raises:
             RankLayoutError: As `on_rank`.
         """
-        held = self.on_rank(ranks, num_heads)
+        cache = self.on_rank(ranks, num_heads)
         before = None
         if original is not None:
             with contextlib.suppress(RankLayoutError):
@@ -125,7 +125,7 @@ class EngineSupport:
         sides = zip(self.key_heads, self.value_heads, strict=True)
         return RankCache(
             tensor_parallel=ranks,
-            kv_bytes_per_token_per_gpu=held.bytes_per_token(dtype),
+            kv_bytes_per_token_per_gpu=cache.bytes_per_token(dtype),
             kv_bytes_per_token_per_gpu_original=before,
             kv_bytes_per_token=self.bytes_per_token(dtype),
             replicated_layers=sum(min(counts) < ranks for counts in sides),
