@@ -96,13 +96,13 @@ def epsilon_net(values: Sequence[Sequence[float]], count: int) -> list[int]:
     points = np.asarray(values, dtype=float)
     spread = np.ptp(points, axis=0)
     points = (points - points.min(0)) / np.where(spread > 0, spread, 1.0)
-    taken = [int(np.lexsort(points.T[::-1])[0])]
+    chosen = [int(np.lexsort(points.T[::-1])[0])]
     nearest = np.full(len(points), np.inf)
-    while len(taken) < min(count, len(points)):
-        nearest = np.minimum(nearest, np.linalg.norm(points - points[taken[-1]], axis=1))
-        nearest[taken] = -1.0
-        taken.append(int(nearest.argmax()))
-    return taken[:count]
+    while len(chosen) < min(count, len(points)):
+        nearest = np.minimum(nearest, np.linalg.norm(points - points[chosen[-1]], axis=1))
+        nearest[chosen] = -1.0
+        chosen.append(int(nearest.argmax()))
+    return chosen[:count]
 
 
 def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
@@ -117,14 +117,16 @@ def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
         [(x - low) / spread for x, (low, spread) in zip(point, columns, strict=True)]
         for point in values
     ]
-    left = sorted(range(len(points)), key=points.__getitem__)
-    taken = left[:1]
-    left = sorted(left[1:])
-    while left and len(taken) < count:
-        farthest = max(left, key=lambda i: min(math.dist(points[i], points[t]) for t in taken))
-        left.remove(farthest)
-        taken.append(farthest)
-    return taken[:count]
+    remaining = sorted(range(len(points)), key=points.__getitem__)
+    chosen = remaining[:1]
+    remaining = sorted(remaining[1:])
+    while remaining and len(chosen) < count:
+        farthest = max(
+            remaining, key=lambda i: min(math.dist(points[i], points[t]) for t in chosen)
+        )
+        remaining.remove(farthest)
+        chosen.append(farthest)
+    return chosen[:count]
 
 
 def select_best(values: Sequence[Sequence[float]], count: int, ties: str = "crowding") -> list[int]:

@@ -138,7 +138,7 @@ class LayerOutputScore:
         """
         values: list[float] = []
         for some in self._fitting(partitions):
-            self._make_known(
+            self._compute_missing(
                 dict.fromkeys(group for partition in some for group in partition if len(group) > 1)
             )
             values += [self._sum(partition) for partition in some]
@@ -172,7 +172,7 @@ class LayerOutputScore:
             self._energy, torch.finfo(torch.float64).tiny
         )
 
-    def _make_known(self, groups: Iterable[tuple[int, ...]]) -> None:
+    def _compute_missing(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Compute the effects of these groups, forgetting the oldest others to make room."""
         missing: list[tuple[int, ...]] = []
         count = len(self._effects)

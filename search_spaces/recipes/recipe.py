@@ -173,9 +173,9 @@ class Recipe:
     @property
     def conversion_choices(self) -> dict[str, Any]:
         """The fields that a converted model depends on: all but names, relaxation and recovery."""
-        others = ("name", "source", "relaxation", "recovery")
-        choices = {key: value for key, value in self.to_dict().items() if key not in others}
-        settings = {k: v for k, v in self.settings if k.split(".")[0] not in others}
+        excluded = ("name", "source", "relaxation", "recovery")
+        choices = {key: value for key, value in self.to_dict().items() if key not in excluded}
+        settings = {k: v for k, v in self.settings if k.split(".")[0] not in excluded}
         return choices | {"settings": settings}
 
     def with_changes(self, **changes: Any) -> Recipe:
