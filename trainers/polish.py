@@ -116,7 +116,7 @@ def polish(
                     on_step=on_step,
                 )
         work = TokenWork.of(converted, sequences.shape[1], recomputed=True).hardware
-        beside = TokenWork.of(converted, sequences.shape[1], teacher=original.model)
+        with_teacher = TokenWork.of(converted, sequences.shape[1], teacher=original.model)
     finally:
         converted.eval()
         converted.activation_checkpointing_disable()
@@ -126,7 +126,7 @@ def polish(
     return PolishWork(
         steps=steps,
         tokens=tokens,
-        flops=work * tokens + (beside.hardware - beside.model) * seen,
+        flops=work * tokens + (with_teacher.hardware - with_teacher.model) * seen,
         weights=weights,
         learning_rate=settings.learning_rate,
         first_loss=losses[0],

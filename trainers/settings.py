@@ -98,7 +98,7 @@ def _is_line(text: str) -> bool:
     return len(text) <= _LONGEST and not any(c < " " or "\ud800" <= c <= "\udfff" for c in text)
 
 
-def _known(values: dict[str, Any]) -> dict[str, Any]:
+def _checked_keys(values: dict[str, Any]) -> dict[str, Any]:
     check_keys(values)
     return values
 
@@ -173,7 +173,7 @@ class TrainSettings(StrictModel):
     """Only the tokens of answers count in the loss, each end of a turn included: for conversations
     (`messages`), by the tokenizer's chat template. The mean is over the answers of the sequences
     that a worker holds at once. Evaluation counts all tokens."""
-    deepspeed: Annotated[dict[str, JsonValue], AfterValidator(_known)] = {}
+    deepspeed: Annotated[dict[str, JsonValue], AfterValidator(_checked_keys)] = {}
     """Keys of DeepSpeed's own configuration that are merged into Headfold's last, e.g.
     `{zero_optimization: {overlap_comm: false}}`; keys that a setting here determines are refused.
     """

@@ -52,7 +52,7 @@ from trainers.jobs.train_job import TrainJob
 
 logger = logging.getLogger(__name__)
 
-KEEP = 2  # the newest, and one before it in case the newest is damaged, see `_kept`
+KEEP = 2  # the newest, and one before it in case the newest is damaged, see `_to_keep`
 _SPARE = 1 << 30
 """Bytes that stay free on a node's own disk while a checkpoint is there."""
 
@@ -266,14 +266,14 @@ class CheckpointStore:
 
     def _has_room(self) -> bool:
         """Whether this node's own disk is another than that of the place, with room to spare."""
-        own = Path(tempfile.gettempdir())
+        scratch = Path(tempfile.gettempdir())
         self.root.mkdir(parents=True, exist_ok=True)
-        if not _on_different_disks(own, self.root):
+        if not _on_different_disks(scratch, self.root):
             return False
         on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # Rank 0 may write the weights in addition to its share of the optimiser's state
         share = (self.expected_bytes or 0) * min(1.0, (on_node + 1) / self.world_size)
-        return shutil.disk_usage(own).free > share + _SPARE
+        return shutil.disk_usage(scratch).free > share + _SPARE
 
     def _send(self, scratch: Path, name: str) -> dict[str, str]:
         """Bring this worker's files to the place; returns their digests."""
@@ -321,7 +321,7 @@ class CheckpointStore:
                 *([report] if report is not None else []),
             ]
             before = [k for k in checkpoints if k.step < entry.step]
-            checkpoints = _kept(before, whole, {r["step"] for r in reports})
+            checkpoints = _to_keep(before, whole, {r["step"] for r in reports})
             self._write(checkpoints, reports)
             self._remove_all_but({k.name for k in checkpoints})
         gather_objects(None, self.world_size)  # all wait until the index has been written
@@ -330,8 +330,8 @@ class CheckpointStore:
 
     def newest_whole(self) -> tuple[SavedCheckpoint | None, list[dict[str, Any]], list[str]]:
         """Return the newest undamaged checkpoint, the reports up to it, and newer damage."""
-        for left in self._scratch.glob(f".*-{self.rank}"):  # by a worker that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in self._scratch.glob(f".*-{self.rank}"):  # by a worker that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         self._remove_empty_scratch()
         checkpoints, reports = gather_objects(
             self.read() if self.rank == 0 else None, self.world_size
@@ -429,7 +429,7 @@ class CheckpointStore:
                 self.files.delete_dir(folder)
 
 
-def _kept(
+def _to_keep(
     before: list[SavedCheckpoint], newest: SavedCheckpoint, reported: set[int]
 ) -> list[SavedCheckpoint]:
     """Return what stays: the newest, and that of the last report, else the one before it."""

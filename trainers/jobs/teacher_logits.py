@@ -173,14 +173,16 @@ class _Writer:
         reached = final(self._teacher, ids)
         length = ids.shape[1] - 1
         states = reached.states[:, :-1].flatten(0, 1)
-        kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        chunks: list[tuple[Tensor, Tensor, Tensor]] = []
         for chunk in states.split(positions_at_once(self._vocabulary)):
             logits = reached.head(chunk).float()
             everything = logits.log_softmax(-1)
             largest, indices = everything.topk(self._k, dim=-1)
             rest = everything.scatter(-1, indices, -torch.inf).logsumexp(-1)
-            kept.append((indices, largest, rest))
-        indices, largest, rest = (torch.cat(kind).cpu().numpy() for kind in zip(*kept, strict=True))
+            chunks.append((indices, largest, rest))
+        indices, largest, rest = (
+            torch.cat(kind).cpu().numpy() for kind in zip(*chunks, strict=True)
+        )
         index_type = np.uint16 if self._vocabulary <= 2**16 else np.uint32
         value_type = np.float32 if self._exact else np.float16
         for row in range(len(rows)):

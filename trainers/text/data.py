@@ -150,10 +150,12 @@ class TextCut:
 
         The name holds everything that it depends on.
         """
-        key = json.dumps([TOKEN_SET_FORMAT, shard_tokens, self._made_of(tokenizer)], sort_keys=True)
+        key = json.dumps(
+            [TOKEN_SET_FORMAT, shard_tokens, self._definition(tokenizer)], sort_keys=True
+        )
         return Path(cache_dir) / f"{self.split}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
-    def _made_of(self, tokenizer: Any) -> dict[str, Any]:
+    def _definition(self, tokenizer: Any) -> dict[str, Any]:
         """All that the tokens depend on."""
         record = asdict(self) | {"tokens": self.sequences * self.sequence_length}
         record["seed"] = None if self.split == "eval" else self.seed
@@ -190,14 +192,14 @@ class TextCut:
         if self.apart_from is None:
             yield from texts
             return
-        other_texts = self._others()
+        other_texts = self._excluded_digests()
         for text in texts:
             if document_digest(text) not in other_texts:
                 yield text
             elif left_out is not None:
                 left_out.append(text)
 
-    def _others(self) -> set[bytes]:
+    def _excluded_digests(self) -> set[bytes]:
         """Return digests of the documents of `apart_from`.
 
         They are those of its first `_COMPARED` characters in the order in which a calibration reads
@@ -239,7 +241,7 @@ class TextCut:
         Raises:
             DataError: When there is too little text.
         """
-        made_of = self._made_of(tokenizer)
+        made_of = self._definition(tokenizer)
         largest = largest_id(tokenizer)
         if self.split != "train":
             rows = torch.from_numpy(self.in_memory(tokenizer))

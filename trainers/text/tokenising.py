@@ -164,14 +164,14 @@ class TokenReader:
 
     def take(self, count: int) -> np.ndarray:
         """Return the next `count` tokens, int32; fewer where the text ends."""
-        taken = np.empty(count, np.int32)
+        tokens = np.empty(count, np.int32)
         done = 0
         while done < count and (self._at < len(self._ids) or self._advance()):
             piece = self._ids[self._at : self._at + count - done]
-            taken[done : done + len(piece)] = piece
+            tokens[done : done + len(piece)] = piece
             done += len(piece)
             self._at += len(piece)
-        return taken[:done]
+        return tokens[:done]
 
     def _advance(self) -> bool:
         """To the next block, if there is one."""
