@@ -189,16 +189,16 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """
     collect_seldom()
     _quiet()
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        sys.exit(app(args=given, prog_name="headfold", standalone_mode=False) or 0)
+        sys.exit(app(args=words, prog_name="headfold", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         _fail("interrupted", _INTERRUPTED)
     except Exception as error:
-        if not given and (show := getattr(error, "show", None)):  # the list of verbs
+        if not words and (show := getattr(error, "show", None)):  # the list of verbs
             show()
             sys.exit(_USER_ERROR)
-        if message := usage.usage_message(error, given) or usage.missing_package(error, given):
+        if message := usage.usage_message(error, words) or usage.missing_package(error, words):
             _fail(message, _USER_ERROR)
         if os.environ.get("HEADFOLD_TRACEBACK"):
             raise

@@ -297,8 +297,8 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
     def distillation(self) -> str:
         """Whether the original model is the teacher: if its weights fit next to the trained."""
         room = _MEMORY_SHARE * self.hardware.gpu_memory
-        beside = (self._trained_bytes if self.trains_all_weights else HALF) + HALF
-        if self.hardware.gpus and beside * self.parameters > room:
+        bytes_per_parameter = (self._trained_bytes if self.trains_all_weights else HALF) + HALF
+        if self.hardware.gpus and bytes_per_parameter * self.parameters > room:
             return (
                 "distillation: none    # the original model does not fit together with the trained "
                 "one"

@@ -203,7 +203,7 @@ class ResourcesSection(Section):
     """
 
     @model_validator(mode="after")
-    def _asked_for(self) -> ResourcesSection:
+    def _check_resources(self) -> ResourcesSection:
         if self.trial_gpus > 1 and self.trial_gpus % 1:
             raise ValueError(
                 f"trial_gpus must be a whole number, or a part of one GPU, got {self.trial_gpus:g}"
@@ -290,10 +290,10 @@ class SearchConfig(Section):
     @property
     def promotion_shape(self) -> Shape:
         """The workers of a promotion. Raises ConfigError."""
-        own, general = self.promotion.resources, self.resources
+        overrides, general = self.promotion.resources, self.resources
         return self.promotion_train.shape._replace(
-            accelerator_type=own.accelerator_type or general.accelerator_type,
-            strategy=own.placement_strategy or general.placement_strategy,
+            accelerator_type=overrides.accelerator_type or general.accelerator_type,
+            strategy=overrides.placement_strategy or general.placement_strategy,
         )
 
     @property

@@ -69,10 +69,10 @@ class CacheChoice:
                 loss = f"loss increase {number(increase, '+.4f')}"
             if (heads := one["heads_loss_increase"]) is not None:
                 loss += f" ({number(heads, '+.4f')} in 16 bits)"
-            taken = one["cache_format"] == self.option.pair.name and (
+            chosen = one["cache_format"] == self.option.pair.name and (
                 one["recipe"] == (self.recipe and self.recipe.name)
             )
-            lines.append(f"  {one['cache_format']:9}  {words:45} {loss}{'  <- taken' * taken}")
+            lines.append(f"  {one['cache_format']:9}  {words:45} {loss}{'  <- taken' * chosen}")
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
@@ -80,12 +80,12 @@ def _by_budget(
     recipe: Recipe, options: Sequence[CacheOption], geometry: HeadGeometry
 ) -> dict[Fraction, CacheOption]:
     """Return the format of most bytes for each number of heads that some format leaves room for."""
-    found: dict[Fraction, CacheOption] = {}
+    by_budget: dict[Fraction, CacheOption] = {}
     for option in options:
         if option.kv_ratio < 1:
             with contextlib.suppress(ValueError):  # no plan has so few heads
-                found[nearest_budget(recipe, option.kv_ratio, geometry)] = option
-    return found
+                by_budget[nearest_budget(recipe, option.kv_ratio, geometry)] = option
+    return by_budget
 
 
 def choose_cache(
@@ -220,7 +220,7 @@ class EngineBudget:
             )
         name = _FORMAT_ENGINES[engine] if engine else pair.engines[0] if pair else LLAMA_CPP
         try:
-            found = [
+            candidates = [
                 option
                 for share in shares
                 for option in cache_options(checkpoint.plan, name, share, pair)
@@ -228,7 +228,7 @@ class EngineBudget:
         except CacheFormatError as error:
             raise ConfigError(f"cache_format: {error}") from None
         # A named format is one option a share
-        for share, option in () if automatic else zip(shares, found, strict=True):
+        for share, option in () if automatic else zip(shares, candidates, strict=True):
             if option.kv_ratio >= 1:
                 raise ConfigError(
                     f"kv_bytes: nothing to convert: all heads in {option.pair.name} take "
@@ -236,7 +236,7 @@ class EngineBudget:
                     f"serve the checkpoint as it is by {name} {option.pair.flags(name)}, or give "
                     "less"
                 )
-        return cls(tuple(shares), tuple(found), automatic)
+        return cls(tuple(shares), tuple(candidates), automatic)
 
     def kv_ratios(self, recipe: Recipe, geometry: HeadGeometry) -> list[float]:
         """Return the shares of the KV heads that fit the remaining bytes.

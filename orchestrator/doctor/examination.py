@@ -126,18 +126,20 @@ class Examination:
                     [Finding(name, "failed", str(error), TOO_SLOW.get(name, judgement.SILENT))]
                 )
             except Exception as error:
-                said = reason(error, redact)
+                summary = reason(error, redact)
                 if not isinstance(error, ValueError):  # our own errors contain the remedy
-                    said = f"{type(error).__name__}: {said}"
-                result.append([Finding(name, "failed", said, REMEDIES.get(name, judgement.SILENT))])
+                    summary = f"{type(error).__name__}: {summary}"
+                result.append(
+                    [Finding(name, "failed", summary, REMEDIES.get(name, judgement.SILENT))]
+                )
 
         # The file system of the storage, or Ray itself, may never answer this process either
         thread = threading.Thread(target=work, name=f"doctor-{name}", daemon=True)
         thread.start()
         thread.join(1.5 * self.seconds + 5)
         if not result:
-            said = f"no answer within {1.5 * self.seconds + 5:g} s"
-            return [Finding(name, "failed", said, TOO_SLOW.get(name, judgement.SILENT))]
+            summary = f"no answer within {1.5 * self.seconds + 5:g} s"
+            return [Finding(name, "failed", summary, TOO_SLOW.get(name, judgement.SILENT))]
         return result[0]
 
     def _clean(self) -> None:
@@ -192,9 +194,9 @@ class Examination:
             self.needs = _needs(self.config, max(1, parallel))
         except ConfigError as error:
             findings.append(Finding("config", "failed", str(error), REMEDIES["config"]))
-        said = f"{self.config.name}: room for {parallel} trial(s) at a time"
+        summary = f"{self.config.name}: room for {parallel} trial(s) at a time"
         status = "ok" if parallel else "skipped"
-        return [*findings, Finding("config", status, said, numbers={"trials": parallel})]
+        return [*findings, Finding("config", status, summary, numbers={"trials": parallel})]
 
     def check_nodes(self) -> list[Finding]:
         """Wait for the nodes that the workers need, and look at each."""
@@ -209,18 +211,18 @@ class Examination:
                 waits_for = "" if self.room else describe_pending(Demand.of(self.config))
                 remove_placement_group(group)
             if not self.room:
-                said = f"no room for the workers within {self.seconds:g} s"
-                said += f": waits for {waits_for}" if waits_for else ""
-                findings.append(Finding("nodes", "failed", said, REMEDIES["nodes"]))
+                summary = f"no room for the workers within {self.seconds:g} s"
+                summary += f": waits for {waits_for}" if waits_for else ""
+                findings.append(Finding("nodes", "failed", summary, REMEDIES["nodes"]))
         self.nodes = alive_nodes()
         answers = call_on_nodes(probes.node_facts, nodes=self.nodes, seconds=self.seconds)
         self.facts = {name: a for name, a in answers.items() if not isinstance(a, Exception)}
         findings += silent("nodes", answers)
         cpus = sum(node.resources.get("CPU", 0.0) for node in self.nodes)
         gpus = sum(node.gpus for node in self.nodes)
-        said = f"{len(self.nodes)} node(s) up, with {cpus:g} CPU and {gpus} GPU"
+        summary = f"{len(self.nodes)} node(s) up, with {cpus:g} CPU and {gpus} GPU"
         numbers = {"nodes": len(self.nodes), "cpus": cpus, "gpus": gpus}
-        return [*findings, Finding("nodes", "ok", said, numbers=numbers)]
+        return [*findings, Finding("nodes", "ok", summary, numbers=numbers)]
 
     def check_devices(self) -> list[Finding]:
         """Compare the GPUs that Ray counts with those that the driver shows."""
@@ -244,8 +246,8 @@ class Examination:
             try:
                 offsets[node.name] = _offset(actor, deadline)
             except Exception as error:
-                said = NoAnswerError(f"no clock within {self.seconds:g} s: {reason(error)}")
-                findings += silent("clocks", {node.name: said})
+                summary = NoAnswerError(f"no clock within {self.seconds:g} s: {reason(error)}")
+                findings += silent("clocks", {node.name: summary})
             finally:
                 ray.kill(actor)
         return [*findings, *judgement.judge_clocks(offsets)]
@@ -318,8 +320,8 @@ class Examination:
             base.mkdir()
         took = call(probes.log_to_store, uri, str(base), node=self.nodes[0], seconds=self.seconds)
         where = redact(uri or default_uri(storage_path(self.storage)))
-        said = f"a run was logged in {took:.1f} s, to {where}"
-        return [Finding("mlflow", "ok", said, numbers={"seconds": took})]
+        summary = f"a run was logged in {took:.1f} s, to {where}"
+        return [Finding("mlflow", "ok", summary, numbers={"seconds": took})]
 
     def check_attention(self) -> list[Finding]:
         """See which kernel of SDPA a training step takes on each node that would train."""
@@ -379,13 +381,13 @@ class Examination:
             node=self.nodes[0],
             seconds=self.seconds,
         )
-        said = (
+        summary = (
             f"one ZeRO 3 step in {self.settings.dtype}, {self.shape.workers} worker(s): loss "
             f"{facts['loss']:.2f}, {facts['seconds']:.1f} s and {facts['start_seconds']:.1f} s to "
             "start and end"
         )
         numbers = {"seconds": facts["seconds"], "start_seconds": facts["start_seconds"]}
-        return [Finding("training", "ok", said, numbers=numbers)]
+        return [Finding("training", "ok", summary, numbers=numbers)]
 
 
 ALL_CHECKS: dict[str, Callable[[Examination], list[Finding]]] = dict(

@@ -91,8 +91,11 @@ def measure_engine_caches(
     names = {pair.name for pair in pairs}
     todo = []
     for model in models:
-        known = measured.get(model["folder"])
-        if known is None or names - known["caches"].keys() - known["why_not"].keys():
+        measurement = measured.get(model["folder"])
+        if (
+            measurement is None
+            or names - measurement["caches"].keys() - measurement["why_not"].keys()
+        ):
             todo.append(model)
     options = task_options(config)
     rows = config.train.device_batch_size

@@ -238,7 +238,9 @@ class _Gate:
                 losses[name] = document_losses(model, text)
                 del model
         tokens = read_sequences(text)
-        self.checks |= cast(GateChecks, {name: found.loss for name, found in losses.items()})
+        self.checks |= cast(
+            GateChecks, {name: evaluation.loss for name, evaluation in losses.items()}
+        )
         self.checks["test_tokens"] = tokens.shape[0] * tokens.shape[1]
         self.checks["test_documents"] = len(losses["test_loss"].predictions)
         self.checks["test_digest"] = tokens.digest[:_DIGITS]

@@ -235,10 +235,10 @@ def _chosen(
         _note_fewer(usable.values(), top)
     if section.keep_weights == "finalists":
         available = finalists(records, config)
-        if gone := [trial.trial_id for trial in chosen if trial.trial_id not in available]:
+        if missing := [trial.trial_id for trial in chosen if trial.trial_id not in available]:
             raise ConfigError(
-                f"{'--trial' if ids else '--top'}: the weights of {', '.join(gone)} were not kept, "
-                "as promotion.keep_weights is finalists; there are those of "
+                f"{'--trial' if ids else '--top'}: the weights of {', '.join(missing)} were not "
+                "kept, as promotion.keep_weights is finalists; there are those of "
                 f"{', '.join(sorted(available)) or 'none'}. A search with keep_weights: all, or a "
                 "larger promotion.top, keeps more"
             )

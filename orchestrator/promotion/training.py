@@ -90,9 +90,11 @@ class Training:
             read_json(session.folder.trial(trial.trial_id) / "recipe.json")
         )
         trial_settings = context.settings(candidate.recipe, candidate.learning_rate)
-        wanted = {"activation_checkpointing": context.train.get("activation_checkpointing", False)}
+        defaults = {
+            "activation_checkpointing": context.train.get("activation_checkpointing", False)
+        }
         settings = TrainSettings.model_validate(
-            trial_settings.model_dump() | wanted | section.train
+            trial_settings.model_dump() | defaults | section.train
         )
         settings = context.recomputing(settings, "promotion worker")
         same_layout = layout_of(settings) == layout_of(trial_settings)

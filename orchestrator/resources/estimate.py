@@ -232,8 +232,8 @@ class ConversionEstimate:
             return {"memory, layer by layer": self.why_not}
         stages = sorted(self.stages.items(), key=lambda stage: -stage[1])
         return {
-            f"memory, layer by layer, {name}": f"{gib(taken)} {_STAGES[name]}"
-            for name, taken in stages
+            f"memory, layer by layer, {name}": f"{gib(most)} {_STAGES[name]}"
+            for name, most in stages
         }
 
     def describe(self, *, verbose: bool = False) -> Mapping[str, str]:

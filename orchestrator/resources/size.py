@@ -73,9 +73,11 @@ class Size:
             )
         family, prefix = family_of(config), layer_prefix(model)
         attention = _numbers(family.attention_modules(model)[0])
-        own = {name: p.numel() for name, p in model.named_parameters() if name.startswith(prefix)}
-        layer = sum(own.values())
-        experts = sum(size for name, size in own.items() if ".experts." in name)
+        layer_parameters = {
+            name: p.numel() for name, p in model.named_parameters() if name.startswith(prefix)
+        }
+        layer = sum(layer_parameters.values())
+        experts = sum(size for name, size in layer_parameters.items() if ".experts." in name)
         number = (
             getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
         )
@@ -239,7 +241,7 @@ class Conversion:
         g = self.geometry
         return bytes_to_keep(g.num_layers, self.used_tokens, g.hidden_size, self.working.itemsize)
 
-    def refining(self, size: Size, beside: int = 1) -> int:
+    def refining(self, size: Size, layers_at_once: int = 1) -> int:
         """Return the bytes of local fits of `beside` layers at once, or of a larger ridge refit."""
         g = self.geometry
         features = self.features
@@ -251,15 +253,19 @@ class Conversion:
         )
         if self.recipe.refinement != "fit_heal":
             return heal
-        return max(heal, self.fitting(size, beside, self.recipe.knobs("refinement")["fit_tokens"]))
+        return max(
+            heal, self.fitting(size, layers_at_once, self.recipe.knobs("refinement")["fit_tokens"])
+        )
 
-    def fitting(self, size: Size, beside: int, tokens: int = FIT_TOKENS) -> int:
+    def fitting(self, size: Size, layers_at_once: int, tokens: int = FIT_TOKENS) -> int:
         """Return the bytes of the local fits of `beside` layers at once."""
         # What enters the layer and what left the last attention, for all of them; of each layer
         # what enters and leaves it, for the newest twice, and what enters it before the norm.
-        states = (2 + 2 * beside + 3) * min(self.used_tokens, tokens) * self.geometry.hidden_size
+        states = (
+            (2 + 2 * layers_at_once + 3) * min(self.used_tokens, tokens) * self.geometry.hidden_size
+        )
         attention = size.attention + self.added
-        return FLOAT * (beside * ADAM_COPIES * attention + states)
+        return FLOAT * (layers_at_once * ADAM_COPIES * attention + states)
 
     @property
     def polish_tokens(self) -> int:
@@ -277,16 +283,18 @@ class Conversion:
         if not self.polish_steps:
             return 0
         g, width = self.geometry, self.working.itemsize
-        trained, own = key_value_parameters(g), 0
+        trained, other_parameters = key_value_parameters(g), 0
         if self.polish_weights == "all":
             trained = size.total
-            own = size.total - size.attention * g.num_layers
+            other_parameters = size.total - size.attention * g.num_layers
         copies = width + 3 * FLOAT + (FLOAT if width < FLOAT else 0)
         tokens = self.polish_tokens
         inner = g.num_layers * g.hidden_size + layer_values(self.config)
         states = min(TEACHER_BYTES, width * self.calibration_tokens * g.hidden_size)
         logits = most_logit_bytes(g.vocab_size, tokens, gpu_memory)
-        return width * own + copies * trained + width * tokens * inner + logits + states
+        return (
+            width * other_parameters + copies * trained + width * tokens * inner + logits + states
+        )
 
 
 def layer_values(config: PretrainedConfig) -> int:

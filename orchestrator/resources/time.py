@@ -190,11 +190,11 @@ def step_operations(
 
 def planning_operations(conversion: Conversion, size: Size, forward: float) -> float:
     """Return the operations of one layer's loss increases, and of its second calibration."""
-    c, own = conversion, conversion.recipe.knobs("allocation")
+    c, knobs = conversion, conversion.recipe.knobs("allocation")
     problem = problem_of(c.recipe, c.kv_ratio, c.geometry)
-    counts = [count for count in considered(problem, own["counts"]) if count < problem.stored]
+    counts = [count for count in considered(problem, knobs["counts"]) if count < problem.stored]
     fused = sum(fusing_operations(c, count / c.width) for count in counts)
-    steps = min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0))
+    steps = min(knobs["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0))
     checked = min(c.used_tokens, FIT_TOKENS) / 8
     judged = 2.0 * checked * (2 * (size.attention + c.added) + c.geometry.hidden_size**2)
     sides = 1 if c.recipe.together else 2

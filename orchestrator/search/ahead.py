@@ -125,15 +125,15 @@ class PlanAhead(Callback):
             if trial not in self._begun:
                 self._begun[trial] = conversion_key(Candidate.from_config(candidate), context)
         begun = set(self._begun.values())
-        found: dict[str, Candidate] = {}
+        candidates: dict[str, Candidate] = {}
         rates = max(len(arm.learning_rates or config.learning_rates) for arm in config.arms)
         alike = rates * len(config.seeds)
         alike *= max(1, len(config.search.distillations))
         for candidate in self._searcher.upcoming((self.limit + 1) * alike):
             key = conversion_key(candidate, context)
-            if key not in begun and len(found) < self.limit:
-                found.setdefault(key, candidate)
-        return found
+            if key not in begun and len(candidates) < self.limit:
+                candidates.setdefault(key, candidate)
+        return candidates
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
         now = time.monotonic()

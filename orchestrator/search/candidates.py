@@ -362,9 +362,9 @@ def _check_ranks(name: str, ranks: int, geometry: HeadGeometry) -> None:
             f"{key}, but search.target={name} {which}; set search.target=vllm (or gqa, phi, "
             "per_layer)"
         )
-    own = EngineSupport.of([geometry.num_kv_heads] * geometry.num_layers, geometry.head_dim)
+    support = EngineSupport.of([geometry.num_kv_heads] * geometry.num_layers, geometry.head_dim)
     try:
-        own.on_rank(ranks, geometry.num_heads)
+        support.on_rank(ranks, geometry.num_heads)
     except RankLayoutError as error:
         raise ConfigError(f"{key}, and the checkpoint itself does not fit: {error}") from None
 

@@ -200,15 +200,15 @@ def _scores(
     python: str, rows: Mapping[_Row, Exported], sequences: Tensor
 ) -> dict[_Row, llama_cpp.Scores]:
     """Return the log-probabilities and the cache's bytes of each row, by llama.cpp."""
-    found: dict[_Row, llama_cpp.Scores] = {}
+    scores: dict[_Row, llama_cpp.Scores] = {}
     with stage(f"loss in {llama_cpp.NAME}", len(rows), "runs") as progress:
         for row, model in rows.items():
             file = model.folder / "model.gguf"
             tokens = sequences.tolist()
             width = model.held.head_dim
-            found[row] = llama_cpp.score(python, file, tokens, row[1], width, _SECONDS)
+            scores[row] = llama_cpp.score(python, file, tokens, row[1], width, _SECONDS)
             progress.step()
-    return found
+    return scores
 
 
 def _table(

@@ -145,8 +145,11 @@ def prompts_for(
 
 def end_tokens(source: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     """Return the tokens at which an engine ends a completion."""
-    own = getattr(source.generation_config, "eos_token_id", None)
-    ends = [*(own if isinstance(own, list) else [own]), getattr(tokenizer, "eos_token_id", None)]
+    configured = getattr(source.generation_config, "eos_token_id", None)
+    ends = [
+        *(configured if isinstance(configured, list) else [configured]),
+        getattr(tokenizer, "eos_token_id", None),
+    ]
     return frozenset(end for end in ends if end is not None)
 
 

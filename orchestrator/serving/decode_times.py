@@ -47,11 +47,11 @@ class DecodeTimes:
     heads: tuple[int, ...]
     seconds: tuple[float, ...]
 
-    def of(self, held: EngineSupport) -> float:
+    def of(self, support: EngineSupport) -> float:
         """Return the seconds per token of a plan, by what the engine holds of it."""
         counts = [
             (keys + values) / 2
-            for keys, values in zip(held.key_heads, held.value_heads, strict=True)
+            for keys, values in zip(support.key_heads, support.value_heads, strict=True)
         ]
         return float(np.mean(np.interp(counts, self.heads, self.seconds)))
 

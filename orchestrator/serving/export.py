@@ -160,14 +160,14 @@ def _engine_cache(text: str | None, chosen: Target, opened: Checkpoint) -> Forma
             f"cache_format: {pair.name} is supported by {', '.join(pair.engines)}, and target "
             f"{chosen.name} is read by {', '.join(chosen.engines)}"
         )
-    held = chosen.held(opened.config, opened.plan)
-    heads = sum(held.key_heads) + sum(held.value_heads)
+    support = chosen.held(opened.config, opened.plan)
+    heads = sum(support.key_heads) + sum(support.value_heads)
     try:
         record = format_record(pair, opened.plan)
-        held_bytes = held.bytes_in(pair)
+        held_bytes = support.bytes_in(pair)
     except CacheFormatError as error:
         raise ConfigError(f"cache_format: {error}") from None
-    share = held_bytes / (heads * held.head_dim * REFERENCE_BYTES)
+    share = held_bytes / (heads * support.head_dim * REFERENCE_BYTES)
     return {**record, "kv_bytes_per_token": held_bytes, "share": share}
 
 

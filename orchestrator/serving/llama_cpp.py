@@ -63,7 +63,7 @@ def ask(python: str, question: Question) -> Answer:
     exact, _ = _run(python, question, max(256, question.longest), "float32", flash=False)
     cells = cells_for(question.held.bytes_per_token(cache_dtype), head_bytes)
     served, log = _run(python, question, max(cells, question.longest), cache_dtype, flash=True)
-    held = kv_bytes_per_token(log, head_bytes)
+    cache_bytes = kv_bytes_per_token(log, head_bytes)
     rounding = max(ROUNDING[question.dtype], GELU if "gelu" in question.activation else 0.0)
     runs = [
         EngineRun("float32 cache, no flash attention", completions_of(exact), rounding),
@@ -73,7 +73,7 @@ def ask(python: str, question: Question) -> Answer:
             max(2 * rounding, ROUNDING["float16"]),
         ),
     ]
-    return Answer(served["version"], runs, cache_dtype, held, question.memory // held)
+    return Answer(served["version"], runs, cache_dtype, cache_bytes, question.memory // cache_bytes)
 
 
 def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
@@ -89,9 +89,13 @@ def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
         promised = question.held.bytes_in(pair)
     cells = max(cells_for(promised, head_bytes), question.longest)
     answer, log = _run(python, question, cells, cache_dtype, flash=True)
-    held = kv_bytes_per_token(log, head_bytes)
+    cache_bytes = kv_bytes_per_token(log, head_bytes)
     return SpeedAnswer(
-        answer["version"], answer["seconds"], cache_dtype, held, question.memory // held
+        answer["version"],
+        answer["seconds"],
+        cache_dtype,
+        cache_bytes,
+        question.memory // cache_bytes,
     )
 
 

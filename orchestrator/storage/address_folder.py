@@ -193,11 +193,11 @@ class AddressFolder:
             stat = self._state.stat()
             stamp = (stat.st_size, stat.st_mtime_ns)
         if self.remote is None or stamp != self._state_stamp:
-            found = self.objects.read(self._path(MANIFEST))
-            self._remote_tag = found.tag if found is not None else None
+            stored = self.objects.read(self._path(MANIFEST))
+            self._remote_tag = stored.tag if stored is not None else None
             self.remote = (
-                read_record(found, Manifest, self._path(MANIFEST))
-                if found is not None
+                read_record(stored, Manifest, self._path(MANIFEST))
+                if stored is not None
                 else {"format": FORMAT, "generation": 0, "epoch": 0, "writer": "", "files": {}}
             )
             self.synced = self._read_state()["files"]
@@ -230,8 +230,8 @@ class AddressFolder:
         except WriteConflictError:
             # A late write of a driver that was taken over, or ours before a kill
             self._verify()
-            found = self.objects.read(path)
-            self._remote_tag = self.objects.write(path, content, found and found.tag)
+            stored = self.objects.read(path)
+            self._remote_tag = self.objects.write(path, content, stored and stored.tag)
         self._save_state()
 
     def _save_state(self) -> None:

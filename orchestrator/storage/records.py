@@ -459,11 +459,11 @@ def worthwhile(trials: Sequence[TrialRecord]) -> dict[float, list[TrialRecord]]:
     """
     by_ratio = ranked(trials)
     best = [group[0] for group in by_ratio.values() if group[0].kv_bytes_per_token_per_gpu]
-    kept = {trial.trial_id for trial in front(best, timed=False)}
+    on_front = {trial.trial_id for trial in front(best, timed=False)}
     return {
         ratio: group
         for ratio, group in by_ratio.items()
-        if not group[0].kv_bytes_per_token_per_gpu or group[0].trial_id in kept
+        if not group[0].kv_bytes_per_token_per_gpu or group[0].trial_id in on_front
     }
 
 

@@ -181,12 +181,12 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         request = self.request
         if self._several or self.options.layerwise:
             return []
-        found = [
+        pairs = [
             (recipe, ratio)
             for ratio in request.kv_ratios
             for recipe in equal_budgets(self.competing, ratio, request.checkpoint)
         ]
-        return found if len(found) > 1 else []
+        return pairs if len(pairs) > 1 else []
 
     @cached_property
     def estimate(self) -> RunEstimate:

@@ -88,8 +88,8 @@ def _quality(
         Stat("perplexity", number(model["perplexity"], ".2f"), perplexity),
     ]
     if size := model["kv_bytes_per_token"]:
-        own = original["kv_bytes_per_token"]
-        remark = f"{percent(round(size / own, 4))}; original {own:,}"
+        original_size = original["kv_bytes_per_token"]
+        remark = f"{percent(round(size / original_size, 4))}; original {original_size:,}"
         stats.append(Stat("KV cache, bytes per token", f"{size:,}", remark))
     if (baseline := candidate.get("baseline_loss")) is not None:
         remark = f"{baseline - original_loss:+.3f}; same number of training steps"

@@ -163,10 +163,10 @@ class TrialContext:
         """
         if (times := self.decode_times) is None and self.tensor_parallel == 1:
             return {}
-        held = target(self.target).held(config, plan)
-        facts = {} if times is None else {DECODE: times.of(held)}
+        support = target(self.target).held(config, plan)
+        facts = {} if times is None else {DECODE: times.of(support)}
         if self.tensor_parallel > 1:
-            on_rank = held.on_rank(self.tensor_parallel, plan.num_heads)
+            on_rank = support.on_rank(self.tensor_parallel, plan.num_heads)
             facts[PER_GPU] = on_rank.bytes_per_token(self.dtype)
         return facts
 

@@ -111,7 +111,7 @@ def test_sequences_are_as_long_as_model_and_text_allow() -> None:
 
 
 def test_token_sets_of_a_tokenizer_without_beginning_keep_their_names(jsonl: str, demo_tokenizer: Any) -> None:
-    made_of = TextCut(jsonl, "train", 1024, 64)._made_of(demo_tokenizer)
+    made_of = TextCut(jsonl, "train", 1024, 64)._definition(demo_tokenizer)
     assert set(made_of) == {
         *("source", "split", "tokens", "sequence_length", "seed", "text_field", "spread", "fingerprint", "tokenizer")
     }
