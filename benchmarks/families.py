@@ -74,8 +74,8 @@ def families(scale: Scale) -> Iterator[Row]:
 def trained(name: str, text: Tensor, steps: int) -> PreTrainedModel:
     """A model of the family after some steps of AdamW on `text` `[N, T]`, the last of them at a falling rate."""
     config: Any = OWN[name][0]
-    own = OWN[name][1]
-    settings = {key: value for key, value in (SHAPE | own).items() if value is not None or key == "pad_token_id"}
+    changes = OWN[name][1]
+    settings = {key: value for key, value in (SHAPE | changes).items() if value is not None or key == "pad_token_id"}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**settings), dtype=torch.float32).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))

@@ -56,10 +56,10 @@ def large_model(scale: Scale) -> Iterator[Row]:
             "gqa": (grouped, (uniform,) * layers),
         }
         for length in scale.pick((32,), (4096, 32_768)):
-            arms = {arm: stepper(own, held, length, arm) for arm, (own, held) in models.items()}
-            taken = medians(arms, scale.pick(1, 5), scale.device, dict.fromkeys(arms, scale.pick(1, 8)))
+            arms = {arm: stepper(arm_model, cache, length, arm) for arm, (arm_model, cache) in models.items()}
+            times = medians(arms, scale.pick(1, 5), scale.device, dict.fromkeys(arms, scale.pick(1, 8)))
             for rival, words in RIVALS.items():
-                yield Row(f"{length} tokens, {words}", 1e3 * taken["ours"], 1e3 * taken[rival], "ms per token")
+                yield Row(f"{length} tokens, {words}", 1e3 * times["ours"], 1e3 * times[rival], "ms per token")
 
 
 def _measured(work: Callable[[], T], device: str) -> tuple[T, float, str]:

@@ -122,7 +122,7 @@ def medians(
                 work()
             if turn:
                 times[name].append((_now(device) - started) / count)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
 def _now(device: str) -> float:
@@ -178,10 +178,10 @@ def entry(results: Mapping[str, Iterable[Row]], command: str, device: str, load:
 
 def keep(text: str, log: Path = LOG) -> None:
     """Put an entry above the others. Raises ValueError if the log lacks the line that it goes below."""
-    held = log.read_text(encoding="utf-8")
-    if NEWEST not in held:
+    content = log.read_text(encoding="utf-8")
+    if NEWEST not in content:
         raise ValueError(f"{log} has no line {NEWEST!r}; put it above the newest entry")
-    log.write_text(held.replace(NEWEST, f"{NEWEST}\n\n{text.rstrip()}", 1), encoding="utf-8")
+    log.write_text(content.replace(NEWEST, f"{NEWEST}\n\n{text.rstrip()}", 1), encoding="utf-8")
 
 
 def as_json(results: Mapping[str, Iterable[Row]]) -> list[dict[str, Any]]:

@@ -55,8 +55,8 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
 
 
 def main() -> None:
-    given = options(__doc__, steps=600, tokens=2_400_000, learning_rate=4e-3).parse_args()
-    learn(make_model(given.seed), texts(), "mixed", given, "train-third")
+    arguments = options(__doc__, steps=600, tokens=2_400_000, learning_rate=4e-3).parse_args()
+    learn(make_model(arguments.seed), texts(), "mixed", arguments, "train-third")
 
 
 if __name__ == "__main__":

@@ -125,12 +125,12 @@ def decode_speed(device: Device) -> Iterator[Number]:
         for length in device.pick([16], [1024, 4096, 16_384, 65_536]):
             arms = layer_arms(heads, width, length, device.dtype, str(device.torch_device))
             repeat: dict[str, int] = {name: device.pick(1, 20) for name in arms}
-            taken = medians(arms, device.pick(1, 20), device.clock, repeat)
-            read = 2 * heads // 4 * width * length * device.dtype.itemsize / taken["ours"]
+            times = medians(arms, device.pick(1, 20), device.clock, repeat)
+            read = 2 * heads // 4 * width * length * device.dtype.itemsize / times["ours"]
             name = f"{shape_name}, {length} tokens"
-            yield Number(f"{name}: ours", 1e6 * taken["ours"], "us", f"{read / 1e9:.0f} GB/s of the cache are read")
+            yield Number(f"{name}: ours", 1e6 * times["ours"], "us", f"{read / 1e9:.0f} GB/s of the cache are read")
             for rival, words in RIVALS.items():
-                yield Number(f"{name}: {words}", taken[rival] / taken["ours"], "times as fast")
+                yield Number(f"{name}: {words}", times[rival] / times["ours"], "times as fast")
 
 
 def decode_models(device: Device) -> Iterator[Number]:
@@ -300,8 +300,8 @@ def _llama_3(device: Device, layers: int, **more: Any) -> LlamaConfig:
 
 def _halved(config: LlamaConfig) -> AttentionPlan:
     """Half of the model's own KV heads in every layer."""
-    heads, kept = config.num_attention_heads, int(config.num_key_value_heads or 0) // 2
-    heads_map = tuple(head * kept // heads for head in range(heads))
+    heads, kv_heads = config.num_attention_heads, int(config.num_key_value_heads or 0) // 2
+    heads_map = tuple(head * kv_heads // heads for head in range(heads))
     layers = (LayerPlan(heads_map, heads_map),) * config.num_hidden_layers
     return AttentionPlan(layers, int(config.head_dim or 0))
 

@@ -74,13 +74,13 @@ class Counted:
         self._tracker, self._measured = tracker, measured
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._tracker, name)
-        if not callable(found):
-            return found
+        attribute = getattr(self._tracker, name)
+        if not callable(attribute):
+            return attribute
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._measured.calls += 1
-            return found(*args, **kwargs)
+            return attribute(*args, **kwargs)
 
         return call
 
@@ -124,8 +124,8 @@ def _simulated(
     space, named = _space(trials)
     problem = SearchProblem(space, named, trials - len(named), seed)
     rungs = len(curves[0].rungs)
-    own = make_scheduler(scheduler, RungProblem(rungs, 2.0, ("gqa",), trials=trials))
-    own.slots.capacity = workers
+    scheduling = make_scheduler(scheduler, RungProblem(rungs, 2.0, ("gqa",), trials=trials))
+    scheduling.slots.capacity = workers
     sync = None
     if mlflow:
         counted: Any = Counted(Tracker.open(None, "simulation", folder), measured)
@@ -133,7 +133,7 @@ def _simulated(
     journal = Journal(folder / "journal.jsonl")
     journal.begin(rungs)
     log = SearchLog(journal, sync, trials, 2.346)
-    decided = JournaledScheduler(own, journal)
+    decided = JournaledScheduler(scheduling, journal)
     search = JournaledSearch(make_searcher("optuna", problem), decided, journal)
     experiment = Experiment(
         "simulation", _nothing, num_samples=trials, storage_path=str(folder / "tune"), resources_per_trial={"cpu": 1},
@@ -184,9 +184,9 @@ def _drive(controller: Any, actors: VirtualActors, log: Any, measured: Measured)
 
 def _report(curve: Curve, rung: int, kv_ratio: float) -> tuple[dict[str, Any], float]:
     """Return the report of a trial at a rung, all facts included, and the seconds until then."""
-    found = curve.rungs[rung]
-    assert found is not None
-    step, tokens, loss, seconds = found
+    report = curve.rungs[rung]
+    assert report is not None
+    step, tokens, loss, seconds = report
     before = curve.rungs[rung - 1] if rung else None
     facts = {
         "kv_bytes_per_token": int(8192 * kv_ratio), "cache_bytes_measured": int(2**21 * kv_ratio), "cache_tokens": 256,
@@ -203,8 +203,8 @@ def _report(curve: Curve, rung: int, kv_ratio: float) -> tuple[dict[str, Any], f
         "tokens": tokens,
         "rung": rung,
     }
-    taken = seconds if before is None or rung == 1 else seconds - before[3]
-    return {**facts, **first, **later, **scores, "seconds": seconds}, max(0.1, taken)
+    duration = seconds if before is None or rung == 1 else seconds - before[3]
+    return {**facts, **first, **later, **scores, "seconds": seconds}, max(0.1, duration)
 
 
 def _space(trials: int) -> tuple[Any, tuple[Any, ...]]:

@@ -130,11 +130,11 @@ class VirtualActors:
         from ray.tune.result import RESULT_DUPLICATE
 
         rung = self._done.get(trial_id, 0)
-        found = self._report(trial_id, rung)
-        if found is None:
+        report = self._report(trial_id, rung)
+        if report is None:
             return {RESULT_DUPLICATE: True, "done": True}, 0.0
         self._done[trial_id] = rung + 1
-        result, seconds = found
+        result, seconds = report
         clock = {"training_iteration": rung + 1, "time_this_iter_s": seconds, "time_total_s": seconds, "done": False}
         return {**result, **clock, "timestamp": int(self.now)}, seconds
 

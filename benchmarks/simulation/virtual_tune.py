@@ -29,8 +29,8 @@ class FakeTrial:
     first: dict[str, Any] = field(default_factory=dict)
 
     def report(self, rung: int) -> dict[str, Any]:
-        told = {"loss": self.curve[rung], "kv_bytes_per_token": self.kv_bytes, "rung": rung}
-        return told | (self.first if rung == 0 else {})
+        result = {"loss": self.curve[rung], "kv_bytes_per_token": self.kv_bytes, "rung": rung}
+        return result | (self.first if rung == 0 else {})
 
     def set_status(self, status: str) -> None:
         self.status = status
@@ -140,23 +140,23 @@ def told_again(tune: VirtualTune, scheduler: RungScheduler) -> VirtualTune:
     """A search after a kill: a fresh scheduler hears all events, then gets the unfinished trials."""
     back = VirtualTune(scheduler, tune.waiting, tune.workers, tune.seconds, tune.fails)
     back.trials, back.jobs, back.decisions, back.events = tune.trials, tune.jobs, tune.decisions, tune.events
-    for kind, own, *rest in tune.events:
-        seen = FakeTrial(own.trial_id, own.curve, own.config, own.kv_bytes, Trial.RUNNING)
+    for kind, trial, *rest in tune.events:
+        seen = FakeTrial(trial.trial_id, trial.curve, trial.config, trial.kv_bytes, Trial.RUNNING)
         if kind == "add":
             scheduler.on_trial_add(None, seen)
         elif kind == "report":
             assert scheduler.on_trial_result(None, seen, rest[0]) == rest[1]
         elif kind == "advance":
-            scheduler.advance(own.trial_id)
+            scheduler.advance(trial.trial_id)
         else:
             scheduler.on_trial_complete(None, seen, {})
-    for own in tune.trials:
-        if own not in tune.waiting and own.status in (Trial.RUNNING, Trial.PAUSED):
-            own.status = Trial.PAUSED if own.status == Trial.PAUSED else Trial.PENDING
-            scheduler.on_trial_add(back, own)
-            for rung in range(own.done if own.status == Trial.PENDING else 0):  # it reports from the beginning
-                if own.curve[rung] is not None and rung < len(own.curve) - 1:
-                    assert scheduler.on_trial_result(back, own, own.report(rung)) == CONTINUE
-            if own.status == Trial.PENDING:
-                back._begin(own)
+    for trial in tune.trials:
+        if trial not in tune.waiting and trial.status in (Trial.RUNNING, Trial.PAUSED):
+            trial.status = Trial.PAUSED if trial.status == Trial.PAUSED else Trial.PENDING
+            scheduler.on_trial_add(back, trial)
+            for rung in range(trial.done if trial.status == Trial.PENDING else 0):  # it reports from the beginning
+                if trial.curve[rung] is not None and rung < len(trial.curve) - 1:
+                    assert scheduler.on_trial_result(back, trial, trial.report(rung)) == CONTINUE
+            if trial.status == Trial.PENDING:
+                back._begin(trial)
     return back
