@@ -235,8 +235,8 @@ class EmulatedTensor(Tensor):
         return self.numpy()
 
     def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Tensor:
-        made = _TENSOR(data, dtype=self.dtype if dtype is None else dtype)
-        return made.to(self.device if device is None else device).requires_grad_(requires_grad)
+        created = _TENSOR(data, dtype=self.dtype if dtype is None else dtype)
+        return created.to(self.device if device is None else device).requires_grad_(requires_grad)
 
 
 class _GeneratorType(type):

@@ -38,8 +38,8 @@ def write_journal(folder: Path, trials: Sequence[TrialRecord] = ()) -> Path:
             journal.append(END, trial=name, error=error, trace=trial.error_log, lost=False, bare=False)
     if any(trial.status == records.KILLED for trial in trials):
         journal.append(INTERRUPT)
-    found = {name: record.status for name, record in journal.history.records.items()}
-    assert found == {trial.trial_id: trial.status for trial in trials}
+    actual = {name: record.status for name, record in journal.history.records.items()}
+    assert actual == {trial.trial_id: trial.status for trial in trials}
     return journal.path
 
 

@@ -50,18 +50,18 @@ def start_search(
 def left_over(storage: Path, seconds: float = 30) -> list[str]:
     """The commands of a search's processes that are still there, `seconds` after it has ended at the latest."""
     deadline = time.monotonic() + seconds
-    while (found := _marked(f"{MARK}={storage}".encode())) and time.monotonic() < deadline:
+    while (result := _marked(f"{MARK}={storage}".encode())) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return found
+    return result
 
 
 def _marked(mark: bytes) -> list[str]:
-    found = []
+    result = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # not ours, or gone
             if mark in (process / "environ").read_bytes().split(b"\0") and (command := _command(process)):
-                found.append(command)
-    return found
+                result.append(command)
+    return result
 
 
 def _command(process: Path) -> str:

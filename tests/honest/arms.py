@@ -84,6 +84,6 @@ def fused_and_recovered(
 
 def best(arm: Callable[[float], float], rates: tuple[float, ...]) -> float:
     """The arm at its best learning rate of the grid; every value is printed."""
-    found = {rate: arm(rate) for rate in rates}
-    print({rate: round(loss, 3) for rate, loss in found.items()})
-    return min(found.values())
+    result = {rate: arm(rate) for rate in rates}
+    print({rate: round(loss, 3) for rate, loss in result.items()})
+    return min(result.values())

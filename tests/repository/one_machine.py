@@ -100,9 +100,9 @@ def end_tree(pid: int, *, kill: bool = False) -> None:
     for process in tree if kill else tree[:1]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill() if kill else process.terminate()
-    for left in psutil.wait_procs(tree, timeout=60)[1]:  # MLflow's keeper copies the database before it ends
+    for remaining in psutil.wait_procs(tree, timeout=60)[1]:  # MLflow's keeper copies the database before it ends
         with contextlib.suppress(psutil.NoSuchProcess):
-            left.kill()
+            remaining.kill()
     psutil.wait_procs(tree, timeout=10)
 
 
@@ -129,11 +129,11 @@ class OneMachine:
             "/mnt/headfold": str(self.shared),
             "/home/ray/mlflow": str(self.folder / "mlflow"),
         }
-        found = [command for command in self.config[key] if command not in CUT]
+        result = [command for command in self.config[key] if command not in CUT]
         for old, new in places.items():
-            found = [command.replace(old, new) for command in found]
+            result = [command.replace(old, new) for command in result]
         flags = NODE_FLAGS.format(agent=0 if key.startswith("worker") else free_port())
-        return [f"{c} {flags}" if c.startswith("ray start") else c for c in found]
+        return [f"{c} {flags}" if c.startswith("ray start") else c for c in result]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -250,13 +250,13 @@ class OneMachine:
 
     def left_over(self) -> list[psutil.Process]:
         """Processes that belong to this cluster, by its folder in their command or environment."""
-        found = []
+        result = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 own = str(self.folder) + "/" in " ".join(process.cmdline())
                 if process.pid != os.getpid() and (own or process.environ().get("RAY_TMPDIR") == str(self.folder)):
-                    found.append(process)
-        for process in found:
+                    result.append(process)
+        for process in result:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        return found
+        return result

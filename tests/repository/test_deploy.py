@@ -36,19 +36,19 @@ def locked() -> dict[str, Version]:
 
 def copied() -> dict[str, str]:
     """Destinations of what the image copies into the folder of Headfold, by their paths here."""
-    found = {}
+    result = {}
     for sources, target in re.findall(r"^COPY --chown=\S+ (.+) /home/ray/headfold(\S*)$", IMAGE, re.MULTILINE):
         for source in sources.split():
-            found[source] = target.strip("/") or Path(source).name
-    return found
+            result[source] = target.strip("/") or Path(source).name
+    return result
 
 
 def test_every_requirement_is_locked_to_a_version_that_it_allows() -> None:
     versions, project = locked(), PROJECT["project"]
     extras = project["optional-dependencies"]
     for text in [*project["dependencies"], *extras["eval"], *extras["gpu"]]:
-        wanted = Requirement(text)
-        assert versions[wanted.name] in wanted.specifier, text
+        expected = Requirement(text)
+        assert versions[expected.name] in expected.specifier, text
 
 
 def test_the_image_has_ray_as_locked_and_all_packages() -> None:

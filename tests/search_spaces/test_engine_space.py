@@ -97,11 +97,11 @@ def test_a_recipe_is_refused_where_its_plans_are(name: str, family: str) -> None
             assert target(name).held(config, plan).bytes_per_token("float16") == plan.kv_bytes_per_token("float16")
             continue
         try:
-            held = target(name).held(config, plan).bytes_per_token("float16")
+            support = target(name).held(config, plan).bytes_per_token("float16")
         except TargetError:
             continue
         # Refused for what such plans may be; this one may be a plain one by chance
-        assert held >= plan.kv_bytes_per_token("float16")
+        assert support >= plan.kv_bytes_per_token("float16")
 
 
 def test_what_is_refused_says_why_and_the_space_is_never_empty() -> None:

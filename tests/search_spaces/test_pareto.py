@@ -17,13 +17,13 @@ def dominates(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
 
 def slow_ranks(values: list[tuple[float, ...]]) -> list[int]:
     """By the definition: take the points that no other one left dominates, then those of the rest."""
-    found, left, rank = [-1] * len(values), set(range(len(values))), 0
-    while left:
-        front = {i for i in left if not any(dominates(values[j], values[i]) for j in left)}
+    result, remaining, rank = [-1] * len(values), set(range(len(values))), 0
+    while remaining:
+        front = {i for i in remaining if not any(dominates(values[j], values[i]) for j in remaining)}
         for i in front:
-            found[i] = rank
-        left, rank = left - front, rank + 1
-    return found
+            result[i] = rank
+        remaining, rank = remaining - front, rank + 1
+    return result
 
 
 def test_ranks_worked() -> None:
@@ -61,11 +61,11 @@ def slow_net(points: list[list[float]], count: int) -> list[int]:
     """The definition, word for word: always the farthest of those left, in shares of the ranges."""
     columns = list(zip(*points, strict=True))
     shares = [[(x - min(c)) / ((max(c) - min(c)) or 1.0) for x, c in zip(p, columns, strict=True)] for p in points]
-    taken = [min(range(len(points)), key=lambda i: shares[i])]
-    while len(taken) < count:
-        left = [i for i in range(len(points)) if i not in taken]
-        taken.append(max(left, key=lambda i: min(math.dist(shares[i], shares[t]) for t in taken)))
-    return taken
+    chosen = [min(range(len(points)), key=lambda i: shares[i])]
+    while len(chosen) < count:
+        remaining = [i for i in range(len(points)) if i not in chosen]
+        chosen.append(max(remaining, key=lambda i: min(math.dist(shares[i], shares[t]) for t in chosen)))
+    return chosen
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 9, 20])
@@ -96,8 +96,8 @@ def test_nothing_kept_is_of_a_higher_rank_than_something_left(ties: str) -> None
         values = generator.normal(size=(count, 2)).tolist()
         kept, rank = pareto.select_best(values, keep, ties), pareto.ranks(values)
         assert len(kept) == len(set(kept)) == min(keep, count)
-        left = set(range(count)) - set(kept)
-        assert not left or max(rank[i] for i in kept) <= min(rank[i] for i in left)
+        remaining = set(range(count)) - set(kept)
+        assert not remaining or max(rank[i] for i in kept) <= min(rank[i] for i in remaining)
 
 
 def test_one_objective_is_a_sort() -> None:

@@ -90,10 +90,10 @@ def test_increments_agree_with_a_fresh_score_and_forget_when_told(seed: int, dem
     site = site_of(demo_context, 2, ("key",))
     small = LayerOutputScore.from_site(site, tokens=128)
     small.cache_bytes = 0
-    found = asym_walk(np.eye(8), small.score, 4, iterations=6, generator=np.random.default_rng(seed))
+    result = asym_walk(np.eye(8), small.score, 4, iterations=6, generator=np.random.default_rng(seed))
     assert len(small._effects) <= 4
     fresh = LayerOutputScore.from_site(site, tokens=128)
-    for step in found.trace:
+    for step in result.trace:
         assert step.score == pytest.approx(fresh.score(step.partition), rel=1e-6)
 
 
@@ -136,9 +136,9 @@ def test_thousands_of_iterations_stay_within_the_memory_bound(sides: tuple[str, 
         return value
 
     rng = np.random.default_rng(0)
-    found = asym_walk(rng.normal(size=(8, 8)), watched, 4, iterations=2000, generator=rng)
+    result = asym_walk(rng.normal(size=(8, 8)), watched, 4, iterations=2000, generator=rng)
     assert len(seen) > 100
-    for step in found.trace[::40]:
+    for step in result.trace[::40]:
         assert step.score == pytest.approx(slow_score(score, step.partition), rel=1e-4)
 
 

@@ -43,14 +43,14 @@ def ids() -> Tensor:
 @pytest.fixture
 def engine() -> Iterator[Callable[..., TrainEngine]]:
     """Engines with LoRA, closed afterwards."""
-    made: list[TrainEngine] = []
+    created: list[TrainEngine] = []
 
     def make(model: Any, **settings: Any) -> TrainEngine:
-        made.append(TrainEngine(model, TrainSettings(**LORA | settings), STEPS))
-        return made[-1]
+        created.append(TrainEngine(model, TrainSettings(**LORA | settings), STEPS))
+        return created[-1]
 
     yield make
-    for each in made:
+    for each in created:
         each.close()
 
 

@@ -66,12 +66,12 @@ def test_composed_heads_and_a_teacher_keep_documents_apart(tiny_model: Any, docu
         assert objective(positions=STARTS.positions)(model, row).item() == pytest.approx(
             alone(model, documents), abs=2e-5
         )
-        found = objective("kl", 1.0, teacher, STARTS.positions)(model, row).item()
+        result = objective("kl", 1.0, teacher, STARTS.positions)(model, row).item()
         logs = [
             torch.cat([each(document[None], use_cache=False).logits[0] for document in documents])[:-1].log_softmax(-1)
             for each in (model, teacher)
         ]
-    assert found == pytest.approx(F.kl_div(*logs, reduction="none", log_target=True).sum(-1).mean().item(), abs=2e-5)
+    assert result == pytest.approx(F.kl_div(*logs, reduction="none", log_target=True).sum(-1).mean().item(), abs=2e-5)
 
 
 @pytest.mark.parametrize("stage", [1, extended(3)])

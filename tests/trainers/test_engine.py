@@ -44,7 +44,7 @@ def ids() -> Tensor:
 @pytest.fixture
 def engine(tiny_model: Any) -> Iterator[Callable[..., TrainEngine]]:
     """Engines on a converted tiny model with unequal key and value heads; closed afterwards."""
-    made = []
+    created = []
 
     def make(
         model: Any = None,
@@ -57,11 +57,11 @@ def engine(tiny_model: Any) -> Iterator[Callable[..., TrainEngine]]:
         model = convert(tiny_model("llama"), PLAN) if model is None else model
         chosen = TrainSettings(**{"learning_rate": 3e-3, **settings})
         options: Any = {"schedule_offset": schedule_offset, "decay_everything": decay_everything}
-        made.append(TrainEngine(model, chosen, total_steps, **options))
-        return made[-1]
+        created.append(TrainEngine(model, chosen, total_steps, **options))
+        return created[-1]
 
     yield make
-    for each in made:
+    for each in created:
         each.close()
 
 
@@ -255,9 +255,9 @@ def test_fine_tuning_recovers_the_demo_model_after_fusing(engine: Any, demo_mode
     plan = AttentionPlan((LayerPlan(pairs, pairs),) * 4, head_dim=32)
     settings: dict[str, Any] = {"tokens": 4096, "sequence_length": 64}
     text = load_sequences("stdlib", demo_tokenizer, split="train", **settings)
-    held = load_sequences("stdlib", demo_tokenizer, split="eval", **settings)[::4]
+    cached = load_sequences("stdlib", demo_tokenizer, split="eval", **settings)[::4]
     built = engine(convert(demo_model, plan), learning_rate=1e-3)
-    before = evaluate(built.model, held).loss
+    before = evaluate(built.model, cached).loss
     milestones: list[tuple[int, float]] = []
     train_model(
         built,
@@ -267,6 +267,6 @@ def test_fine_tuning_recovers_the_demo_model_after_fusing(engine: Any, demo_mode
         milestones=(3, 6),
         on_milestone=lambda step, loss: milestones.append((step, loss)),
     )
-    assert evaluate(built.model, held).loss < before - 0.3
+    assert evaluate(built.model, cached).loss < before - 0.3
     assert [step for step, _ in milestones] == [3, 6]
     assert milestones[1][1] < milestones[0][1]

@@ -68,12 +68,12 @@ def test_trains_and_nothing_else_moves_or_has_optimiser_state(tiny_model: Any) -
             engine, BatchStream(ids, 4), steps=6, loss_fn=objective(), on_step=lambda _, loss: losses.append(loss)
         )
         after = engine.weights()
-        held = sum(p.numel() for group in engine._engine.optimizer.param_groups for p in group["params"])
+        cached = sum(p.numel() for group in engine._engine.optimizer.param_groups for p in group["params"])
     finally:
         engine.close()
     moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert moved == {name for name in before if "k_proj" in name or "v_proj" in name}
-    assert held == sum(before[name].numel() for name in moved)
+    assert cached == sum(before[name].numel() for name in moved)
     assert losses[-1] < losses[0]
 
 

@@ -37,9 +37,9 @@ def pair(tiny_model: Any) -> tuple[Any, Any]:
 
 
 def divergence(original: Any, model: Any) -> float:
-    found = evaluate(model, text(16, 99), teacher=original).kl
-    assert found is not None
-    return found
+    result = evaluate(model, text(16, 99), teacher=original).kl
+    assert result is not None
+    return result
 
 
 @pytest.mark.parametrize("weights", ["all", "kv"])

@@ -51,10 +51,10 @@ def test_pairs_against_all_orders(heads: int) -> None:
     for _ in range(10):
         matrix = torch.rand(heads, heads, generator=generator)
         distance = (matrix + matrix.T).tolist()
-        found = pairs(distance)
-        assert sorted(h for pair in found for h in pair) == list(range(heads))
-        assert len(found) == -(-heads // 2)
-        total, least = sum(distance[p[0]][p[1]] for p in found if len(p) == 2), brute(distance)
+        result = pairs(distance)
+        assert sorted(h for pair in result for h in pair) == list(range(heads))
+        assert len(result) == -(-heads // 2)
+        total, least = sum(distance[p[0]][p[1]] for p in result if len(p) == 2), brute(distance)
         assert total >= least - 1e-9
         assert total <= (least + 1e-9 if heads <= 4 else 1.5 * least)
 
@@ -66,17 +66,17 @@ def test_a_stage_pairs_within_final_groups_only() -> None:
     distance = torch.full((6, 6), 9.0)
     for i, j, value in ((1, 4, 1.0), (0, 2, 2.0), (0, 5, 0.1), (3, 5, 0.1)):
         distance[i, j] = distance[j, i] = value
-    found = paired_plan(now, goal, [distance], [None])
-    assert found.layers[0].key_groups == ((0, 2), (1, 4), (3,), (5,))
-    assert found.layers[0].value_map == goal.layers[0].value_map
+    result = paired_plan(now, goal, [distance], [None])
+    assert result.layers[0].key_groups == ((0, 2), (1, 4), (3,), (5,))
+    assert result.layers[0].value_map == goal.layers[0].value_map
 
 
 def test_stored_heads_that_were_fused_are_paired_as_one() -> None:
     now = AttentionPlan((LayerPlan((0, 1, 2, 3, 0, 1, 2, 3), tuple(range(8))),), 8)
     goal = AttentionPlan((LayerPlan((0,) * 8, tuple(range(8))),), 8)
     distance = torch.tensor([[0, 5, 5, 1], [5, 0, 1, 5], [5, 1, 0, 5], [1, 5, 5, 0]], dtype=torch.float32)
-    found = paired_plan(now, goal, [distance], [None])
-    assert found.layers[0].key_groups == ((0, 3, 4, 7), (1, 2, 5, 6))
+    result = paired_plan(now, goal, [distance], [None])
+    assert result.layers[0].key_groups == ((0, 3, 4, 7), (1, 2, 5, 6))
 
 
 # ---- as part of a job --------------------------------------------------------------------------------------------

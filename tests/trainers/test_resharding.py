@@ -23,8 +23,8 @@ HALF, ALL, ROWS = 3, 6, 6
 IDS = torch.randint(0, 64, (40, 16), generator=torch.Generator().manual_seed(0))
 
 
-def settings_of(workers: int, **given: Any) -> TrainSettings:
-    return TrainSettings(**{"learning_rate": 1e-2, "batch_size": ROWS, "num_workers": 6, **given}).on(workers)
+def settings_of(workers: int, **settings: Any) -> TrainSettings:
+    return TrainSettings(**{"learning_rate": 1e-2, "batch_size": ROWS, "num_workers": 6, **settings}).on(workers)
 
 
 def work(
@@ -36,12 +36,12 @@ def work(
     groups = [ParameterGroup(bias, 3e-2)] if own_rate else []
     with closing(TrainEngine(net, settings, ALL, groups)) as engine:
         stream = BatchStream(IDS, ROWS, rank=rank, world_size=settings.num_workers)
-        said = engine.load(load) if load else None
+        output = engine.load(load) if load else None
         stream.skip(engine.steps_done * ROWS)
         losses = [engine.step(stream.next(), objective()) for _ in range(engine.steps_done, until)]
         if save:
             engine.save(save, {"said": "here"})
-        return losses, {name: tensor.float().numpy() for name, tensor in engine.weights().items()}, said
+        return losses, {name: tensor.float().numpy() for name, tensor in engine.weights().items()}, output
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def test_training_goes_on_with_another_number_of_workers(
     assert difference(first, expected[:HALF]) < near
     for workers in (1, 4):  # 4: two of them have one row of a step, two have two
         results = run(workers, f"then-{workers}", ALL, load=saved)
-        losses, after, said = results[0]
-        assert said == {"said": "here"}
+        losses, after, output = results[0]
+        assert output == {"said": "here"}
         assert difference(losses, expected[HALF:]) < near
         assert [result[0] for result in results] == [losses] * workers
         # In bfloat16 a gradient near 0 may have either sign, and Adam makes a whole step of it

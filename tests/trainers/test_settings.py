@@ -18,7 +18,7 @@ RELAXATION = RelaxationSpec("lagrangian", tuple(PLANS), 30)
 
 
 def job(**changes: Any) -> TrainJob:
-    given = {
+    settings = {
         "model_dir": "m",
         "train_file": "t",
         "eval_file": "e",
@@ -26,7 +26,7 @@ def job(**changes: Any) -> TrainJob:
         "storage_path": "/s",
         "run_name": "r",
     }
-    return TrainJob(**{**given, "milestones": (5, 10), **changes})
+    return TrainJob(**{**settings, "milestones": (5, 10), **changes})
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_training_is_known_by_what_decides_its_result() -> None:
     for name in later:
         del before[name]
     same = ({}, {"activation_checkpointing": "selective"}, {"activation_checkpointing": False})
-    assert all(TrainSettings(**given).identity() == before for given in same)
+    assert all(TrainSettings(**settings).identity() == before for settings in same)
     other = (
         {"document_mask": True},
         {"assistant_only_loss": True},
@@ -163,5 +163,5 @@ def test_a_training_is_known_by_what_decides_its_result() -> None:
         {"activation_checkpointing": True},
         {"seed": 1},
     )
-    assert all(TrainSettings(**given).identity() != before for given in other)
+    assert all(TrainSettings(**settings).identity() != before for settings in other)
     assert TrainSettings.model_validate(TrainSettings(compile=True).identity()).compile

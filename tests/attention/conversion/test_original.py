@@ -33,8 +33,8 @@ def test_records_are_those_of_a_run_of_their_own(family: str, most: int, tiny_mo
     model = tiny_model(family, num_hidden_layers=4).requires_grad_(False)
     text = Original(model, most).on(IDS, batch_size=2)
     for layer in (0, 1, 3, 2, 2, 3):
-        found = tensors(list(text.at(layer)))
-        for tensor, expected in zip(found, tensors(afresh(model, layer)), strict=True):
+        result = tensors(list(text.at(layer)))
+        for tensor, expected in zip(result, tensors(afresh(model, layer)), strict=True):
             torch.testing.assert_close(tensor, expected, atol=1e-5, rtol=1e-4)
     assert not any("forward" in module.__dict__ for module in model.modules()), "all as it was"
 
@@ -81,8 +81,8 @@ def test_attention_whose_output_is_known_need_not_run(family: str, tiny_model: T
         outputs = [record.output for record in recorded(known, layer)]
         known.advance(layer + 1, outputs)
         run.advance(layer + 1)
-        for found, expected in zip(recorded(known, layer + 1), recorded(run, layer + 1), strict=True):
-            torch.testing.assert_close(found.stream, expected.stream, atol=1e-5, rtol=1e-4)
+        for result, expected in zip(recorded(known, layer + 1), recorded(run, layer + 1), strict=True):
+            torch.testing.assert_close(result.stream, expected.stream, atol=1e-5, rtol=1e-4)
     outputs = [record.output for record in recorded(other, 0)]
     other.advance(1, [output.roll(1, -1) for output in outputs])
     changed = [record.stream for record in recorded(other, 1)]

@@ -120,14 +120,14 @@ def test_fits_on_windows_end_as_low_as_fits_on_whole_sequences(tiny_model: Tiny,
     """Three times as many steps on a third of the positions: the same tokens."""
     original, converted = pair(tiny_model, tokens, "llama")
     module = family_of(converted.config).attention_modules(converted)[0]
-    found = []
+    result = []
     for positions, steps in ((8, 240), (24, 80)):
         task = LayerTask.of(FitTexts.of(Original.of(original), tokens, positions), 0)
         fitted = copy.deepcopy(module)
         before, after, work = fit_module(fitted, task, steps, 0.3, torch.Generator().manual_seed(0), shared_by=2)
         assert (len(task.parts), work.tokens) == (24 // positions, 80 * 24)
-        found.append(after / before)
-    assert found[0] < 1.02 * found[1] < 0.9
+        result.append(after / before)
+    assert result[0] < 1.02 * result[1] < 0.9
 
 
 def test_layers_that_keep_all_heads_are_not_fitted(tiny_model: Tiny, tokens: Tensor) -> None:
@@ -265,15 +265,15 @@ def test_a_refit_goes_on_with_what_the_healed_layer_does(family: str, tiny_model
     for both, part in ((fit, split_held_out(tokens)[0]), (check, split_held_out(tokens)[1])):
         assert both.converted.layer == 1
         afresh = recorded(Streams(converted, modules, part, 8), 1)
-        for found, expected in zip(recorded(both.converted, 1), afresh, strict=True):
-            torch.testing.assert_close(found.stream, expected.stream, atol=1e-4, rtol=1e-4)
+        for result, expected in zip(recorded(both.converted, 1), afresh, strict=True):
+            torch.testing.assert_close(result.stream, expected.stream, atol=1e-4, rtol=1e-4)
 
 
 def test_ridge_refit_is_least_squares_pulled_to_the_present_weights() -> None:
     generator = torch.Generator().manual_seed(0)
     z, y, w = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((50, 6), (50, 3), (6, 3)))
-    found = ridge_refit(w, z.T @ z, z.T @ y, 1e-12)
-    torch.testing.assert_close(found, torch.linalg.lstsq(z, y).solution)
+    result = ridge_refit(w, z.T @ z, z.T @ y, 1e-12)
+    torch.testing.assert_close(result, torch.linalg.lstsq(z, y).solution)
     torch.testing.assert_close(ridge_refit(w, z.T @ z, z.T @ y, 1e12), w)
 
 
@@ -291,11 +291,11 @@ def test_layers_side_by_side_are_those_one_after_the_other(tiny_model: Tiny, tok
     alone = refine("fit_heal", original, one, tokens, QUICK)
     try:
         torch.set_num_threads(2)
-        beside = refine("fit_heal", original, other, tokens, QUICK)
+        shared = refine("fit_heal", original, other, tokens, QUICK)
         assert torch.get_num_threads() == 2, "as it was"
     finally:
         torch.set_num_threads(threads)
-    assert [(f.step, f.layer) for f in beside] == [(f.step, f.layer) for f in alone]
+    assert [(f.step, f.layer) for f in shared] == [(f.step, f.layer) for f in alone]
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(other)[name], tensor, atol=1e-5, rtol=1e-4)
 

@@ -80,8 +80,8 @@ def test_export_to_stock_gqa_is_exact(name: str, layers, tiny_model, tmp_path: P
     assert not stock.config.model_type.startswith("headfold")
     assert torch.allclose(logits(stock), logits(model), atol=1e-4)
     assert report.exact and report.kv_bytes_per_token_before == model.plan.kv_bytes_per_token("float32")
-    held = stock(torch.arange(9)[None], use_cache=True).past_key_values  # as many as the tiny models' windows
-    assert sum(x.keys.nbytes + x.values.nbytes for x in held.layers) == 9 * report.kv_bytes_per_token_after
+    cached = stock(torch.arange(9)[None], use_cache=True).past_key_values  # as many as the tiny models' windows
+    assert sum(x.keys.nbytes + x.values.nbytes for x in cached.layers) == 9 * report.kv_bytes_per_token_after
     assert json.loads((tmp_path / "stock" / export.REPORT_FILE).read_text())["exact"] is True
 
 
@@ -160,7 +160,7 @@ def test_a_killed_save_leaves_the_old_checkpoint(tiny_model, tmp_path: Path) -> 
     model = convert(tiny_model("llama"), AttentionPlan(DECOUPLED, 8))
     folder = checkpoint.save(model, tmp_path / "model")
     before = checkpoint.weights_digest(folder)
-    told, tell = os.pipe()
+    report, tell = os.pipe()
 
     def write(fresh: Path) -> None:
         (fresh / "model.safetensors").write_bytes(b"half")
@@ -173,10 +173,10 @@ def test_a_killed_save_leaves_the_old_checkpoint(tiny_model, tmp_path: Path) -> 
         finally:
             os._exit(1)
     os.close(tell)
-    assert os.read(told, 100) == b"writing"
+    assert os.read(report, 100) == b"writing"
     os.kill(child, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    os.close(told)
+    os.close(report)
     assert list(folder.parent.glob(".model*")), "what it had begun"
     assert checkpoint.weights_digest(folder) == before
     assert torch.equal(logits(checkpoint.load(folder)), logits(model))

@@ -83,8 +83,8 @@ def test_whole_checkpoints_pass(family: str, tied: bool, tiny_model: Tiny, tmp_p
     """Stock and Headfold form, and one saved from the model without its head; nothing is warned of."""
     model = tiny_model(family, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "stock")
-    kept = LayerPlan((0, 1, 1, 2), (0, 0, 1, 2))
-    checkpoint.save(convert(model, AttentionPlan((kept, kept), 8)), tmp_path / "own")
+    stored = LayerPlan((0, 1, 1, 2), (0, 0, 1, 2))
+    checkpoint.save(convert(model, AttentionPlan((stored, stored), 8)), tmp_path / "own")
     for folder in (tmp_path / "stock", tmp_path / "own"):
         back = checkpoint.load(folder)
         assert set(weights.check_weights(folder, back.config)) >= set(back.state_dict())
@@ -107,8 +107,10 @@ def test_what_is_missing_is_refused(family: str, saved: Callable[..., Path]) -> 
 
     edit(folder, lambda t: {name.replace(".1.", ".one."): x for name, x in whole.items()})
     renamed = sum(".1." in name for name in whole)
-    said = refusal(folder)
-    assert f"lacks {renamed} of" in said and f"and {renamed - 3} more; it has" in said and "Rename them" in said
+    message = refusal(folder)
+    assert (
+        f"lacks {renamed} of" in message and f"and {renamed - 3} more; it has" in message and "Rename them" in message
+    )
 
     edit(folder, lambda t: whole | {victim: torch.zeros(3, 5)})
     assert f"{victim} [3, 5] instead of {list(whole[victim].shape)}" in refusal(folder)
@@ -145,11 +147,11 @@ def test_an_untied_output_must_be_stored(saved: Callable[..., Path]) -> None:
 def test_of_tied_matrices_either_or_two_equal_ones_do(saved: Callable[..., Path]) -> None:
     folder = saved("llama", tie_word_embeddings=True)
     table = "model.embed_tokens.weight"
-    wanted = load_file(folder / SINGLE)[table]
+    expected = load_file(folder / SINGLE)[table]
     for names in ((table, "lm_head.weight"), ("lm_head.weight",)):
-        edit(folder, lambda t, names=names: _with_tables(t, names, wanted))
-        assert torch.equal(checkpoint.load(folder).state_dict()["lm_head.weight"], wanted)
-        assert torch.equal(LazyWeights(folder, checkpoint.load_config(folder)).one(table, torch.float32), wanted)
+        edit(folder, lambda t, names=names: _with_tables(t, names, expected))
+        assert torch.equal(checkpoint.load(folder).state_dict()["lm_head.weight"], expected)
+        assert torch.equal(LazyWeights(folder, checkpoint.load_config(folder)).one(table, torch.float32), expected)
     edit(folder, lambda t: t | {table: t["lm_head.weight"] + 1})
     assert "set tie_word_embeddings to false" in refusal(folder)
 
@@ -164,9 +166,9 @@ def test_surplus_tensors_are_told_once(saved: Callable[..., Path], caplog: pytes
     edit(folder, lambda t: t | {f"extra.{i}.weight": torch.zeros(2) for i in range(5)})
     checkpoint.load(folder)
     checkpoint.load(folder)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1 and "5 tensors are not part of LlamaForCausalLM and not used" in told[0]
-    assert "extra.0.weight, extra.1.weight, extra.2.weight and 2 more" in told[0]
+    report = [record.getMessage() for record in caplog.records]
+    assert len(report) == 1 and "5 tensors are not part of LlamaForCausalLM and not used" in report[0]
+    assert "extra.0.weight, extra.1.weight, extra.2.weight and 2 more" in report[0]
 
 
 @pytest.mark.parametrize(
@@ -233,8 +235,10 @@ def test_shards(tiny_model: Tiny, tmp_path: Path) -> None:
     whole = shards[1].read_bytes()
 
     shards[1].write_bytes(whole[:-100])
-    said = refusal(tmp_path)
-    assert f"{shards[1]} cannot be read: it is truncated: {len(whole) - 100:,} bytes of at least {len(whole):,}" in said
+    message = refusal(tmp_path)
+    assert (
+        f"{shards[1]} cannot be read: it is truncated: {len(whole) - 100:,} bytes of at least {len(whole):,}" in message
+    )
 
     shards[1].write_bytes(whole[:20])
     assert "truncated: 20 bytes" in refusal(tmp_path)
@@ -270,8 +274,8 @@ def test_shards(tiny_model: Tiny, tmp_path: Path) -> None:
 def test_a_file_that_is_not_safetensors_is_named(content: bytes, told: str, saved: Callable[..., Path]) -> None:
     folder = saved()
     (folder / SINGLE).write_bytes(content)
-    said = refusal(folder)
-    assert f"{folder / SINGLE} cannot be read" in said and told in said
+    message = refusal(folder)
+    assert f"{folder / SINGLE} cannot be read" in message and told in message
 
 
 @pytest.mark.parametrize(

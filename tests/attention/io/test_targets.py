@@ -40,8 +40,8 @@ every_target = pytest.mark.parametrize("name", sorted(targets()))
 
 def kv_heads_in(name: str, config: Any, plan: AttentionPlan) -> tuple[int, ...]:
     """KV heads of each layer as an engine holds them: the larger of keys and values where the two differ."""
-    held = target(name).held(config, plan)
-    return tuple(map(max, held.key_heads, held.value_heads))
+    support = target(name).held(config, plan)
+    return tuple(map(max, support.key_heads, support.value_heads))
 
 
 @pytest.fixture
@@ -69,24 +69,26 @@ def test_a_target_holds_a_plan_or_says_why_not_before_weights_are_read(
     plan = plan_of_config(config)
     weights = (folder / "model.safetensors").rename(tmp_path / "aside")
     try:
-        held = kv_heads_in(name, config, plan)
+        cached = kv_heads_in(name, config, plan)
     except TargetError as error:
         assert len(str(error)) > 30
         with pytest.raises(TargetError):
             export(folder, name, tmp_path / "out", allow_larger_cache=True)
         assert not (tmp_path / "out").exists()
         return
-    assert len(held) == plan.num_layers
-    assert all(count >= max(layer.key_heads, layer.value_heads) for count, layer in zip(held, plan.layers, strict=True))
+    assert len(cached) == plan.num_layers
+    assert all(
+        count >= max(layer.key_heads, layer.value_heads) for count, layer in zip(cached, plan.layers, strict=True)
+    )
     promised = kv_bytes_in(name, config, plan, "float32")
     if promised > plan.kv_bytes_per_token("float32"):
         with pytest.raises(LargerCacheError, match=r"layer \d has \d pairs.*--allow-larger-cache"):
             export(folder, name, tmp_path / "out")
     weights.rename(folder / "model.safetensors")
     report = export(folder, name, tmp_path / "out", allow_larger_cache=True)
-    assert report.exact and report.kv_heads == held and report.kv_bytes_per_token_after == promised
+    assert report.exact and report.kv_heads == cached and report.kv_bytes_per_token_after == promised
     assert report.max_logit_difference <= tolerance(torch.float32) * max(report.max_logit, 1.0)
-    assert json.loads((tmp_path / "out" / "export.json").read_text())["kv_heads"] == list(held)
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["kv_heads"] == list(cached)
     assert checkpoint.intact(tmp_path / "out")
 
 
@@ -308,8 +310,8 @@ def test_a_model_with_maps_generates_as_the_source(saved: Callable[..., Path], t
     export(folder, "transformers", tmp_path / "out")
     source, back = checkpoint.load(folder), target("transformers").read(tmp_path / "out", None)
     prompt = torch.tensor([[1, 2, 3, 4]])
-    wanted = source.generate(prompt, max_new_tokens=8, do_sample=False)
-    assert torch.equal(back.generate(prompt, max_new_tokens=8, do_sample=False), wanted)
+    expected = source.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(back.generate(prompt, max_new_tokens=8, do_sample=False), expected)
     padded, mask = torch.tensor([[0, 0, 1, 2, 3, 4]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
     with torch.no_grad():
         one, other = (model(padded, attention_mask=mask).logits[:, 2:] for model in (source, back))

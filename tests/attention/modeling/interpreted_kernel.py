@@ -44,15 +44,15 @@ def wrong_map() -> float:
 
 
 def main() -> None:
-    found = {f"plan {name}": difference(plan, 32, 130, "cpu", torch.float32) for name, plan in PLANS.items()}
+    result = {f"plan {name}": difference(plan, 32, 130, "cpu", torch.float32) for name, plan in PLANS.items()}
     plan = PLANS["decoupled"]
-    found |= {f"width {d}": difference(plan, d, 70, "cpu", torch.float32) for d in (32, 64, 80, 128, 256)}
-    found |= {f"dtype {name}": difference(plan, 32, 130, "cpu", dtype) for name, dtype in DTYPES.items()}
-    found |= {f"tokens {s}": difference(plan, 32, s, "cpu", torch.float32) for s in (1, 64, 65, 700)}
-    found |= {f"mask {name}": difference(plan, 32, 200, "cpu", torch.float32, m) for name, m in masks(200).items()}
-    found["splits"] = split_sizes(700, 2 * 3, 4, 32)[0]
-    found["wrong map"] = wrong_map()
-    print(json.dumps(found))
+    result |= {f"width {d}": difference(plan, d, 70, "cpu", torch.float32) for d in (32, 64, 80, 128, 256)}
+    result |= {f"dtype {name}": difference(plan, 32, 130, "cpu", dtype) for name, dtype in DTYPES.items()}
+    result |= {f"tokens {s}": difference(plan, 32, s, "cpu", torch.float32) for s in (1, 64, 65, 700)}
+    result |= {f"mask {name}": difference(plan, 32, 200, "cpu", torch.float32, m) for name, m in masks(200).items()}
+    result["splits"] = split_sizes(700, 2 * 3, 4, 32)[0]
+    result["wrong map"] = wrong_map()
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

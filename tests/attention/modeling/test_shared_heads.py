@@ -64,16 +64,16 @@ def copied_by_hand(model, plan: AttentionPlan):
     for s in plan.mlp_shares:
         source, target = (mlp.mlp_sites(model)[i] for i in (s.source_layer, s.layer))
         size = source.neurons // plan.num_heads
-        mine, theirs = (
+        ours, theirs = (
             slice(s.head * size, (s.head + 1) * size),
             slice(s.source_head * size, (s.source_head + 1) * size),
         )
         for name in source.inputs:
             old, new = source.projection(name), target.projection(name)
-            new.weight[mine] = old.weight[theirs]
+            new.weight[ours] = old.weight[theirs]
             if new.bias is not None:
-                new.bias[mine] = old.bias[theirs]
-        target.projection(target.output).weight[:, mine] = source.projection(source.output).weight[:, theirs]
+                new.bias[ours] = old.bias[theirs]
+        target.projection(target.output).weight[:, ours] = source.projection(source.output).weight[:, theirs]
     return model
 
 
@@ -85,7 +85,7 @@ def test_forward_and_gradients_are_those_of_the_whole_weight(kind, bias: bool, b
     torch.manual_seed(0)
     shape = (6, 17) if kind is SharedRows else (17, 6)
     lender = nn.Linear(*shape, bias=bias, dtype=torch.float64)
-    shared = kind(lender, 4, 4, {mine: (lender, theirs) for mine, theirs in borrowed.items()})
+    shared = kind(lender, 4, 4, {ours: (lender, theirs) for ours, theirs in borrowed.items()})
     assert not [name for name, _ in shared.named_parameters() if "lender" in name]
     x = torch.randn(3, 5, shape[0], dtype=torch.float64)
     weight, place = [], 0
@@ -98,12 +98,12 @@ def test_forward_and_gradients_are_those_of_the_whole_weight(kind, bias: bool, b
             place += 4
     weight = torch.cat([*weight, cut(shared.own_weight, place, place + 1)], kind.dim)
     assert torch.equal(shared.weight, weight) and shared.weight.shape == lender.weight.shape
-    found, wanted = shared(x), F.linear(x, weight, shared.bias)
-    torch.testing.assert_close(found, wanted)
-    out = torch.randn_like(found)
+    result, expected = shared(x), F.linear(x, weight, shared.bias)
+    torch.testing.assert_close(result, expected)
+    out = torch.randn_like(result)
     leaves = [*lender.parameters(), *shared.parameters()]
-    theirs = torch.autograd.grad(wanted, leaves, out, allow_unused=True)
-    for a, b in zip(torch.autograd.grad(found, leaves, out, allow_unused=True), theirs, strict=True):
+    theirs = torch.autograd.grad(expected, leaves, out, allow_unused=True)
+    for a, b in zip(torch.autograd.grad(result, leaves, out, allow_unused=True), theirs, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -117,12 +117,12 @@ def test_logits_are_those_of_heads_copied_by_hand(name: str, tiny_model) -> None
         plan = HEADS
         assert name in WITHOUT_BLOCKS
     shared: Any = convert(model, plan)
-    wanted: Any = copied_by_hand(model, plan)
-    assert torch.allclose(logits(shared), logits(wanted), atol=1e-4)
+    expected: Any = copied_by_hand(model, plan)
+    assert torch.allclose(logits(shared), logits(expected), atol=1e-4)
     assert not torch.allclose(logits(shared), logits(model), atol=1e-2)
     assert parameters(model) - parameters(shared) == saved_parameters(model, plan) > 0
     ids = shared.generate(IDS[:, :5], max_new_tokens=6, do_sample=False)
-    assert torch.equal(ids, wanted.generate(IDS[:, :5], max_new_tokens=6, do_sample=False))
+    assert torch.equal(ids, expected.generate(IDS[:, :5], max_new_tokens=6, do_sample=False))
 
 
 # Queries, values and outputs have separate shares; keys share nothing.
@@ -233,9 +233,9 @@ def test_gradients_of_all_users_add_up(tiny_model) -> None:
     grads = [m.v_proj.weight.grad.unflatten(0, (4, 8)) for m in modules]
     for head in range(4):
         users = [s for s in SHARES if (s.source_layer, s.source_head) == (0, head)]
-        wanted = sum((grads[s.layer][s.head] for s in users), grads[0][head])
-        found = lent.v_proj.weight.grad.unflatten(0, (4, 8))[head]
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+        expected = sum((grads[s.layer][s.head] for s in users), grads[0][head])
+        result = lent.v_proj.weight.grad.unflatten(0, (4, 8))[head]
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_copies_are_models_of_their_own(tiny_model) -> None:
@@ -273,8 +273,8 @@ def test_export_writes_shared_heads_out(name: str, target: str, tiny_model, tmp_
 
 def test_adapters_are_told_which_projections_share(tiny_model) -> None:
     shared = convert(four(tiny_model, "llama"), AttentionPlan(LAYERS, 8, (HeadShare(2, 1, 1, 0),)))
-    wanted = {f"model.layers.{i}.self_attn.{p}_proj" for i in (1, 2) for p in "qkv"}
-    assert sharing_modules(shared) == wanted and sharing_modules(unshare(shared)) == set()
+    expected = {f"model.layers.{i}.self_attn.{p}_proj" for i in (1, 2) for p in "qkv"}
+    assert sharing_modules(shared) == expected and sharing_modules(unshare(shared)) == set()
 
 
 def test_layers_that_share_are_not_fitted_alone(tiny_model) -> None:

@@ -105,7 +105,7 @@ def _make_search(root: Path, home: Path) -> None:
 
 def digest(root: Path) -> dict[str, str]:
     """Entries of a folder: kind, mode, and content or target of a link, by relative name."""
-    found = {}
+    result = {}
     for path in sorted(root.rglob("*")):
         mode = path.lstat().st_mode
         content = "folder"
@@ -113,8 +113,8 @@ def digest(root: Path) -> dict[str, str]:
             content = f"link to {path.readlink()}"
         elif stat.S_ISREG(mode):
             content = hashlib.sha256(path.read_bytes()).hexdigest()
-        found[path.relative_to(root).as_posix()] = f"{stat.filemode(mode)} {content}"
-    return found
+        result[path.relative_to(root).as_posix()] = f"{stat.filemode(mode)} {content}"
+    return result
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,14 @@ def run_in(folder: Path, arguments: list[str]) -> Ran:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        with _captured() as told:
+        with _captured() as report:
             try:
                 main.run(arguments)
             except SystemExit as ended:
                 code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
             else:
                 code = 0
-        return Ran(code, *told)
+        return Ran(code, *report)
     finally:
         os.chdir(before)
 
@@ -152,21 +152,21 @@ def _streams() -> tuple[TextIO, TextIO]:
 @contextlib.contextmanager
 def _captured() -> Iterator[list[str]]:
     """The output to stdout and stderr, by Python and below it; filled at the end."""
-    told: list[str] = []
+    report: list[str] = []
     out, err = _streams()
-    kept = [(number, os.dup(number), stream) for number, stream in ((1, out), (2, err))]
-    for number, _, stream in kept:
+    stored = [(number, os.dup(number), stream) for number, stream in ((1, out), (2, err))]
+    for number, _, stream in stored:
         os.dup2(stream.fileno(), number)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            yield told
+            yield report
     finally:
-        for number, copy, stream in kept:
+        for number, copy, stream in stored:
             os.dup2(copy, number)
             os.close(copy)
             stream.flush()
             stream.seek(0)
-            told.append(stream.read())
+            report.append(stream.read())
             stream.seek(0)
             stream.truncate()
 

@@ -138,20 +138,20 @@ def test_a_model_beside_the_file_is_not_looked_for_on_the_hub(
     monkeypatch.chdir(tmp_path)
     assert run_here("search", place / "mine.yaml", "--dry-run") == 2
     assert f"relative to the current folder, and there is none of that name in {str(tmp_path)!r}; there is " in (
-        told := capsys.readouterr().err
+        output := capsys.readouterr().err
     )
-    assert f"run from {str(place)!r}" in told
+    assert f"run from {str(place)!r}" in output
 
 
 def test_an_estimate_for_another_machine_needs_no_gpu_here(place: Path) -> None:
-    asked = ["estimate", "--model", "model", "--recipe", "gqa", "--kv-ratio", "0.5", *SMALL[:4]]
+    requested = ["estimate", "--model", "model", "--recipe", "gqa", "--kv-ratio", "0.5", *SMALL[:4]]
     for more in (["--device", "cuda"], ["--gpus", "1", "--gpu-memory", "80"]):
-        ran = run_in(place, [*asked, *more])
+        ran = run_in(place, [*requested, *more])
         assert ran.code == 0, ran.err
         there = "80.00 GiB" if "80" in more else "an unknown amount"
         assert re.search(rf"^memory: \S+ GiB of GPU memory, or .*; {there} on each GPU$", ran.out, re.MULTILINE)
         assert re.search(r"about \d+ (s|min) on this machine's \d+ CPUs; for the time on a GPU name its type", ran.out)
-    here = run_in(place, [*asked, "--device", "cpu"])
+    here = run_in(place, [*requested, "--device", "cpu"])
     assert re.search(r"^memory: .* GiB available$", here.out, re.MULTILINE) and "GPU" not in here.out
 
 

@@ -430,8 +430,8 @@ def test_the_scheme_of_a_quantised_cache_is_left_out_with_a_message(
     assert (ran.code, "--dequantize" in ran.err) == (2, True)
     ran = convert(folder, "--kv-ratio", "0.5", "--out", "half", "--dequantize")
     assert ran.code == 0, ran.err
-    said = ran.out + ran.err
-    assert "4 scales of activations and caches are left out" in said and "its kv_cache_scheme is left out" in said
+    output = ran.out + ran.err
+    assert "4 scales of activations and caches are left out" in output and "its kv_cache_scheme is left out" in output
     assert "quantization_config" not in json.loads((folder / "half" / "config.json").read_text())
     assert not [name for name in load_file(folder / "half" / "model.safetensors") if name.endswith("_scale")]
 

@@ -132,8 +132,8 @@ def test_the_room_follows_the_cluster(capsys: pytest.CaptureFixture[str], monkey
     for nodes["CPU"] in (2.0, 8.0, 8.0, 1.0, 0.5, 3.0):
         seen.append(trials.trials())
     assert seen == [2, 8, 8, 1, 1, 3]
-    told = capsys.readouterr().out.splitlines()
-    assert [line.partition("room for ")[2] for line in told] == [
+    output = capsys.readouterr().out.splitlines()
+    assert [line.partition("room for ")[2] for line in output] == [
         "8 trial(s) at a time",
         "1 trial(s) at a time",
         "0 trial(s) at a time; the search waits for nodes",

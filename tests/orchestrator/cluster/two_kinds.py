@@ -45,9 +45,9 @@ CONFIG = SearchConfig.model_validate(
 
 def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < deadline:
+    while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return result
 
 
 def kind_of(node_id: str) -> str:
@@ -121,9 +121,9 @@ def told(cluster: Any, job: TrainJob, folder: Path) -> dict[str, Any]:
     out["planned_on"] = run_task(task_options(CONFIG), here)
     out["on_head"] = [on_head(), run_task(task_options(CONFIG), on_head)]
     out["orphan"] = orphan(folder)
-    wanted = placement_group([demand.worker.bundle] * 8, strategy="STRICT_PACK")
+    expected = placement_group([demand.worker.bundle] * 8, strategy="STRICT_PACK")
     out["waits_for"] = until(lambda: describe_pending(demand))
-    remove_placement_group(wanted)
+    remove_placement_group(expected)
     out["waits_no_more"] = until(lambda: describe_pending(demand) is None)
     with open_pool(str(folder)) as pool:
         trained: dict[str, Any] = {}

@@ -138,11 +138,11 @@ def _there(bad: Bad) -> bool:
     return True
 
 
-def run_configs(wanted: int, seed: int, checked: Any, demo_dir: Path, tmp_path: Path) -> None:
-    count, limit = 0, 2 * wanted
+def run_configs(expected: int, seed: int, checked: Any, demo_dir: Path, tmp_path: Path) -> None:
+    count, limit = 0, 2 * expected
     for number, bad in enumerate(bad_configs(sound(demo_dir, tmp_path / "runs"), REQUIRED, seed)):
         count += refused(bad, lambda record: checked(parse_config(record)))
-        if count == wanted:
+        if count == expected:
             return
         assert number < limit, f"only {count} of {number} were refused: what makes them makes too few bad ones"
 
@@ -163,17 +163,17 @@ def test_a_thousand_bad_plans_are_refused_by_name() -> None:
     count = 0
     for bad in bad_plans(json.loads(plan.to_json()), 0):
         try:
-            found = AttentionPlan.from_json(json.dumps(bad.record))
+            result = AttentionPlan.from_json(json.dumps(bad.record))
         except PlanError as error:
-            told = str(error)
-            assert re.search(r"\b(format|head_dim|(mlp_)?shares?|composition|layers?|field)\b", told), told
+            report = str(error)
+            assert re.search(r"\b(format|head_dim|(mlp_)?shares?|composition|layers?|field)\b", report), report
             if bad.sure and len(bad.place) > 1:
-                assert str(bad.place[0]) in told and str(bad.place[1]) in told, f"{bad.told}: {told}"
-            assert len(told) < LONGEST_MESSAGE
+                assert str(bad.place[0]) in report and str(bad.place[1]) in report, f"{bad.told}: {report}"
+            assert len(report) < LONGEST_MESSAGE
             count += 1
         else:
             assert not bad.sure, f"{bad.told} was taken"
-            assert AttentionPlan.from_json(found.to_json()) == found
+            assert AttentionPlan.from_json(result.to_json()) == result
         if count == 1000:
             return
 

@@ -75,15 +75,15 @@ def main(folder: Path) -> dict[str, Any]:
             cluster.add_node(num_cpus=1)
             ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
             storage = f"{folder}/runs"
-            found = {"well": examined(folder, "well", "--storage", storage)}
+            result = {"well": examined(folder, "well", "--storage", storage)}
             cluster.add_node(num_cpus=2, num_gpus=2)
-            found["gpus"] = examined(folder, "gpus", *GPUS, f"storage={storage}")
-            found["left"] = sorted(path.name for path in folder.rglob("*") if "doctor" in path.name)
-            found["job"] = as_a_job(dashboard, folder)
+            result["gpus"] = examined(folder, "gpus", *GPUS, f"storage={storage}")
+            result["left"] = sorted(path.name for path in folder.rglob("*") if "doctor" in path.name)
+            result["job"] = as_a_job(dashboard, folder)
             cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": sick_path(folder)})
             some = [word for name in ("nodes", "versions", "clocks", "disk") for word in ("--only", name)]
-            found["sick"] = examined(folder, "sick", *some, "--storage", storage)
-            return found
+            result["sick"] = examined(folder, "sick", *some, "--storage", storage)
+            return result
         finally:
             ray.shutdown()
             cluster.shutdown()

@@ -69,11 +69,11 @@ print(json.dumps(left))
 
 def wait_for(what: str, condition: Callable[[], Any], patience: float = WAIT) -> Any:
     deadline = time.monotonic() + patience
-    while not (found := condition()):
+    while not (result := condition()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not happen within {patience:.0f} s")
         time.sleep(0.1)
-    return found
+    return result
 
 
 class Nodes:
@@ -146,15 +146,15 @@ class Nodes:
     def leftovers(self) -> list[str]:
         """Placement groups and actors that are alive, when nothing runs."""
         # In a separate process: this one may be connected to another Ray, that of other tests
-        told = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", LEFTOVERS, self.cluster.address, *OF_RAY],
             capture_output=True,
             text=True,
             check=False,
             timeout=300,
         )
-        assert told.returncode == 0, told.stderr
-        return last_json(told.stdout)
+        assert process.returncode == 0, process.stderr
+        return last_json(process.stdout)
 
     def close(self) -> None:
         """Idempotent."""
@@ -267,12 +267,12 @@ class Arena:
         self.config, self.token = folder / "search.yaml", f"hunter2-{uuid.uuid4().hex}"
         self.driver: subprocess.Popen[bytes] | None = None
         self.starts = 0
-        with contextlib.ExitStack() as made:
-            made.callback(self.disk.close)
+        with contextlib.ExitStack() as created:
+            created.callback(self.disk.close)
             self.server = Server(folder / "mlflow", empty_store, self.mark)
-            made.callback(self.server.kill)
+            created.callback(self.server.kill)
             self.nodes = Nodes(self.mark, **nodes)
-            made.pop_all()  # all of it stands: `close` ends it
+            created.pop_all()  # all of it stands: `close` ends it
         record = yaml.safe_load((REPOSITORY / "configs" / "demo.yaml").read_text())
         record["tracking"] = {"uri": self.server.address.replace("//", f"//user:{self.token}@")}
         self.config.write_text(yaml.safe_dump(record))
@@ -367,14 +367,14 @@ class Arena:
 
     def processes(self, *names: str) -> list[psutil.Process]:
         """Processes of this run whose title has one of `names`; all without."""
-        found = []
+        result = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 own = f"{MARK}={self.mark}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
                 title = " ".join(process.cmdline())
                 if own and process.status() != psutil.STATUS_ZOMBIE and (not names or any(n in title for n in names)):
-                    found.append(process)
-        return found
+                    result.append(process)
+        return result
 
     def close(self) -> list[str]:
         """End everything; return the processes that remain."""
@@ -389,9 +389,9 @@ class Arena:
         # A worker that waits for the head looks for it for 60 s (gcs_rpc_server_reconnect_timeout_s) before it ends
         with contextlib.suppress(TimeoutError):
             wait_for("the end of all processes", none_left, 180)
-        left = [" ".join(p.cmdline()) for p in self.processes()]
+        remaining = [" ".join(p.cmdline()) for p in self.processes()]
         self.disk.close()
-        return left
+        return remaining
 
 
 @contextlib.contextmanager
@@ -407,21 +407,21 @@ def arena(
 ) -> Iterator[Arena]:
     """`megabytes`: of the storage, if it is a separate disk; `preemptions`: whether Ray Train looks for notices;
     `address`: of the storage."""
-    made = Arena(folder, empty_store, settings, megabytes, address, one=one_node, preemptions=preemptions)
+    created = Arena(folder, empty_store, settings, megabytes, address, one=one_node, preemptions=preemptions)
     try:
-        yield made
+        yield created
     finally:
-        left = made.close()
-        assert not left, f"left running: {left}"
+        remaining = created.close()
+        assert not remaining, f"left running: {remaining}"
 
 
 def schedule(seed: int, kills: int) -> list[tuple[str, float]]:
     """Targets of the kills, each kind as often as the others, and the delays after events."""
     generator = random.Random(seed)
     kinds = KINDS if kills <= len(KINDS) else MORE_KINDS
-    found = [kinds[index % len(kinds)] for index in range(kills)]
-    generator.shuffle(found)
-    return [(kind, 4 * generator.random()) for kind in found]
+    result = [kinds[index % len(kinds)] for index in range(kills)]
+    generator.shuffle(result)
+    return [(kind, 4 * generator.random()) for kind in result]
 
 
 class Killer:
@@ -489,9 +489,9 @@ class Killer:
 
     def _kill_one(self, *names: str) -> None:
         with contextlib.suppress(TimeoutError):
-            found = wait_for("a process to kill", lambda: self.place.processes(*names) or not self.place.running, 120)
-            if found is not True:
-                found[0].kill()
+            result = wait_for("a process to kill", lambda: self.place.processes(*names) or not self.place.running, 120)
+            if result is not True:
+                result[0].kill()
 
     def _refill(self) -> None:
         """The head is lost with its disk; another one has the address alone."""

@@ -150,13 +150,13 @@ class Cloud:
 
 
 def marked() -> list[psutil.Process]:
-    found = []
+    result = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             mark = f"{MARK}={os.environ[MARK]}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
             if mark and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                result.append(process)
+    return result
 
 
 def end_monitor() -> None:
@@ -173,10 +173,10 @@ def cloud() -> Iterator[Cloud]:
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
     os.environ.update(SETTINGS, **{MARK: folder, "PYTHONPATH": os.pathsep.join(filter(None, paths))})
     try:
-        made = Cloud(folder)
-        os.environ[DASHBOARD] = f"http://127.0.0.1:{made.dashboard}"
-        ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
-        yield made
+        created = Cloud(folder)
+        os.environ[DASHBOARD] = f"http://127.0.0.1:{created.dashboard}"
+        ray.init(address=created.address, logging_level="ERROR", log_to_driver=False)
+        yield created
     finally:
         ray.shutdown()
         for process in marked():
@@ -194,9 +194,9 @@ def misplaced(made: Cloud) -> list[str]:
     wrong = []
     tasks: list[Any] = list_tasks(limit=10_000, detail=True)
     processes: list[Any] = list_actors(limit=10_000, detail=True)
-    asked = [(t.name, t.required_resources or {}, t.node_id) for t in tasks]
-    asked += [(a.class_name, a.required_resources or {}, a.node_id) for a in processes]
-    placed = [(name, needs, made.kinds.get(str(node))) for name, needs, node in asked if node]
+    requested = [(t.name, t.required_resources or {}, t.node_id) for t in tasks]
+    requested += [(a.class_name, a.required_resources or {}, a.node_id) for a in processes]
+    placed = [(name, needs, made.kinds.get(str(node))) for name, needs, node in requested if node]
     for name, needs, kind in placed:
         if of_type(needs) not in (None, kind):
             wrong.append(f"{name} asked for {of_type(needs)} and ran on {kind or 'the head'}")
@@ -206,28 +206,28 @@ def misplaced(made: Cloud) -> list[str]:
 def main(folder: Path, losses: Mapping[str, int], settings: Sequence[str]) -> dict[str, Any]:
     command = [sys.executable, "-c", LARGE, "search", "configs/llama2-7b.yaml", *settings]
     command += [f"storage={folder / 'runs'}", "--json", str(folder / "outcome.json")]
-    with cloud() as made, (folder / "log").open("wb") as log:
-        out: dict[str, Any] = {"at_first": sorted(kind or "head" for kind in _kinds(made)), "trained_on": []}
+    with cloud() as created, (folder / "log").open("wb") as log:
+        out: dict[str, Any] = {"at_first": sorted(kind or "head" for kind in _kinds(created)), "trained_on": []}
         if "monitor" in losses:
             end_monitor()
-        own = os.environ | {"RAY_ADDRESS": made.address}
+        own = os.environ | {"RAY_ADDRESS": created.address}
         search = subprocess.Popen(command, cwd=REPOSITORY, env=own, stdout=log, stderr=log, start_new_session=True)
         journal, todo = folder / "runs" / "gpus" / "journal.jsonl", dict(losses)
         deadline = time.monotonic() + PATIENCE
         while search.poll() is None and time.monotonic() < deadline:
             time.sleep(0.5)
-            there = made.busy("A100")
-            out["trained_on"] = sorted({*out["trained_on"], *(made.kinds[n] or "head" for n in there)})
-            if "node" in todo and reports(journal) >= todo["node"] and (planning := made.alive("A10G")):
-                made.kill(planning[0])
+            there = created.busy("A100")
+            out["trained_on"] = sorted({*out["trained_on"], *(created.kinds[n] or "head" for n in there)})
+            if "node" in todo and reports(journal) >= todo["node"] and (planning := created.alive("A10G")):
+                created.kill(planning[0])
                 out["killed"] = todo.pop("node")
             if "drain" in todo and reports(journal) >= todo["drain"] and there:
-                made.drain(there[0])
+                created.drain(there[0])
                 out["drained"] = todo.pop("drain")
         if search.poll() is None:
             os.killpg(search.pid, signal.SIGKILL)
-        out |= {"code": search.wait(), "misplaced": misplaced(made), "log": (folder / "log").read_text()}
-        out["nodes"] = {kind: list(made.kinds.values()).count(kind) for kind in ("A10G", "A100")}
+        out |= {"code": search.wait(), "misplaced": misplaced(created), "log": (folder / "log").read_text()}
+        out["nodes"] = {kind: list(created.kinds.values()).count(kind) for kind in ("A10G", "A100")}
         out["gpus"] = total(cluster_nodes(), "GPU")  # of all present nodes
     return out
 

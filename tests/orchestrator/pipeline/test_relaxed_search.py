@@ -153,10 +153,10 @@ def test_search_phases_are_told_apart_by_all_that_they_rest_on(context: TrialCon
         dataclasses.replace(context, train_file="/text/other").search_phase(candidate),
     ]
     assert len({phase.file(tmp_path) for phase in (first, *others) if phase}) == 4
-    found = {side: np.random.default_rng(0).random((2, 4, 4), dtype=np.float32) for side in ("key", "value")}
-    dha_distances.write(found, first.file(tmp_path))
+    result = {side: np.random.default_rng(0).random((2, 4, 4), dtype=np.float32) for side in ("key", "value")}
+    dha_distances.write(result, first.file(tmp_path))
     for side, distance in dha_distances.read(first.file(tmp_path)).items():
-        np.testing.assert_array_equal(distance, found[side])
+        np.testing.assert_array_equal(distance, result[side])
 
 
 @pytest.mark.extended

@@ -235,10 +235,10 @@ def test_a_difference_within_its_error_is_refused_where_the_margin_asks_for_stan
     clear = with_baseline(entry(folder), disturbed(folder, "apart", 1.0), 2.5)
     section = config.promotion.model_copy(update={"margin_standard_errors": 30.0})
     strict = config.model_copy(update={"promotion": section})
-    found = checked(close, config, third_text, folder).record.checks
-    low, high = found["loss_difference_interval"]
-    assert low is not None and high is not None and low < found["loss_difference"] < high
-    assert found["loss_difference_stderr"] == pytest.approx((high - low) / 3.92, rel=0.2)
+    result = checked(close, config, third_text, folder).record.checks
+    low, high = result["loss_difference_interval"]
+    assert low is not None and high is not None and low < result["loss_difference"] < high
+    assert result["loss_difference_stderr"] == pytest.approx((high - low) / 3.92, rel=0.2)
     (reason,) = checked(close, strict, third_text, folder).reasons
     assert "30 standard errors" in reason
     section = config.promotion.model_copy(update={"margin_standard_errors": 2.0})

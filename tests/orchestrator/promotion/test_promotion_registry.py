@@ -116,8 +116,8 @@ def test_a_version_tells_where_it_comes_from(
         "gate.logits": "passed",
     }
     assert {key: tags.get(key) for key in expected} == expected
-    beside = read_json(Path(candidate["exported"]) / "lineage.json")
-    assert beside["plan"]["digest"] == plan(HALF).digest and beside["promotion"]["run"] == candidate["run_id"]
+    shared = read_json(Path(candidate["exported"]) / "lineage.json")
+    assert shared["plan"]["digest"] == plan(HALF).digest and shared["promotion"]["run"] == candidate["run_id"]
     run = tracker.client.get_run(candidate["run_id"])
     assert {f.path for f in tracker.client.list_artifacts(candidate["run_id"])} == ARTIFACTS
     assert (run.data.tags["gate"], run.data.tags["version"]) == (PROMOTED, "1")

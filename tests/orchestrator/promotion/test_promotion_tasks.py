@@ -77,13 +77,13 @@ def promoted(
     context = TrialContext(folder=str(folder.root), model=str(demo_dir), **shared)
     rungs = [{"step": 0, "loss": 3.0}, {"step": 4, "loss": 2.2, "kl": 0.1}]
     records = [("head", "headfold", 2.2), ("base", "gqa", 2.9)]
-    made = [
+    created = [
         TrialRecord(
             name, recipe, 0.5, 1e-3, {}, status=DONE, rungs=[rungs[0], rungs[1] | {"loss": loss}], kv_bytes_per_token=1
         )
         for name, recipe, loss in records
     ]
-    write_journal(folder.root, made)
+    write_journal(folder.root, created)
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     tracker = Tracker.open(None, "tests", tmp_path)
     parent = parent_run(folder.root)

@@ -198,8 +198,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.created = json.loads(body)
             self._answer({"url": f"{self.server.address}/me/quarter"})
         elif "/preupload/" in self.path:
-            asked = json.loads(body)["files"]
-            plain = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in asked]
+            requested = json.loads(body)["files"]
+            plain = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in requested]
             self._answer({"files": plain})
         elif "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):

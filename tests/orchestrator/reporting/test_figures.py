@@ -50,7 +50,7 @@ def test_loss_over_bytes_has_a_line_an_arm_with_bars_over_seeds() -> None:
     ]  # increases, 2,048 then 4,096
     assert all(abs(x[0] / 2048 - 1) < 0.1 and abs(x[1] / 4096 - 1) < 0.1 for x, _ in drawn)
     assert drawn[0][0] != drawn[1][0]  # apart from each other
-    bars = [segment for made in axes.collections for segment in made.get_segments()]
+    bars = [segment for created in axes.collections for segment in created.get_segments()]
     assert sorted(float(bar[1][1] - bar[0][1]) for bar in bars) == pytest.approx([0.2] * 4)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["2,048", "4,096"]
     assert [entry.get_text() for entry in figure.legends[0].get_texts()] == ["gqa", "dha"]

@@ -62,9 +62,11 @@ def test_the_commands_that_are_told_can_be_run(saved: Saved, kind: str, servers:
         words = shlex.split(verb)
         assert words[:2] == ["headfold", "export"]
         options = dict(zip(words[3::2], words[4::2], strict=True))
-        made = export_checkpoint(words[2], options["--target"], options["--out"])
-        assert made["kv_bytes_per_token_after"] == way["kv_bytes_per_token"] == made["kv_bytes_per_token_before"]
-        assert engine in made["engines"]
+        exported = export_checkpoint(words[2], options["--target"], options["--out"])
+        assert (
+            exported["kv_bytes_per_token_after"] == way["kv_bytes_per_token"] == exported["kv_bytes_per_token_before"]
+        )
+        assert engine in exported["engines"]
         own_code = any(Path(options["--out"]).glob("*.py"))
         if engine == "llama.cpp":
             assert Path(shlex.split(start)[-1]).is_file()

@@ -62,12 +62,12 @@ def test_what_is_asked_for_makes_it_larger_or_smaller() -> None:
 
 def test_only_the_config_is_read(demo_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((demo_dir / "config.json").read_text())
-    found = estimate_conversion(tmp_path, "headfold_gqa", 0.25, **SMALL)
-    assert found.layerwise_possible
-    assert found.disk > 0
+    result = estimate_conversion(tmp_path, "headfold_gqa", 0.25, **SMALL)
+    assert result.layerwise_possible
+    assert result.disk > 0
     planned = estimate_conversion(tmp_path, "headfold", 0.25, **SMALL)
-    assert planned.layerwise_possible and planned.flops > found.flops and planned.scratch > found.scratch
-    assert planned.stages["sensitivity"] > 0 and "sensitivity" not in found.stages
+    assert planned.layerwise_possible and planned.flops > result.flops and planned.scratch > result.scratch
+    assert planned.stages["sensitivity"] > 0 and "sensitivity" not in result.stages
     measured = {"allocation.increases": "measured"}
     refused = estimate_conversion(tmp_path, "headfold", 0.25, recipe_settings=measured, **SMALL)
     assert not refused.layerwise_possible
@@ -95,8 +95,8 @@ def test_it_is_said_first_and_what_does_not_fit_is_refused(
 ) -> None:
     out = tmp_path / "out"
     announce(demo_dir, "headfold", [0.5, 0.25], out, layerwise=None, **SMALL)
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"estimate: about \d+ (s|min), \d\.\d\d GiB of memory, 0\.\d\d GiB of disk\n", said), said
+    output = capsys.readouterr().err
+    assert re.fullmatch(r"estimate: about \d+ (s|min), \d\.\d\d GiB of memory, 0\.\d\d GiB of disk\n", output), output
     monkeypatch.setattr(estimate, "available_bytes", lambda device: 2**20)
     refused = r"memory: this conversion does not fit: it takes about \d\.\d\d GiB, and 0\.00 GiB are available; "
     with pytest.raises(ConfigError, match=refused + "layer by layer it would be"):
@@ -140,8 +140,8 @@ def test_peak_memory_is_as_estimated(recipe_name: str, tmp_path: Path) -> None:
     config = llama(2, {"num_attention_heads": 8, "head_dim": 96, "intermediate_size": 1200, "vocab_size": 2048})
     options = ["--calibration-tokens", "512", "--eval-tokens", "256", "--sequence-length", "128"]
     options += ["--set", "refinement.fit_steps=2", "--set", "grouping=neighbour"]
-    said, done = measured(config, tmp_path, *options, recipe=recipe_name)
-    assert 0.75 < done["peak_memory"] / said["layerwise"] < 1.25
+    output, done = measured(config, tmp_path, *options, recipe=recipe_name)
+    assert 0.75 < done["peak_memory"] / output["layerwise"] < 1.25
 
 
 @pytest.mark.extended
@@ -153,8 +153,8 @@ def test_peak_memory_is_that_of_one_layer(tmp_path: Path) -> None:
     peaks = []
     for layers in (4, 12):
         config = llama(layers, shape, tie_word_embeddings=False)
-        said, done = measured(config, tmp_path / str(layers), *options)
-        assert 0.75 < done["peak_memory"] / said["layerwise"] < 1.25
+        output, done = measured(config, tmp_path / str(layers), *options)
+        assert 0.75 < done["peak_memory"] / output["layerwise"] < 1.25
         peaks.append(done["peak_memory"])
     layer = 2 * Size.of(config).layer
     assert peaks[1] - peaks[0] < 3 * layer  # eight layers more; each is `layer` bytes of weights alone

@@ -135,13 +135,13 @@ def session(tmp_path: Path, demo_dir: Path) -> Any:
 
 @pytest.fixture
 def tasks(monkeypatch: pytest.MonkeyPatch) -> Tasks:
-    made = Tasks()
-    monkeypatch.setattr(ahead, "ray", made)
-    monkeypatch.setattr(ray_tasks, "ray", made)
+    created = Tasks()
+    monkeypatch.setattr(ahead, "ray", created)
+    monkeypatch.setattr(ray_tasks, "ray", created)
     monkeypatch.setattr(ahead, "live_nodes", lambda: [NODE])
     monkeypatch.setattr(ahead, "free_nodes", lambda: [NODE])
     monkeypatch.setattr(ahead, "CHECK_SECONDS", 0.0)
-    return made
+    return created
 
 
 def searching(session: Any, named: tuple[Candidate, ...] = NAMED) -> tuple[PlanAhead, Journal]:

@@ -36,9 +36,9 @@ def problem(demo_dir: Path, samples: int = 100, seed: int = 0, **search: Any) ->
 
 
 def searcher_of(task: SearchProblem) -> ChainSearch:
-    found = make_searcher("asymgqa", task)
-    assert isinstance(found, ChainSearch)
-    return found
+    result = make_searcher("asymgqa", task)
+    assert isinstance(result, ChainSearch)
+    return result
 
 
 def loss_of(plan: str) -> float:
@@ -106,11 +106,11 @@ def test_the_samples_are_spread_over_budgets_chains_and_sites(demo_dir: Path) ->
 def test_the_best_plan_of_each_budget_is_trained_with_every_rate(demo_dir: Path) -> None:
     searcher = searcher_of(problem(demo_dir))
     configs = run(searcher, parallel=3)
-    found = finals(configs)
-    assert sorted((c["kv_ratio"], c["learning_rate"]) for c in found) == [
+    result = finals(configs)
+    assert sorted((c["kv_ratio"], c["learning_rate"]) for c in result) == [
         (b, r) for b in (0.25, 0.5) for r in (1e-4, 1e-3)
     ]
-    for config in found:
+    for config in result:
         plan = AttentionPlan.from_json(config["plan"])
         assert plan.kv_ratio == config["kv_ratio"]
         whole = [c for c in probes(configs) if AttentionPlan.from_json(c["plan"]).kv_ratio == config["kv_ratio"]]
@@ -179,10 +179,10 @@ def test_resumed_at_every_call_it_goes_on_with_the_same_decisions(demo_dir: Path
             self.events: list[tuple[Any, ...]] = []
 
         def renewed(self) -> ChainSearch:
-            made = searcher_of(problem(demo_dir, samples=64))
+            created = searcher_of(problem(demo_dir, samples=64))
             for what, *arguments in self.events:
-                getattr(made, what)(*arguments)
-            return made
+                getattr(created, what)(*arguments)
+            return created
 
         def suggest(self, trial_id: str) -> Any:
             config = self.renewed().suggest(trial_id)
@@ -214,18 +214,18 @@ def test_a_trial_that_reports_again_changes_nothing(demo_dir: Path) -> None:
 
 
 def test_the_similarities_are_made_once_and_not_before_they_are_needed(demo_dir: Path) -> None:
-    asked = []
+    requested = []
     task = problem(demo_dir, samples=32)
 
     def counted(recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
-        asked.append(recipe.similarity)
+        requested.append(recipe.similarity)
         return similarities(recipe)
 
     object.__setattr__(task, "similarities", counted)
     searcher = searcher_of(task)
-    assert asked == []
+    assert requested == []
     run(searcher, parallel=2)
-    assert asked == ["activation"]
+    assert requested == ["activation"]
 
 
 def test_settings_and_choices_reach_the_walk(demo_dir: Path) -> None:

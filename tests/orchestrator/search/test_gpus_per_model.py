@@ -109,9 +109,9 @@ def test_a_search_for_four_gpus(
     file.write_text(json.dumps(record))
     assert run_here("search", file, "data.source=stdlib", "search.cache_formats=[]", "--json", tmp_path / "s.json") == 0
     assert "the KV ratio(s) 25%, 12.5% take as many bytes per GPU" in capsys.readouterr().err
-    found = json.loads((tmp_path / "s.json").read_text())
-    own = found["original"]["kv_bytes_per_token_per_gpu"]
-    assert own == found["original"]["kv_bytes_per_token"] / 4
-    assert {t["kv_ratio"]: t[PER_GPU] / own for t in found["trials"]} == {0.5: 0.5, 0.25: 0.5, 0.125: 0.5}
-    (best,) = found["front"]
-    assert found["best_per_budget"] == {"0.5": best}
+    result = json.loads((tmp_path / "s.json").read_text())
+    own = result["original"]["kv_bytes_per_token_per_gpu"]
+    assert own == result["original"]["kv_bytes_per_token"] / 4
+    assert {t["kv_ratio"]: t[PER_GPU] / own for t in result["trials"]} == {0.5: 0.5, 0.25: 0.5, 0.125: 0.5}
+    (best,) = result["front"]
+    assert result["best_per_budget"] == {"0.5": best}

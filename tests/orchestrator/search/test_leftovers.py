@@ -58,14 +58,14 @@ def trained(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tr
 @pytest.fixture
 def folder(trained: tuple[TrainJob, Path], tmp_path: Path) -> SearchFolder:
     """A search with trials of each kind, all of which have left as much as that one."""
-    _, made = trained
+    _, created = trained
     folder = SearchFolder(tmp_path / "demo")
-    index = (made / "train" / "best" / "checkpoints.json").read_text()
+    index = (created / "train" / "best" / "checkpoints.json").read_text()
     trials = []
     for name, loss in LOSSES.items():
-        shutil.copytree(made / "trials" / "best", folder.trial(name))
-        shutil.copytree(made / "train" / "best", folder.train / name)
-        here = index.replace(str(made), str(folder.root))
+        shutil.copytree(created / "trials" / "best", folder.trial(name))
+        shutil.copytree(created / "train" / "best", folder.train / name)
+        here = index.replace(str(created), str(folder.root))
         for before, after in (("trials/best/", f"trials/{name}/"), ("train/best/", f"train/{name}/")):
             here = here.replace(before, after)
         (folder.train / name / "checkpoints.json").write_text(here)
@@ -100,19 +100,19 @@ def test_optimisers_stay_where_a_promotion_or_a_resumption_goes_on(folder: Searc
     clean(folder)
     assert {name for name in LOSSES if optimiser(folder, name)} == UNTOUCHED | {"best", "base"}
     for name in LOSSES:
-        left, store = files(folder, name), CheckpointStore(str(folder.train), name)
-        kept, reports = store.read()
+        remaining, store = files(folder, name), CheckpointStore(str(folder.train), name)
+        checkpoints, reports = store.read()
         assert [report["step"] for report in reports] == [2, 4]
         if name in UNTOUCHED:
-            assert left == before[name]
+            assert remaining == before[name]
             continue
-        assert [k.step for k in kept] == ([4] if name in ("best", "base") else [])
-        own = folder.trial(name)
-        assert not (own / "start").exists() and not (own / "trained.relaxed" / "stage-0").exists()
+        assert [k.step for k in checkpoints] == ([4] if name in ("best", "base") else [])
+        trial_folder = folder.trial(name)
+        assert not (trial_folder / "start").exists() and not (trial_folder / "trained.relaxed" / "stage-0").exists()
         weights = ("trained", *(() if name == "copy" else ("converted",)))
-        assert all(checkpoint.intact(own / each) for each in weights)
-        assert (own / "converted").exists() == (name != "copy")
-        assert checkpoint.intact(own / "trained.relaxed" / "stage-1" / "collapsed")
+        assert all(checkpoint.intact(trial_folder / each) for each in weights)
+        assert (trial_folder / "converted").exists() == (name != "copy")
+        assert checkpoint.intact(trial_folder / "trained.relaxed" / "stage-1" / "collapsed")
     spent = sum(sum(files(folder, name).values()) for name in LOSSES if name not in UNTOUCHED)
     assert spent < 0.6 * sum(sum(before[name].values()) for name in LOSSES if name not in UNTOUCHED)
     again = {name: files(folder, name) for name in LOSSES}
@@ -141,11 +141,11 @@ def test_only_what_a_promotion_takes_keeps_its_weights_where_that_is_asked_for(f
     section = CONFIG.promotion.model_copy(update={"keep_weights": "finalists"})
     clean(folder, CONFIG.model_copy(update={"promotion": section}))
     for name in LOSSES:
-        kept = {path.parent.name for path in folder.trial(name).rglob("*.safetensors")}
+        stored = {path.parent.name for path in folder.trial(name).rglob("*.safetensors")}
         if name in UNTOUCHED:
-            assert {"converted", "trained"} <= kept
+            assert {"converted", "trained"} <= stored
         else:
-            assert ("converted" in kept) == (name in ("best", "base")) == bool(kept)
+            assert ("converted" in stored) == (name in ("best", "base")) == bool(stored)
             assert (folder.trial(name)).is_dir(), "recipe and plan stay"
 
 
@@ -165,7 +165,7 @@ def test_a_kill_while_removing_is_made_good(folder: SearchFolder, monkeypatch: p
         clean(folder)
     for name in LOSSES:
         store = CheckpointStore(str(folder.train), name)
-        assert all(store.folder(kept).is_dir() for kept in store.read()[0])
+        assert all(store.folder(checkpoints).is_dir() for checkpoints in store.read()[0])
     clean(folder)
     assert {name for name in LOSSES if optimiser(folder, name)} == UNTOUCHED | {"best", "base"}
 

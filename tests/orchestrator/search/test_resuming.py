@@ -244,10 +244,10 @@ except JournalError:
 
 def test_a_full_disk_leaves_a_whole_journal_and_says_what_to_do(tmp_path: Path) -> None:
     file = tmp_path / "journal"
-    told = subprocess.run([sys.executable, "-c", FILL, str(file)], capture_output=True, text=True, check=True).stdout
-    assert f"{file}: cannot be written" in told
-    assert "--resume" in told
-    assert told.endswith("refused\n")
+    process = subprocess.run([sys.executable, "-c", FILL, str(file)], capture_output=True, text=True, check=True).stdout
+    assert f"{file}: cannot be written" in process
+    assert "--resume" in process
+    assert process.endswith("refused\n")
     events = read_events(file)[1:]
     assert [e["number"] for e in events] == list(range(len(events)))
     assert 10 < len(events) < 100

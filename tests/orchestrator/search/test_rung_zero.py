@@ -83,14 +83,14 @@ def test_rung_zero(context: TrialContext, tried: list[int], monkeypatch: pytest.
     assert short["notes"] == [NOTE]
     for name in ("loss", "kl", "loss_increase"):
         assert short[name] == pytest.approx(calm[name], abs=1e-6)
-    kept = json.loads((Path(context.folder) / "trials" / "short" / "facts.json").read_text())
-    assert kept["notes"] == [NOTE], "a trial that is resumed still says so"
+    stored = json.loads((Path(context.folder) / "trials" / "short" / "facts.json").read_text())
+    assert stored["notes"] == [NOTE], "a trial that is resumed still says so"
 
 
 def test_later_reports_keep_the_note_and_add_their_own(context: TrialContext) -> None:
     rungs = ReportRungs(context, {"notes": [NOTE]}, 0)
-    told = rungs.complete({"step": 0, "loss": 4.5, "notes": ["trained with 2"]})
-    assert told is not None and told["notes"] == [NOTE, "trained with 2"]
+    report = rungs.complete({"step": 0, "loss": 4.5, "notes": ["trained with 2"]})
+    assert report is not None and report["notes"] == [NOTE, "trained with 2"]
     assert "notes" not in (ReportRungs(context, {}, 0).complete({"step": 0, "loss": 4.5}) or {})
 
 
@@ -104,9 +104,9 @@ def test_a_large_original_is_gone_before_the_converted_model_is_cast(
     there: list[bool] = []
     cast = untrained.cast_weights
 
-    def looked(*given: Any) -> None:
+    def looked(*arguments: Any) -> None:
         there.append(original() is not None)
-        cast(*given)
+        cast(*arguments)
 
     monkeypatch.setattr(untrained, "cast_weights", looked)
     reports_of(context, "large", monkeypatch)

@@ -68,10 +68,10 @@ def test_protected_trials_go_on_and_do_not_count(make: Any) -> None:
 
 def test_plans_of_the_searcher_are_not_held_and_do_not_count(make: Any) -> None:
     probes = [trial(100 + n, [1.0], plan="{}", probe=True) for n in range(3)]
-    found = trial(200, [9.0, 9.0, 9.0], plan="{}", probe=False)
-    tune = VirtualTune(make(trials=28), [*probes, found, *curves(24)], workers=1).run()
+    result = trial(200, [9.0, 9.0, 9.0], plan="{}", probe=False)
+    tune = VirtualTune(make(trials=28), [*probes, result, *curves(24)], workers=1).run()
     own = {key: d for key, d in tune.decisions.items() if int(key[0][1:]) < 100}
-    assert found.done == RUNGS
+    assert result.done == RUNGS
     assert own == VirtualTune(make(), curves(24), workers=1).run().decisions
 
 

@@ -122,16 +122,16 @@ def test_a_checkpoint_without_tokenizer_is_refused(demo_dir: Path, tmp_path: Pat
 def test_a_sound_configuration_gives_candidates_and_token_files(
     demo_dir: Path, tmp_path: Path, little_text: str
 ) -> None:
-    given = {"data": SMALL | {"source": little_text}}
-    prepared = validate_search(parse_config(record(demo_dir, tmp_path, **given)))
+    settings = {"data": SMALL | {"source": little_text}}
+    prepared = validate_search(parse_config(record(demo_dir, tmp_path, **settings)))
     names = [(c.recipe.name, c.kv_ratio) for c in prepared.problem.named]
     assert names == [("gqa", 0.5), ("gqa", 0.25), ("headfold", 0.5), ("headfold", 0.25)]
     assert set(prepared.files) == {"train", "eval", "calibration", "test"} and len(set(prepared.files.values())) == 4
     assert all(map(is_complete, prepared.files.values()))
     assert prepared.reused == ()
-    again = validate_search(parse_config(record(demo_dir, tmp_path, search={"seed": 1}, **given)))
+    again = validate_search(parse_config(record(demo_dir, tmp_path, search={"seed": 1}, **settings)))
     assert again.reused == ("eval", "test"), "held-out text is the same whatever the seed"
-    assert validate_search(parse_config(record(demo_dir, tmp_path, **given))).reused == (
+    assert validate_search(parse_config(record(demo_dir, tmp_path, **settings))).reused == (
         "train",
         "eval",
         "calibration",
@@ -213,14 +213,14 @@ def test_a_second_search_of_one_name_gets_a_folder_of_its_own(tmp_path: Path) ->
 def test_any_search_of_a_storage_can_be_resumed_by_name_or_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = [SearchFolder.fresh(tmp_path / "runs", "demo") for _ in range(3)]
-    for folder in made:
+    created = [SearchFolder.fresh(tmp_path / "runs", "demo") for _ in range(3)]
+    for folder in created:
         folder.snapshot.write_text("")
-    made[2].state.write_text('{"ended": "done"}')
-    assert SearchFolder.unended(tmp_path / "runs", "demo") == made[:2]
+    created[2].state.write_text('{"ended": "done"}')
+    assert SearchFolder.unended(tmp_path / "runs", "demo") == created[:2]
     monkeypatch.chdir(tmp_path)
-    for given in ("demo-2", "runs/demo-2", "runs/demo-2/", str(made[1].root)):
-        assert SearchFolder.named(tmp_path / "runs", given) == made[1]
+    for given in ("demo-2", "runs/demo-2", "runs/demo-2/", str(created[1].root)):
+        assert SearchFolder.named(tmp_path / "runs", given) == created[1]
     elsewhere = SearchFolder.fresh(tmp_path / "others", "demo-7")
     elsewhere.snapshot.write_text("")
     for given in ("demo-9", str(elsewhere.root), "..", ""):

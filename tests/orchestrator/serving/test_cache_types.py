@@ -62,10 +62,10 @@ def test_each_format_has_the_losses_of_our_runtime_and_its_bytes(
             whole[key, name] = ours
             assert row["loss"] == pytest.approx(ours, abs=CLOSE), (key, name)
             assert row["loss_increase"] == pytest.approx(ours - whole["original", "f16"], abs=2 * CLOSE)
-            held = pair.bytes_per_token(plan_of(model))
-            assert row["kv_bytes_per_token"] == held and f"{held:,}" in printed
-            assert row["share"] == pytest.approx(held / (2 * 4 * 8 * 32 * 2))
-            assert row["sequences"] == 2 * 2**30 // held // 64
+            cached = pair.bytes_per_token(plan_of(model))
+            assert row["kv_bytes_per_token"] == cached and f"{cached:,}" in printed
+            assert row["share"] == pytest.approx(cached / (2 * 4 * 8 * 32 * 2))
+            assert row["sequences"] == 2 * 2**30 // cached // 64
             assert row["prefill_tokens_per_second"] > 0 and row["decode_tokens_per_second"] > 0
     # Fewer heads cost this untrained model far more than the tolerance: the two models were not mixed up.
     assert whole["checkpoint", "f16"] - whole["original", "f16"] > 10 * CLOSE

@@ -65,7 +65,7 @@ def test_an_engine_that_is_not_there_is_told_before_any_work(
     monkeypatch.delenv("HEADFOLD_VLLM_PYTHON", raising=False)
     options = ["--out", tmp_path / "out", "--check"]
     assert run_here("export", exported / "source", "--target", "vllm", *options) == 2
-    assert "vLLM is not installed for" in (told := capsys.readouterr().err) and "`make engines`" in told
+    assert "vLLM is not installed for" in (output := capsys.readouterr().err) and "`make engines`" in output
     bare = tmp_path / "python"
     bare.write_text("#!/bin/sh\nexit 1\n")
     bare.chmod(0o755)
@@ -104,7 +104,7 @@ def test_another_tokenizer_in_the_file_is_found(exported: Path, tmp_path: Path) 
     (tmp_path / "tokenizer_config.json").write_text((exported / "source" / "tokenizer_config.json").read_text())
     other = AutoTokenizer.from_pretrained(tmp_path)
     reasons = _found(exported, exported / "gguf", other)
-    assert any("the tokenizer in the export is not the source's" in told for told in reasons)
+    assert any("the tokenizer in the export is not the source's" in report for report in reasons)
 
 
 def test_other_weights_and_another_cache_are_found(
@@ -114,7 +114,7 @@ def test_other_weights_and_another_cache_are_found(
     checkpoint.save(convert(demo_model, wider), tmp_path / "wider", demo_dir)
     export(tmp_path / "wider", "gguf", tmp_path / "gguf", demo_dir)
     reasons = _found(exported, tmp_path / "gguf")
-    assert any("log-probabilities differ by up to" in told for told in reasons)
+    assert any("log-probabilities differ by up to" in report for report in reasons)
     assert "its cache takes 4096 bytes per token in float32, promised were 2560" in reasons
 
 

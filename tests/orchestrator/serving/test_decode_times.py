@@ -58,20 +58,20 @@ def test_what_cannot_be_timed_is_refused(
 ) -> None:
     monkeypatch.delenv("HEADFOLD_VLLM_PYTHON", raising=False)
     section = {"kv_ratios": [0.5], "recipes": ["gqa"], "decode_context_length": 128} | changes
-    given = {"name": "small", "model": {"path": str(demo_dir)}, "search": section, "storage": str(tmp_path)}
+    settings = {"name": "small", "model": {"path": str(demo_dir)}, "search": section, "storage": str(tmp_path)}
     with pytest.raises(ConfigError, match=f"search.decode_context_length.*{said}"):
-        validate_search(parse_config(given))
+        validate_search(parse_config(settings))
 
 
 @pytest.mark.slow
 @pytest.mark.extended
 @pytest.mark.timeout(600)
 def test_a_search_for_llama_cpp_has_three_objectives_and_ends_in_it(tmp_path: Path) -> None:
-    asked = [
+    requested = [
         *("search.target=llama.cpp", "search.decode_context_length=128", "search.recipes=[gqa, headfold_gqa]"),
         *("rungs.steps=[0, 4, 8]", "rungs.scheduler=front", "promotion.steps=4", "train.dtype=fp32"),
     ]
-    process = start_search(tmp_path, [*LITTLE, *asked], "--json", str(tmp_path / "outcome.json"))
+    process = start_search(tmp_path, [*LITTLE, *requested], "--json", str(tmp_path / "outcome.json"))
     output, _ = process.communicate(timeout=580)
     assert process.returncode == 0, output
     assert "decode time of llama.cpp at context 128" in output and "decode ms/token" in output

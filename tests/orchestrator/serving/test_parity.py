@@ -117,15 +117,15 @@ IN_VLLM = [
 
 def _check(family: str, target: str, kind: str, form: str, folder: Path, out: Path, engine: str | None = None) -> None:
     record = export_checkpoint(folder, target, out, check=True, engine=engine, allow_larger_cache=True)
-    found = record["check"]
-    assert record["model_type"] == form and record["exact"] and found["passed"]
+    result = record["check"]
+    assert record["model_type"] == form and record["exact"] and result["passed"]
     if kind == "wide":  # the source is a stock folder already
         promised = WIDE.kv_bytes_per_token("float32")
     else:
         promised = kv_bytes_in(target, checkpoint.load_config(folder), PLANS[kind], "float32")
-    assert found["kv_bytes_per_token"] == found["kv_bytes_per_token_promised"] == promised
-    assert found["capacity"] == pytest.approx(2**30 / promised, rel=2e-3)
-    exact = found["runs"][0]
+    assert result["kv_bytes_per_token"] == result["kv_bytes_per_token_promised"] == promised
+    assert result["capacity"] == pytest.approx(2**30 / promised, rel=2e-3)
+    exact = result["runs"][0]
     assert exact["prompts"] == exact["same"] == 8 and exact["tokens"] > 8 * 24
     gelu = 10 if family == "gpt_neox" and target == "gguf" else 1  # llama.cpp looks GELU up in 16 bits
     assert exact["difference"] < 1e-3 * gelu

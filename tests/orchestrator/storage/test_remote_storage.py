@@ -132,8 +132,8 @@ def test_an_address_outside_pyarrow_goes_through_fsspec(work: Path) -> None:
     try:
         with mirrored(storage, work, seconds=60):
             pass
-        found = sorted(fsspec.filesystem("memory").find(f"/headfold{work}"))
-        names = [Path(f).name for f in found]
+        result = sorted(fsspec.filesystem("memory").find(f"/headfold{work}"))
+        names = [Path(f).name for f in result]
         assert names == ["holder.json", "manifest.json", "search_yaml", "weights", "trials_json"]
         back = Mirror.of(storage, work.parent / "again")
         assert back.pull() == 3

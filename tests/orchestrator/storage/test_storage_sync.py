@@ -48,8 +48,8 @@ def s3() -> Iterator[str]:
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
     """Once with a store without conditional writes, and once with them."""
     if request.param == "s3":
-        found: str = request.getfixturevalue("s3")
-        yield found.replace("/runs", f"/{uuid.uuid4().hex}")
+        result: str = request.getfixturevalue("s3")
+        yield result.replace("/runs", f"/{uuid.uuid4().hex}")
         return
     yield f"memory://headfold-{uuid.uuid4().hex}/runs"
     memory = fsspec.filesystem("memory")
@@ -115,11 +115,11 @@ def test_where_both_have_gone_on_somebody_must_choose(address: str, tmp_path: Pa
     search_in(tmp_path / "a", 1)  # what a driver had written before it was killed, and had not sent
     with pytest.raises(ConfigError) as caught, driver(address, tmp_path / "a"):
         pass
-    told = str(caught.value)
-    assert "have both changed since they last agreed" in told and "demo: journal.jsonl differ" in told
-    assert "in the folder:  3 events" in told and "at the address: 4 events" in told
-    assert f"process {os.getpid()} on" in told
-    assert "--sync-from address" in told and "--sync-from folder" in told
+    report = str(caught.value)
+    assert "have both changed since they last agreed" in report and "demo: journal.jsonl differ" in report
+    assert "in the folder:  3 events" in report and "at the address: 4 events" in report
+    assert f"process {os.getpid()} on" in report
+    assert "--sync-from address" in report and "--sync-from folder" in report
     assert trials_in(tmp_path / "a") == ["t0", "t1"], "nothing has changed yet"
     with driver(address, tmp_path / "a", side=side):
         expected = ["t0", "t1", "t2"] if side == "address" else ["t0", "t1"]
@@ -131,8 +131,8 @@ def test_where_both_have_gone_on_somebody_must_choose(address: str, tmp_path: Pa
         (aside,) = (tmp_path / "a" / ".headfold" / "replaced").rglob("journal.jsonl")
         assert len(read_events(aside)) == 3
     else:
-        found = filesystem.get_file_info(fs.FileSelector(f"{root}/.headfold/replaced", recursive=True))
-        assert [info.base_name for info in found if info.base_name == "journal.jsonl"]
+        result = filesystem.get_file_info(fs.FileSelector(f"{root}/.headfold/replaced", recursive=True))
+        assert [info.base_name for info in result if info.base_name == "journal.jsonl"]
 
 
 def test_what_was_not_sent_before_a_kill_is_sent_by_the_next_start(address: str, tmp_path: Path) -> None:
@@ -238,9 +238,9 @@ class Traffic:
 
     def files(self) -> tuple[list[str], list[str]]:
         """Files read and written since the last call, without the manifest."""
-        found = (self.read, self.written)
+        result = (self.read, self.written)
         self.read, self.written = [], []
-        return tuple([p for p in paths if ".headfold" not in p] for paths in found)  # type: ignore[return-value]
+        return tuple([p for p in paths if ".headfold" not in p] for paths in result)  # type: ignore[return-value]
 
 
 def test_nothing_is_sent_or_fetched_twice(tmp_path: Path) -> None:

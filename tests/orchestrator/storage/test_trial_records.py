@@ -168,8 +168,8 @@ def test_a_report_hands_over_its_relaxation_and_its_similarity() -> None:
 def test_records_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
     trials = [record("a", 0.25, 2.5), record("b", 0.5, 2.4)]
     write_journal(tmp_path, trials)
-    found = load_trials(tmp_path)
-    assert [(t.trial_id, t.kv_ratio, t.loss, t.status, t.kv_bytes_per_token) for t in found] == [
+    result = load_trials(tmp_path)
+    assert [(t.trial_id, t.kv_ratio, t.loss, t.status, t.kv_bytes_per_token) for t in result] == [
         (t.trial_id, t.kv_ratio, t.loss, t.status, t.kv_bytes_per_token) for t in trials
     ]
     assert load_trials(tmp_path / "none") == []

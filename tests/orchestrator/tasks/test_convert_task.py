@@ -25,9 +25,9 @@ def calls(monkeypatch: pytest.MonkeyPatch, demo_dir: Path) -> Counter[str]:
     counted: Counter[str] = Counter()
 
     def counting(name: str, function: Any) -> Any:
-        def called(*given: Any, **more: Any) -> Any:
+        def called(*arguments: Any, **more: Any) -> Any:
             counted[name] += 1
-            return function(*given, **more)
+            return function(*arguments, **more)
 
         return called
 

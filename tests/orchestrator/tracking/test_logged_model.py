@@ -61,7 +61,7 @@ def test_a_logged_model_is_made_once_and_weights_are_stored_once(
     tracker: Tracker, exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = tracker.start("promotion")
-    made = tracker.client.create_model_version
+    created = tracker.client.create_model_version
 
     def killed(*arguments: Any, **named: Any) -> None:
         raise MlflowException("killed here")
@@ -69,7 +69,7 @@ def test_a_logged_model_is_made_once_and_weights_are_stored_once(
     monkeypatch.setattr(tracker.client, "create_model_version", killed)
     with pytest.raises(TrackingError):
         tracker.register("demo", exported, run_id, tags={}, description="x")
-    monkeypatch.setattr(tracker.client, "create_model_version", made)
+    monkeypatch.setattr(tracker.client, "create_model_version", created)
     assert tracker.register("demo", exported, run_id, tags={}, description="x") == "1"
     assert tracker.register("demo", exported, run_id, tags={}, description="x") == "1"
     (model,) = tracker.client.search_logged_models([tracker.experiment_id])

@@ -61,10 +61,10 @@ class WorkerKiller:
             self.steps.append(saved[-1].step)
 
 
-def check(killer: WorkerKiller, times: int, found: Any, expected: Any) -> None:
+def check(killer: WorkerKiller, times: int, result: Any, expected: Any) -> None:
     killer.thread.join(10)
     assert len(killer.steps) == times and all(0 < step < STEPS for step in killer.steps), killer.steps
-    assert {name: found[name] for name in SAME} == {name: expected[name] for name in SAME}
+    assert {name: result[name] for name in SAME} == {name: expected[name] for name in SAME}
 
 
 def test_a_trial_goes_on_from_a_checkpoint_between_its_rungs(tiny_job: Any, on_group: Any, tmp_path: Path) -> None:
@@ -80,13 +80,13 @@ def test_a_trial_goes_on_from_a_checkpoint_between_its_rungs(tiny_job: Any, on_g
 
 def test_train_and_finetune_start_again_by_themselves(ray_cluster: None, like: Path, tmp_path: Path) -> None:
     """Ray Train starts their workers again once; after a second loss they do so themselves."""
-    asked = ASKED | {"checkpoint_minutes": 0.01}
+    requested = ASKED | {"checkpoint_minutes": 0.01}
     expected = train_from_scratch(like, tmp_path / "whole", **ASKED)
-    killer, said = WorkerKiller(tmp_path / "killed.training" / "train" / "scratch", 2), list[str]()
-    check(killer, 2, train_from_scratch(like, tmp_path / "killed", progress=said.append, **asked), expected)
-    assert any("machines were lost; it starts again from step" in line for line in said), said
+    killer, output = WorkerKiller(tmp_path / "killed.training" / "train" / "scratch", 2), list[str]()
+    check(killer, 2, train_from_scratch(like, tmp_path / "killed", progress=output.append, **requested), expected)
+    assert any("machines were lost; it starts again from step" in line for line in output), output
     expected = finetune_checkpoint(tmp_path / "whole", tmp_path / "fine", **ASKED)
-    killer, said = WorkerKiller(tmp_path / "fine-killed.training" / "train" / "finetune", 2), list[str]()
-    found = finetune_checkpoint(tmp_path / "whole", tmp_path / "fine-killed", progress=said.append, **asked)
-    check(killer, 2, found, expected)
-    assert any("machines were lost; it starts again from step" in line for line in said), said
+    killer, output = WorkerKiller(tmp_path / "fine-killed.training" / "train" / "finetune", 2), list[str]()
+    result = finetune_checkpoint(tmp_path / "whole", tmp_path / "fine-killed", progress=output.append, **requested)
+    check(killer, 2, result, expected)
+    assert any("machines were lost; it starts again from step" in line for line in output), output

@@ -25,7 +25,7 @@ def test_a_window_is_256_tokens_in_every_second_layer_if_one_is_asked_for(
     knobs: dict[str, object], expected: Composition
 ) -> None:
     part = COMPOSITION.get("dcmha")
-    made = part(PLAN, **part.settings(knobs)).composition
-    assert made == expected
+    created = part(PLAN, **part.settings(knobs)).composition
+    assert created == expected
     if expected == Composition(window=256):
-        assert [made.window_of(layer) for layer in range(4)] == [256, 0, 256, 0]
+        assert [created.window_of(layer) for layer in range(4)] == [256, 0, 256, 0]

@@ -162,8 +162,8 @@ def test_sites_come_layer_by_layer_keys_before_values() -> None:
     geometry = tiny_geometry()
     chain, plans = run(chain_of(geometry, ((3, 2), (2, 3)), 4), similarities(geometry))
     assert [site for site, _ in chain.history] == [(0, "key"), (0, "value"), (1, "key"), (1, "value")]
-    kept = [tuple((layer.key_heads, layer.value_heads) for layer in plan.layers) for plan in plans]
-    assert kept == [((3, 6), (6, 6))] * 4 + [((3, 2), (6, 6))] * 4 + [((3, 2), (2, 6))] * 4 + [((3, 2), (2, 3))] * 4
+    stored = [tuple((layer.key_heads, layer.value_heads) for layer in plan.layers) for plan in plans]
+    assert stored == [((3, 6), (6, 6))] * 4 + [((3, 2), (6, 6))] * 4 + [((3, 2), (2, 6))] * 4 + [((3, 2), (2, 3))] * 4
     assert len({plan.layers[0].key_groups for plan in plans[4:]}) == 1, "what was found stays"
     assert (chain.moves, chain.done) == (16, True)
     assert chain.plan == max(plans[12:], key=score_of)

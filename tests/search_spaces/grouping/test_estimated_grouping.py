@@ -63,20 +63,20 @@ def test_the_grouping_costs_within_two_percent_of_the_search_by_the_cost_itself(
 def test_screened_changes_only_improve(may_move: bool) -> None:
     cost, guide = table_cost(10, 1), table_cost(10, 2)
     start = random_partition(10, 4, np.random.default_rng(0))
-    found = canonical(screened(cost, guide, list(start), may_move=may_move))
-    assert cost.score(found) > cost.score(start)
-    assert len(found) == 4 and sorted(h for group in found for h in group) == list(range(10))
+    result = canonical(screened(cost, guide, list(start), may_move=may_move))
+    assert cost.score(result) > cost.score(start)
+    assert len(result) == 4 and sorted(h for group in result for h in group) == list(range(10))
     if not may_move:
-        assert sorted(map(len, found)) == sorted(map(len, start))
-    assert canonical(screened(cost, guide, list(found), may_move=may_move)) == found
+        assert sorted(map(len, result)) == sorted(map(len, start))
+    assert canonical(screened(cost, guide, list(result), may_move=may_move)) == result
 
 
 def test_estimates_are_made_when_they_are_needed_and_not_before() -> None:
-    made: list[int] = []
+    created: list[int] = []
 
     def maker(rung: int, cost: GroupCost):
         def make() -> GroupCost:
-            made.append(rung)
+            created.append(rung)
             return cost
 
         return make
@@ -86,10 +86,10 @@ def test_estimates_are_made_when_they_are_needed_and_not_before() -> None:
     affordable = GroupCost(cost.cost, effort=lambda _: 1.0, estimates=ladder)
     problem = GroupingProblem(8, 4, objective=affordable)
     best = exact(problem, np.random.default_rng(0), equal_sizes=False)
-    assert not made
+    assert not created
     dear = GroupCost(cost.cost, effort=lambda _: 1.0, estimates=ladder, preparation=2 * AFFORDABLE)
     near = exact(replace(problem, objective=dear), np.random.default_rng(0), equal_sizes=False)
-    assert made == [0, 1] and dear.priced == 0
+    assert created == [0, 1] and dear.priced == 0
     assert near.score is not None and best.score is not None and near.score <= best.score
     assert near.score == cost.score(near.partition)
     assert by_estimates(replace(problem, objective=dear), np.random.default_rng(0), equal_sizes=False) == near

@@ -40,13 +40,13 @@ def test_sizes_by_hand(heads: int, groups: int, sizes: list[int]) -> None:
 @given(heads=st.integers(1, 128), size=st.integers(1, 128))
 def test_every_size_is_met_by_the_groups_that_it_gives(heads: int, size: int) -> None:
     """Slow reference: cut off `size` heads until fewer remain."""
-    wanted, left = [], heads
-    while left > 0:
-        wanted.append(min(size, left))
-        left -= size
-    groups = len(wanted)
+    expected, remaining = [], heads
+    while remaining > 0:
+        expected.append(min(size, remaining))
+        remaining -= size
+    groups = len(expected)
     if -(-heads // groups) == size or groups == 1:  # the least size that gives so many groups is the one that is used
-        assert full_sizes(heads, groups) == wanted
+        assert full_sizes(heads, groups) == expected
     assert sum(full_sizes(heads, groups)) == heads and min(full_sizes(heads, groups)) >= 1
     if heads % groups == 0:
         assert full_sizes(heads, groups) == group_sizes(heads, groups)

@@ -95,12 +95,12 @@ class Recorder:
         return self.inner.permutation(*args)  # type: ignore[call-overload]
 
     def integers(self, high: int, size: int | None = None) -> object:
-        found = self.inner.integers(high, size=size)
+        result = self.inner.integers(high, size=size)
         if size is None:
-            self.moves[-1].append(int(found))
+            self.moves[-1].append(int(result))
         else:
-            self.moves.append([int(x) for x in found])
-        return found
+            self.moves.append([int(x) for x in result])
+        return result
 
     def random(self) -> float:
         self.moves[-1].append(self.inner.random())
@@ -123,8 +123,8 @@ def test_alg_4_against_loops(seed: int) -> None:
 
 
 def test_annealing_finds_the_clusters_of_a_line() -> None:
-    found = anneal(DISTANCE, 4, 2, generator=np.random.default_rng(0))
-    assert found.partition == ((0, 1), (2, 3)) and found.score == -3.0
+    result = anneal(DISTANCE, 4, 2, generator=np.random.default_rng(0))
+    assert result.partition == ((0, 1), (2, 3)) and result.score == -3.0
 
 
 # ---- Alg. 5 ---------------------------------------------------------------------------------------------------
@@ -132,24 +132,24 @@ def test_annealing_finds_the_clusters_of_a_line() -> None:
 
 def slow_greedy(losses: list[float], total: int, small: int, large: int, cap: int) -> list[int] | None:
     """Alg. 5 one step at a time, with plain lists; None where heads remain or are too few."""
-    given, left = [], total
+    given, remaining = [], total
     for _ in losses:
         given.append(small)
-        left -= small
-    if left < 0 or small > cap:
+        remaining -= small
+    if remaining < 0 or small > cap:
         return None
     first = max(range(len(losses)), key=lambda i: (losses[i], -i))
     more = min(large, cap) - small
-    if left // large >= 1:  # line 10: as many 16's as fit whole, though each takes 12
+    if remaining // large >= 1:  # line 10: as many 16's as fit whole, though each takes 12
         given[first] += more
-        left -= more
-    while left >= small:
+        remaining -= more
+    while remaining >= small:
         need = [losses[i] / given[i] if given[i] + small <= cap else -1.0 for i in range(len(losses))]
         if max(need) < 0:
             break
         given[need.index(max(need))] += small
-        left -= small
-    return given if left == 0 else None
+        remaining -= small
+    return given if remaining == 0 else None
 
 
 @settings(max_examples=150, deadline=None)
@@ -161,12 +161,12 @@ def slow_greedy(losses: list[float], total: int, small: int, large: int, cap: in
     cap=st.integers(1, 24),
 )
 def test_alg_5_against_loops(losses: list[int], total: int, small: int, times: int, cap: int) -> None:
-    wanted = slow_greedy([float(x) for x in losses], total, small, small * times, cap)
-    if wanted is None:
+    expected = slow_greedy([float(x) for x in losses], total, small, small * times, cap)
+    if expected is None:
         with pytest.raises(ValueError, match="dha allocation"):
             dha_greedy([float(x) for x in losses], total, (small, small * times), cap)
         return
-    assert list(dha_greedy([float(x) for x in losses], total, (small, small * times), cap)) == wanted
+    assert list(dha_greedy([float(x) for x in losses], total, (small, small * times), cap)) == expected
 
 
 # ---- Eq. 1 ----------------------------------------------------------------------------------------------------

@@ -30,11 +30,11 @@ SECONDS = 15
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 200) -> Any:
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (result := condition()):
         if time.monotonic() > deadline:
             raise TimeoutError(what)
         time.sleep(0.1)
-    return found
+    return result
 
 
 def worker_node() -> str | None:

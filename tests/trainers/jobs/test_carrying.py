@@ -127,9 +127,9 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     ended = run_job(other, again)["metrics"]
     assert {name: ended[name] for name in SAME} == {name: whole[name] for name in SAME}
     assert again.steps == [2, 4, 6]
-    told = ended["notes"][0]
-    assert told.startswith("checkpoint of step 4 passed over: ")
-    assert ("cannot be read" if damage == "missing" else "is not what was written") in told
+    report = ended["notes"][0]
+    assert report.startswith("checkpoint of step 4 passed over: ")
+    assert ("cannot be read" if damage == "missing" else "is not what was written") in report
     assert len(ended["notes"]) == (2 if damage == "all" else 1)
 
 
@@ -146,8 +146,8 @@ def test_a_killed_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     store.save(1, write("one"), {"step": 1})
     with pytest.raises(KeyboardInterrupt):
         store.save(2, killed, {"step": 2})
-    kept, reports, damage = store.newest_whole()
-    assert kept is not None and (kept.step, [r["step"] for r in reports], damage) == (1, [1], [])
+    checkpoints, reports, damage = store.newest_whole()
+    assert checkpoints is not None and (checkpoints.step, [r["step"] for r in reports], damage) == (1, [1], [])
     for step in (2, 3, 4):
         store.save(step, write(f"{step}"), {"step": step})
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
@@ -233,8 +233,8 @@ def test_a_relaxation_without_recovery(other: TrainJob, tmp_path: Path) -> None:
 
 def test_which_micro_batch_is_tried(job: TrainJob, tmp_path: Path) -> None:
     def rows(**settings: Any) -> int | None:
-        found = lowered(TrainSettings(**settings))
-        return None if found is None else found.micro_batch_size
+        result = lowered(TrainSettings(**settings))
+        return None if result is None else result.micro_batch_size
 
     assert (rows(batch_size=8), rows(batch_size=8, micro_batch_size=4), rows(batch_size=8, micro_batch_size=1)) == (
         4,

@@ -38,9 +38,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Files reach the folder only once it is set."""
     gate, real = threading.Event(), checkpoints.copy_folder
 
-    def copy(*given: Any) -> None:
+    def copy(*arguments: Any) -> None:
         assert gate.wait(60)
-        real(*given)
+        real(*arguments)
 
     monkeypatch.setattr(checkpoints, "copy_folder", copy)
     yield gate
@@ -93,7 +93,7 @@ def test_a_kill_leaves_the_checkpoint_before(
         elif moment == "renamed":
             patch.setattr(CheckpointStore, "_write", killed)
         else:
-            patch.setattr(CheckpointStore, "_write", lambda *given: (write(*given), killed()))
+            patch.setattr(CheckpointStore, "_write", lambda *arguments: (write(*arguments), killed()))
         store.save(3, writing("3"), {"step": 3})
     again = CheckpointStore(str(tmp_path / "work"), "run")
     newest, reports, damage = again.newest_whole()
@@ -150,9 +150,9 @@ def both(rank: int, place: str) -> Any:
     store.save(2, write, {"step": 2} if rank == 0 else {})
     saved, reports, damage = CheckpointStore(f"{place}/work", "run", rank, 2).newest_whole()
     assert saved is not None
-    found = {p.name: p.read_text() for p in store.folder(saved).iterdir()}
-    left = sorted(p.name for p in Path(place).rglob(".*"))
-    return saved.step, sorted(saved.digests), found, [r["step"] for r in reports], damage, left
+    result = {p.name: p.read_text() for p in store.folder(saved).iterdir()}
+    remaining = sorted(p.name for p in Path(place).rglob(".*"))
+    return saved.step, sorted(saved.digests), result, [r["step"] for r in reports], damage, remaining
 
 
 def test_two_workers_copy_their_own_files(on_both: Any, tmp_path: Path) -> None:

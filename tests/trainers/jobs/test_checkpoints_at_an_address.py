@@ -59,14 +59,14 @@ class Link:
 
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
-    made = Link(monkeypatch)
-    yield made
-    made.open.set()
+    created = Link(monkeypatch)
+    yield created
+    created.open.set()
 
 
-def until(said: Callable[[], bool]) -> None:
+def until(message: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not said():
+    while not message():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -162,9 +162,9 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_is_whole(
         elif moment == "sent":
             patch.setattr(CheckpointStore, "_write", killed)
         elif moment == "in the index":
-            patch.setattr(CheckpointStore, "_write", lambda *given: (write(*given), killed()))
+            patch.setattr(CheckpointStore, "_write", lambda *arguments: (write(*arguments), killed()))
         else:
-            patch.setattr(CheckpointStore, "_remove_all_but", lambda *given: (remove(*given), killed()))
+            patch.setattr(CheckpointStore, "_remove_all_but", lambda *arguments: (remove(*arguments), killed()))
         store.save(3, writing("3"), {"step": 3})
     again = CheckpointStore(str(tmp_path / "work"), "run", address=f"file://{tmp_path}/bucket/train")
     newest, reports, damage = again.newest_whole()
@@ -202,12 +202,12 @@ def both(rank: int, place: str) -> Any:
     first.settle()
     first.save(2, write, {"step": 2} if rank == 0 else {})
     again = store()
-    kept, reports, damage = again.newest_whole()
-    assert kept is not None
-    found = {p.name: p.read_text() for p in again.folder(kept).iterdir()}
+    stored, reports, damage = again.newest_whole()
+    assert stored is not None
+    result = {p.name: p.read_text() for p in again.folder(stored).iterdir()}
     again.release()
-    left = list(Path(f"{place}/scratch").rglob("part-*"))
-    return kept.step, sorted(kept.digests), found, [r["step"] for r in reports], damage, left
+    remaining = list(Path(f"{place}/scratch").rglob("part-*"))
+    return stored.step, sorted(stored.digests), result, [r["step"] for r in reports], damage, remaining
 
 
 def test_two_workers_send_their_own_files_and_fetch_all_together(on_both: Any, tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ def test_a_training_goes_on_with_the_workers_that_there_are(tiny_job: Any, tmp_p
     }
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, str(SCRIPT), str(tmp_path / "job.json")]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=850)
-    assert told.returncode == 0, told.stderr[-4000:]
-    happened = last_json(told.stdout)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=850)
+    assert process.returncode == 0, process.stderr[-4000:]
+    happened = last_json(process.stdout)
     assert [workers for workers, _ in happened["seen"]] == [1, 2, 1]
     assert happened["report"]["step"] == STEPS
     alone = replace(job.on(1), run_name="alone", out_dir=str(tmp_path / "alone" / "out"), checkpoint_minutes=None)

@@ -72,8 +72,8 @@ def other(job: TrainJob, name: str, **changes: Any) -> TrainJob:
 
 def test_with_its_run_a_job_s_processes_end(whole: dict[str, Any], others: set[str]) -> None:
     deadline = time.monotonic() + 60
-    while left := controllers() - others:
-        assert time.monotonic() < deadline, left
+    while remaining := controllers() - others:
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.1)
 
 
