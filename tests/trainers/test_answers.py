@@ -55,7 +55,7 @@ def test_a_template_says_where_answers_begin_and_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         (None, "with a chat template"),
         (CHATML.partition("{% if")[0], "add_generation_prompt"),
@@ -63,8 +63,8 @@ def test_a_template_says_where_answers_begin_and_end() -> None:
         (CHATML.replace("<|im_end|>", "."), "special token"),
     ],
 )
-def test_a_template_that_hides_answers_is_refused(template: str, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_template_that_hides_answers_is_refused(template: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         AnswerSpans.of(chat_tokenizer(template))
 
 

@@ -54,7 +54,7 @@ def difference(one: list[float], other: list[float]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "given", "own_rate"),
+    ("stage", "dtype", "options", "own_rate"),
     [
         extended(1, "float32", {}, True),
         extended(3, "bfloat16", {"deepspeed": {"zero_optimization": {"sub_group_size": 4000}}}, True),
@@ -68,10 +68,10 @@ def difference(one: list[float], other: list[float]) -> float:
     ],
 )
 def test_training_goes_on_with_another_number_of_workers(
-    on_all: Any, model: Path, tmp_path: Path, stage: int, dtype: str, given: dict[str, Any], own_rate: bool
+    on_all: Any, model: Path, tmp_path: Path, stage: int, dtype: str, options: dict[str, Any], own_rate: bool
 ) -> None:
     def run(workers: int, name: str, until: int, load: Path | None = None, save: Path | None = None) -> Any:
-        settings = settings_of(workers, zero_stage=stage, dtype=dtype, **given)
+        settings = settings_of(workers, zero_stage=stage, dtype=dtype, **options)
         return on_all(workers, tmp_path / name, work, model, settings, until, load, save, own_rate)
 
     saved = tmp_path / "checkpoint"

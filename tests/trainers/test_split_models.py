@@ -63,7 +63,7 @@ def steps(rank: int, ids: Tensor, folder: Path, teacher: Path, split: bool, sett
 
 
 @pytest.mark.parametrize(
-    ("family", "plan", "given"),
+    ("family", "plan", "settings"),
     [
         ("llama", UNEVEN, {"distillation": "kl"}),
         extended("llama", UNEVEN, {"tuning": "lora", "lora_rank": 4}),
@@ -75,7 +75,7 @@ def steps(rank: int, ids: Tensor, folder: Path, teacher: Path, split: bool, sett
     ],
 )
 def test_trains_as_from_whole_models(
-    on_both: Any, tiny_model: Any, tmp_path: Path, family: str, plan: AttentionPlan, given: dict[str, Any]
+    on_both: Any, tiny_model: Any, tmp_path: Path, family: str, plan: AttentionPlan, settings: dict[str, Any]
 ) -> None:
     original = tiny_model(family) if family == "gpt2" else tiny_model(family, tie_word_embeddings=True)
     checkpoint.save(original, tmp_path / "original")
@@ -83,7 +83,8 @@ def test_trains_as_from_whole_models(
     ids = torch.randint(0, 64, (16, 16), generator=torch.Generator().manual_seed(0))
     places = (ids, tmp_path / "model", tmp_path / "original")
     whole, split = (
-        on_both(tmp_path / name, steps, *places, name == "split", settings_of(**given)) for name in ("whole", "split")
+        on_both(tmp_path / name, steps, *places, name == "split", settings_of(**settings))
+        for name in ("whole", "split")
     )
     (expected, weights), (losses, others) = whole[0], split[0]
     assert losses == split[1][0] == pytest.approx(expected, abs=1e-5)

@@ -31,11 +31,11 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "message"),
     [(0.2, "1 s"), (42, "42 s"), (900, "15 min"), (3599, "1 h"), (4800, "1 h 20 min")],
 )
-def test_how_long_something_takes_in_words(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+def test_how_long_something_takes_in_words(seconds: float, message: str) -> None:
+    assert duration(seconds) == message
 
 
 def test_nothing_is_shown_unless_it_is_asked_for(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:

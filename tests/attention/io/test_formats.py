@@ -207,7 +207,7 @@ def test_the_dtype_is_that_of_the_config_or_else_of_the_files(tiny_model: Tiny, 
 
 
 @pytest.mark.parametrize(
-    ("family", "plan", "loads_in", "said"),
+    ("family", "plan", "loads_in", "message"),
     [
         (
             "llama",
@@ -248,14 +248,14 @@ def test_the_dtype_is_that_of_the_config_or_else_of_the_files(tiny_model: Tiny, 
     ],
 )
 def test_what_a_written_folder_is(
-    family: str, plan: AttentionPlan | None, loads_in: list[str], said: str, tiny_model: Tiny, tmp_path: Path
+    family: str, plan: AttentionPlan | None, loads_in: list[str], message: str, tiny_model: Tiny, tmp_path: Path
 ) -> None:
     model = tiny_model(family)
     folder = checkpoint.save(model if plan is None else convert(model, plan), tmp_path / "out")
     result = format_of(folder, "float32")
     assert result["loads_in"] == loads_in
     assert result["format"] == ("headfold" if loads_in == ["headfold"] else "stock")
-    assert re.search(said, result["format_note"])
+    assert re.search(message, result["format_note"])
 
 
 @pytest.mark.parametrize("plan", [LAYERED, APART], ids=["layers", "apart"])

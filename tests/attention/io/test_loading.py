@@ -261,7 +261,7 @@ def test_shards(tiny_model: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "text"),
     [
         (b"", "it is empty"),
         (b"<!doctype html><html>Sign in", "a web page"),
@@ -271,15 +271,15 @@ def test_shards(tiny_model: Tiny, tmp_path: Path) -> None:
         ((4).to_bytes(8, "little") + b"{!!}", "damaged"),
     ],
 )
-def test_a_file_that_is_not_safetensors_is_named(content: bytes, told: str, saved: Callable[..., Path]) -> None:
+def test_a_file_that_is_not_safetensors_is_named(content: bytes, text: str, saved: Callable[..., Path]) -> None:
     folder = saved()
     (folder / SINGLE).write_bytes(content)
     message = refusal(folder)
-    assert f"{folder / SINGLE} cannot be read" in message and told in message
+    assert f"{folder / SINGLE} cannot be read" in message and text in message
 
 
 @pytest.mark.parametrize(
-    ("file", "told"),
+    ("file", "message"),
     [
         ("pytorch_model.bin", r"only pickled ones \(pytorch_model.bin\).*use_safetensors=False"),
         ("other.safetensors", "it has other.safetensors, which transformers does not look for"),
@@ -287,10 +287,10 @@ def test_a_file_that_is_not_safetensors_is_named(content: bytes, told: str, save
         ("adapter_config.json", "merge_and_unload"),
     ],
 )
-def test_a_folder_without_weights_says_what_to_do(file: str, told: str, saved: Callable[..., Path]) -> None:
+def test_a_folder_without_weights_says_what_to_do(file: str, message: str, saved: Callable[..., Path]) -> None:
     folder = saved()
     (folder / SINGLE).rename(folder / file)
-    with pytest.raises(WeightsError, match=told):
+    with pytest.raises(WeightsError, match=message):
         checkpoint.load(folder)
 
 

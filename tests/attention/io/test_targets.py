@@ -123,7 +123,7 @@ def test_an_unknown_target_or_dtype_is_refused(saved: Callable[..., Path], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("ollama", "target gguf"),
         ("LM Studio", "target gguf"),
@@ -131,8 +131,8 @@ def test_an_unknown_target_or_dtype_is_refused(saved: Callable[..., Path], tmp_p
         ("hf", "target gqa .* and target transformers"),
     ],
 )
-def test_the_name_of_an_engine_is_answered_with_the_target_that_it_loads(name: str, said: str) -> None:
-    with pytest.raises(ValueError, match=rf"target must be one of \['auto', 'gguf', .*got '{name}': .*{said}"):
+def test_the_name_of_an_engine_is_answered_with_the_target_that_it_loads(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"target must be one of \['auto', 'gguf', .*got '{name}': .*{message}"):
         target(name, more=["auto"])
 
 
@@ -166,7 +166,7 @@ def test_kv_heads_of_each_layer(
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "plan", "said"),
+    ("name", "family", "plan", "message"),
     [
         ("gqa", "gpt_neox", PLANS["uniform"], "layer 0 has 2 KV heads for 4 query heads.*export to target phi"),
         ("vllm", "gpt2", PLANS["uniform"], "layer 0 has 2 KV heads.*gpt2 family has no stock GQA form"),
@@ -177,10 +177,10 @@ def test_kv_heads_of_each_layer(
     ],
 )
 def test_a_refusal_says_what_to_do(
-    name: str, family: str, plan: AttentionPlan | None, said: str, saved: Callable[..., Path]
+    name: str, family: str, plan: AttentionPlan | None, message: str, saved: Callable[..., Path]
 ) -> None:
     config = checkpoint.load_config(saved(family, plan))
-    with pytest.raises(TargetError, match=said):
+    with pytest.raises(TargetError, match=message):
         kv_heads_in(name, config, plan or plan_of_config(config))
 
 

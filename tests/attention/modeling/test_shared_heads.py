@@ -161,7 +161,7 @@ THIRTEEN = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers"
 
 
 @pytest.mark.parametrize(
-    ("sizes", "mlp", "left"),
+    ("sizes", "mlp", "remaining"),
     [
         (SEVEN, False, "6.09B of 6.74B"),
         (SEVEN, True, "4.80B of 6.74B"),  # the paper's table has 4.74B
@@ -169,7 +169,7 @@ THIRTEEN = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers"
         (THIRTEEN, True, "9.21B of 13.02B"),
     ],
 )
-def test_the_papers_share_of_the_parameters_of_a_llama_2(sizes: dict[str, int], mlp: bool, left: str) -> None:
+def test_the_papers_share_of_the_parameters_of_a_llama_2(sizes: dict[str, int], mlp: bool, remaining: str) -> None:
     """Cao 2024, table "Statistics of Memory Reduction": 30 % of the heads, outputs too, and of the MLP's blocks."""
     config = LlamaConfig(**sizes, vocab_size=32000)
     with torch.device("meta"):
@@ -182,7 +182,7 @@ def test_the_papers_share_of_the_parameters_of_a_llama_2(sizes: dict[str, int], 
     assert saved_parameters(model, plan) == many * 3 * width * config.hidden_size
     plan = replace(plan, output_shares=shares, mlp_shares=shares if mlp else ())
     whole = parameters(model)
-    assert f"{(whole - saved_parameters(model, plan)) / 1e9:.2f}B of {whole / 1e9:.2f}B" == left
+    assert f"{(whole - saved_parameters(model, plan)) / 1e9:.2f}B of {whole / 1e9:.2f}B" == remaining
 
 
 def test_outputs_of_a_gpt2_are_refused_and_a_refit_of_shared_ones(tiny_model) -> None:

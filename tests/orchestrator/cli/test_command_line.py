@@ -117,7 +117,7 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["search", "nothing.yaml"], ["nothing.yaml"]),
         (["search", "configs/demo.yaml", "search.num_samplez=4"], ["search.num_samplez", "did you mean num_samples?"]),
@@ -185,7 +185,7 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
 )
 def test_a_mistake_ends_with_a_message_and_exit_code_2(
     arguments: list[str],
-    said: list[str],
+    message: list[str],
     tmp_path: Path,
     demo_dir: Path,
     capfd: pytest.CaptureFixture[str],
@@ -202,7 +202,7 @@ def test_a_mistake_ends_with_a_message_and_exit_code_2(
     output = capfd.readouterr().err
     assert code == 2, output
     assert "Traceback" not in output
-    for word in said:
+    for word in message:
         assert word.lower() in output.lower()
 
 

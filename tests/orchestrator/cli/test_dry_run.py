@@ -39,7 +39,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         # 2 arms at 1 ratio; the best one and the baseline are promoted, 2 sequences of 32 tokens per step for 2 steps
         (["search", "mine.yaml"], r"^trials: 2; 0 full training\(s\) in the promotion\ntokens: about 192 "),
@@ -59,11 +59,11 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_it_tells_and_writes_nothing(place: Path, command: list[str], said: str) -> None:
+def test_it_tells_and_writes_nothing(place: Path, command: list[str], message: str) -> None:
     before = digest(place)
     ran = run_in(place, [*command, "--dry-run"])
     assert ran.code == 0, ran.err
-    assert re.search(said, ran.out, re.MULTILINE), ran.out
+    assert re.search(message, ran.out, re.MULTILINE), ran.out
     assert ran.out.endswith("dry run: all checks passed, nothing was written\n")
     assert digest(place) == before
 
@@ -94,7 +94,7 @@ def test_memory_is_one_line_and_its_parts_are_verbose(place: Path, command: list
 
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (
             ["search", "mine.yaml", "data.train.tokens=900000"],
@@ -112,11 +112,11 @@ def test_memory_is_one_line_and_its_parts_are_verbose(place: Path, command: list
         (["promote", "runs/mine", "--trial", "gqa-0"], "baseline"),
     ],
 )
-def test_it_refuses_what_the_verb_refuses(place: Path, command: list[str], said: str) -> None:
+def test_it_refuses_what_the_verb_refuses(place: Path, command: list[str], message: str) -> None:
     before = digest(place)
     ran = run_in(place, [*command, "--dry-run"])
     assert ran.code == 2, (ran.out, ran.err)
-    assert said in ran.err and "all checks passed" not in ran.out
+    assert message in ran.err and "all checks passed" not in ran.out
     assert digest(place) == before
 
 
@@ -171,16 +171,16 @@ def test_an_estimate_for_a_named_gpu_has_its_memory_and_its_speed(place: Path) -
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "message"),
     [(12.2, "13 s"), (60, "1 min"), (3599, "1 h"), (12_000, "3 h 20 min"), (134_202, "37 h"), (36_000, "10 h")],
 )
-def test_times_are_in_hours_where_they_are_long(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+def test_times_are_in_hours_where_they_are_long(seconds: float, message: str) -> None:
+    assert duration(seconds) == message
 
 
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--steps", "2000"], "train needs 16000 sequences of 32 tokens"),
         (["--eval-tokens", "999999"], "eval needs 31249 sequences of 32 tokens"),
@@ -188,10 +188,10 @@ def test_times_are_in_hours_where_they_are_long(seconds: float, said: str) -> No
 )
 @pytest.mark.parametrize("dry", [["--dry-run"], []])
 def test_a_training_without_text_enough_is_refused_before_anything_is_written(
-    place: Path, more: list[str], said: str, dry: list[str]
+    place: Path, more: list[str], message: str, dry: list[str]
 ) -> None:
     before = digest(place)
     for command in (TRAIN, FINETUNE):
         ran = run_in(place, [*command, *more, *dry])
         assert (ran.code, digest(place)) == (2, before)
-        assert said in ran.err
+        assert message in ran.err

@@ -65,7 +65,7 @@ def test_as_many_trials_run_as_fit_node_by_node(nodes: list[Nodes], demand: Dema
 
 
 @pytest.mark.parametrize(
-    ("nodes", "demand", "said"),
+    ("nodes", "demand", "message"),
     [
         (one(CPU=2), Demand(0.05, 0, 4, 1, 0), ["train.num_workers", "4 worker(s)", "4.05 CPU", "has 2"]),
         (one(CPU=64), Demand(1, 0, 8, 1, 1), ["train.num_workers", "8 GPU", "has 0", "add nodes"]),
@@ -86,11 +86,11 @@ def test_as_many_trials_run_as_fit_node_by_node(nodes: list[Nodes], demand: Dema
     ],
 )
 def test_a_trial_that_can_never_start_is_refused_with_what_there_is(
-    nodes: list[Nodes], demand: Demand, said: list[str]
+    nodes: list[Nodes], demand: Demand, message: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         concurrency(nodes, demand)
-    for word in said:
+    for word in message:
         assert word in str(caught.value)
 
 

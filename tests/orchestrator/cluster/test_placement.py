@@ -41,7 +41,7 @@ def test_tasks_ask_for_what_the_configuration_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "message"),
     [
         ({"train": {"gpus_per_worker": 0.5, "num_workers": 2}}, ["whole number", "0.5", "NCCL", "num_workers=1"]),
         ({"train": {"gpus_per_worker": 1.5}}, ["whole number", "1.5"]),
@@ -53,10 +53,10 @@ def test_tasks_ask_for_what_the_configuration_says() -> None:
         ),
     ],
 )
-def test_what_can_never_be_placed_is_refused(sections: dict[str, Any], said: list[str]) -> None:
+def test_what_can_never_be_placed_is_refused(sections: dict[str, Any], message: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         config(**sections)
-    for word in said:
+    for word in message:
         assert word in str(caught.value)
 
 

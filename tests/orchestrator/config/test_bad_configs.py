@@ -195,7 +195,7 @@ def test_broken_yaml_is_refused_with_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("name: &x [*x]\n", "name: got"),
         ("name: " + "[" * 1000 + "]" * 1000, "YAML"),
@@ -210,10 +210,10 @@ def test_broken_yaml_is_refused_with_the_file(tmp_path: Path) -> None:
     ],
     ids=["cycle", "deep", "twice", "object", "int", "date", "digits", "list", "empty", "latin1"],
 )  # fmt: skip
-def test_yaml_that_no_configuration_can_be(tmp_path: Path, text: str, said: str) -> None:
+def test_yaml_that_no_configuration_can_be(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         read_search_config(file)
     assert str(file) in str(caught.value)
 

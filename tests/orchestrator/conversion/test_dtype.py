@@ -37,7 +37,7 @@ def stored(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "asked", "kind"),
+    ("dtype", "requested", "kind"),
     [
         extended(torch.bfloat16, "auto", "BF16"),
         (torch.float16, "auto", "F16"),
@@ -50,7 +50,7 @@ def stored(folder: Path) -> set[str]:
 def test_what_is_told_of_a_conversion_is_true_of_its_file(
     layerwise: bool,
     dtype: torch.dtype,
-    asked: str,
+    requested: str,
     kind: str,
     texts: dict[str, Any],
     tiny_model: Tiny,
@@ -59,7 +59,7 @@ def test_what_is_told_of_a_conversion_is_true_of_its_file(
 ) -> None:
     model = tiny_model("llama", vocab_size=2048, tie_word_embeddings=dtype == torch.float16, dtype=dtype)
     source = checkpoint.save(model, tmp_path / "source", demo_tokenizer)
-    settings = {**texts, "dtype": asked, "recipe_settings": QUICK, "layerwise": layerwise}
+    settings = {**texts, "dtype": requested, "recipe_settings": QUICK, "layerwise": layerwise}
     report = convert_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", **settings)
     assert stored(tmp_path / "out") == {kind}
     assert report["format"] == "stock" and report["loads_in"] == ["transformers", "vLLM", "llama.cpp"]

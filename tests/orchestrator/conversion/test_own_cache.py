@@ -148,7 +148,7 @@ def test_every_verb_takes_lists_of_ratios_and_of_heads(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--kv-ratio", "0.5", "--kv-heads", "2"], ["expected one of the three", "both"]),
         (["--kv-heads", "4"], ["kv_heads: got 4", "4 KV heads per layer for 8 query heads", "1 to 3"]),
@@ -176,13 +176,13 @@ def test_every_verb_takes_lists_of_ratios_and_of_heads(
     ],
 )
 def test_refusals_are_in_the_same_terms(
-    words: list[str], said: list[str], grouped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    words: list[str], message: list[str], grouped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     for verb in ("estimate", "convert"):
         assert run(verb, grouped, "--recipe", "gqa", *words) == 2
         output = capsys.readouterr().err
-        for word in said:
+        for word in message:
             assert word in output, output
 
 

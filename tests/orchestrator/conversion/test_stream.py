@@ -162,20 +162,20 @@ def test_other_families_come_out_the_same(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda state, name: state.pop(name), "hold 4 of experts.*.w1.weight; 3 of experts.*.w3.weight"),
         (lambda state, name: state.update({name: state[name][1:].clone()}), "differ in number, shape or dtype"),
     ],
 )
-def test_experts_that_are_not_alike_are_refused(change: Any, said: str, tiny_model: Tiny, tmp_path: Path) -> None:
+def test_experts_that_are_not_alike_are_refused(change: Any, message: str, tiny_model: Tiny, tmp_path: Path) -> None:
     tiny_model("mixtral").save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     change(state, "model.layers.1.block_sparse_moe.experts.2.w3.weight")
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match="experts of model.layers.1.mlp.experts.gate_up_proj") as refused:
         LazyWeights(tmp_path, checkpoint.load_config(tmp_path))
-    assert said in str(refused.value) and str(tmp_path) in str(refused.value)
+    assert message in str(refused.value) and str(tmp_path) in str(refused.value)
 
 
 def test_the_result_is_bfloat16_shards_that_stock_transformers_loads(
@@ -282,7 +282,7 @@ def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_goes_on_after_a_kil
 
 
 @pytest.mark.parametrize(
-    ("recipe", "changes", "said"),
+    ("recipe", "changes", "message"),
     [
         (
             "headfold",
@@ -296,12 +296,12 @@ def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_goes_on_after_a_kil
     ],
 )
 def test_what_cannot_be_streamed_is_refused_with_the_setting_to_change(
-    recipe: str, changes: dict[str, Any], said: list[str], demo_dir: Path, tmp_path: Path
+    recipe: str, changes: dict[str, Any], message: list[str], demo_dir: Path, tmp_path: Path
 ) -> None:
     ratio = 1.0 if recipe == "directshare" else 0.5
     with pytest.raises(ConfigError) as error:
         convert_layerwise(demo_dir, recipe, ratio, tmp_path / "out", recipe_settings=changes, **SMALL)
-    assert all(word in str(error.value) for word in (*said, "cannot be converted layer by layer"))
+    assert all(word in str(error.value) for word in (*message, "cannot be converted layer by layer"))
     assert not list(tmp_path.iterdir())
 
 

@@ -127,7 +127,7 @@ def test_a_gated_model_without_a_token_and_with_one(ray_cluster: None, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--only", "nccl"], "must be one of"),
         (["train.seed=1"], "--config FILE"),
@@ -136,9 +136,9 @@ def test_a_gated_model_without_a_token_and_with_one(ray_cluster: None, tmp_path:
         (["--config", "configs/demo.yaml", "train.sed=1"], "train.sed"),
     ],
 )
-def test_wrong_words_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here("doctor", *words) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 SCRIPT = Path(__file__).with_name("sick_cluster.py")

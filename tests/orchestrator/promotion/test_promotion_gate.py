@@ -99,7 +99,7 @@ def test_wide_heads_are_exported_as_the_stock_model_that_training_wrote(
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"baseline_loss": 2.1}, "not below the baseline's 2.1"),
         ({"loss": 2.6}, "not below the baseline's 2.5"),
@@ -109,10 +109,10 @@ def test_wide_heads_are_exported_as_the_stock_model_that_training_wrote(
     ],
 )
 def test_what_is_not_better_than_the_baseline_is_refused(
-    config: SearchConfig, folder: SearchFolder, context: TrialContext, more: dict[str, Any], said: str
+    config: SearchConfig, folder: SearchFolder, context: TrialContext, more: dict[str, Any], message: str
 ) -> None:
     (reason,) = checked(entry(folder, **more), config, context, folder).reasons
-    assert said in reason
+    assert message in reason
 
 
 def test_the_margin_counts(config: SearchConfig, folder: SearchFolder, context: TrialContext) -> None:

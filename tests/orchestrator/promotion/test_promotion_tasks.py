@@ -187,7 +187,7 @@ def test_the_gate_judges_recall() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"prompts": ["x = 1; " * 300]}, r"promotion.prompts: .*for this model"),
         ({"context_lengths": [1024]}, r"promotion.context lengths: must lie in .*512.*1024"),
@@ -195,11 +195,11 @@ def test_the_gate_judges_recall() -> None:
     ],
 )
 def test_what_the_model_or_the_text_does_not_reach_is_refused(
-    more: dict[str, Any], said: str, tasks: Path, demo_dir: Path
+    more: dict[str, Any], message: str, tasks: Path, demo_dir: Path
 ) -> None:
     config = parsed(tasks, demo_dir, **more)
     config = config.model_copy(update={"data": config.data.model_copy(update={"eval": TextSection(tokens=2048)})})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_extras(config, checkpoints.open_checkpoint(demo_dir))
     with pytest.raises(ConfigError, match=r"max_recall_drop 0.1 needs context_lengths"):
         parse_config(parsed(tasks, demo_dir).model_dump() | {"promotion": {"max_recall_drop": 0.1}})

@@ -116,12 +116,12 @@ def test_a_stopped_trial_whose_checkpoint_is_gone_goes_on_from_its_best_weights(
 
 
 @pytest.mark.parametrize(
-    ("train", "said"),
+    ("train", "message"),
     [({"batch_size": 3, "num_workers": 2}, "batch_size must be a multiple"), ({"learning_rat": 1}, "learning_rat")],
 )
-def test_settings_of_a_promotion_are_checked(config: SearchConfig, train: dict[str, Any], said: str) -> None:
+def test_settings_of_a_promotion_are_checked(config: SearchConfig, train: dict[str, Any], message: str) -> None:
     changed = parse_config(config.model_dump() | {"promotion": {"train": train}})
-    with pytest.raises(ConfigError, match=f"promotion.train.*(?s:.*){said}"):
+    with pytest.raises(ConfigError, match=f"promotion.train.*(?s:.*){message}"):
         _ = changed.promotion_train
 
 

@@ -274,12 +274,12 @@ def test_a_refusal_is_told_without_the_token_and_the_export_stays(pushed: Any, t
     assert checkpoint.intact(tmp_path / "out")
 
 
-@pytest.mark.parametrize(("name", "said"), [("quarter", "OWNER/NAME"), ("a/b/c", "no name"), ("me/--x", "no name")])
+@pytest.mark.parametrize(("name", "message"), [("quarter", "OWNER/NAME"), ("a/b/c", "no name"), ("me/--x", "no name")])
 def test_a_name_that_cannot_be_is_refused_before_anything_is_exported(
-    half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+    half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
 ) -> None:
     assert run_here("export", half, "--target", "gqa", "--out", tmp_path / "out", "--push", name) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

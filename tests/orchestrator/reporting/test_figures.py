@@ -172,10 +172,10 @@ def test_similarity_goes_from_raw_to_aligned_on_either_side() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "told"), [(0, "0"), (950, "950"), (409_600, "410k"), (1_500_000, "1.5M"), (2e9, "2G")]
+    ("count", "message"), [(0, "0"), (950, "950"), (409_600, "410k"), (1_500_000, "1.5M"), (2e9, "2G")]
 )
-def test_counts_in_short(count: float, told: str) -> None:
-    assert compact(count) == told
+def test_counts_in_short(count: float, message: str) -> None:
+    assert compact(count) == message
 
 
 def test_what_is_no_increase_has_a_place_of_its_own_and_its_number() -> None:

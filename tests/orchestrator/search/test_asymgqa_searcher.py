@@ -250,7 +250,7 @@ def test_settings_and_choices_reach_the_walk(demo_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("search", "samples", "said"),
+    ("search", "samples", "message"),
     [
         ({}, 5, r"search\.num_samples: got 5, .* 32 probes with one move per site and 320 "),
         ({}, 321, r"search\.num_samples: got 321, "),
@@ -266,8 +266,8 @@ def test_settings_and_choices_reach_the_walk(demo_dir: Path) -> None:
         ({"search_space": {"grouping": ["neighbour"]}}, 64, "choose walk_asymmetric or walk_symmetric"),
     ],
 )
-def test_what_cannot_be_walked_is_told(demo_dir: Path, search: dict[str, Any], samples: int, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_walked_is_told(demo_dir: Path, search: dict[str, Any], samples: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         searcher_of(problem(demo_dir, samples, **search))
 
 

@@ -32,7 +32,7 @@ def config(demo_dir: Path, ranks: int, **search: Any) -> SearchConfig:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "search", "said"),
+    ("ranks", "search", "message"),
     [
         (3, {}, "search.tensor_parallel: got 3, and the checkpoint itself does not fit: 8 query heads"),
         (4, {"target": "any"}, "search.target=any names no engine; set search.target=vllm"),
@@ -45,10 +45,10 @@ def config(demo_dir: Path, ranks: int, **search: Any) -> SearchConfig:
         ),
     ],
 )
-def test_what_no_gpus_can_hold_is_refused(demo_dir: Path, ranks: int, search: dict[str, Any], said: str) -> None:
+def test_what_no_gpus_can_hold_is_refused(demo_dir: Path, ranks: int, search: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=".") as caught:
         _ = SearchSetup.open(config(demo_dir, ranks, **search)).problem
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(("ranks", "idle"), [(1, None), (2, "12.5%"), (4, "25%, 12.5%"), (8, "50%, 25%, 12.5%")])

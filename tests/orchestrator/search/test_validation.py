@@ -45,7 +45,7 @@ def arm(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "text"),
     [
         ({"search": {"kv_ratios": [0.3], "strict": True}}, ["search.kv_ratios", "0.3", "gqa", "0.25"]),
         ({"search": {"recipes": ["gqa", "dha9"]}}, ["search.recipes", "dha9", "headfold"]),
@@ -76,10 +76,10 @@ def arm(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_bad_input_is_refused_naming_key_value_and_remedy(
-    demo_dir: Path, tmp_path: Path, sections: dict[str, Any], said: list[str]
+    demo_dir: Path, tmp_path: Path, sections: dict[str, Any], text: list[str]
 ) -> None:
     message = refusal(record(demo_dir, tmp_path, **sections))
-    for word in said:
+    for word in text:
         assert word in message
     assert not list(tmp_path.glob("small*")), "nothing of the search may exist after a refusal"
 

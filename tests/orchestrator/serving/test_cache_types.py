@@ -85,7 +85,7 @@ def test_no_speed_is_measured_if_nothing_is_to_be_decoded(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--engine", "vLLM", "--cache-types", "f16"], "take --engine llama.cpp"),
         (["--cache-types", "f16"], "add --engine llama.cpp"),
@@ -97,11 +97,15 @@ def test_no_speed_is_measured_if_nothing_is_to_be_decoded(
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_any_work(
-    options: list[str], said: str, demo_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    options: list[str],
+    message: str,
+    demo_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cache_types, "exported", lambda *_: pytest.fail("it was exported"))
     assert run_here("evaluate", demo_dir, "--eval-tokens", "64", "--sequence-length", "32", *options) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_export_is_refused_with_what_to_give(

@@ -75,7 +75,7 @@ def test_an_engine_that_is_not_there_is_told_before_any_work(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--target", "gguf", "--check", "--engine", "vllm"], "target gguf is read by llama.cpp, got vLLM"),
         (["--target", "gguf", "--check", "--engine", "ollama"], "engine must be one of"),
@@ -83,10 +83,10 @@ def test_an_engine_that_is_not_there_is_told_before_any_work(
     ],
 )
 def test_a_check_that_cannot_be_is_refused(
-    options: list[str], said: str, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_here("export", exported / "source", "--out", tmp_path / "out", *options) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -119,7 +119,7 @@ def test_other_weights_and_another_cache_are_found(
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", r"crashed \(SIGSEGV\)"),
         ("raise RuntimeError('no such tensor')", "failed: .*no such tensor"),
@@ -127,8 +127,8 @@ def test_other_weights_and_another_cache_are_found(
         ("import time; time.sleep(60)", "did not answer within 2 seconds"),
     ],
 )
-def test_an_engine_that_ends_badly_is_told(script: str, said: str) -> None:
-    with pytest.raises(EngineError, match=f"the engine {said}"):
+def test_an_engine_that_ends_badly_is_told(script: str, message: str) -> None:
+    with pytest.raises(EngineError, match=f"the engine {message}"):
         run_child("the engine", [sys.executable, "-c", script], {}, {}, seconds=2 if "sleep" in script else 60)
 
 

@@ -45,7 +45,7 @@ def test_the_engine_is_timed_at_every_divisor(demo_dir: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({}, "search.target any: which engine.*llama.cpp"),
         ({"target": "llama.cpp", "decode_context_length": 513}, "got 513, expected more than the 32.*at most the 512"),
@@ -54,12 +54,12 @@ def test_the_engine_is_timed_at_every_divisor(demo_dir: Path, monkeypatch: pytes
     ],
 )
 def test_what_cannot_be_timed_is_refused(
-    changes: dict[str, object], said: str, demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, object], message: str, demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEADFOLD_VLLM_PYTHON", raising=False)
     section = {"kv_ratios": [0.5], "recipes": ["gqa"], "decode_context_length": 128} | changes
     settings = {"name": "small", "model": {"path": str(demo_dir)}, "search": section, "storage": str(tmp_path)}
-    with pytest.raises(ConfigError, match=f"search.decode_context_length.*{said}"):
+    with pytest.raises(ConfigError, match=f"search.decode_context_length.*{message}"):
         validate_search(parse_config(settings))
 
 

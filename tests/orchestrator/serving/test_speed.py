@@ -110,7 +110,7 @@ def test_models_take_turns_with_the_same_prompts_and_medians_are_kept(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--engine", "ollama"], "engine must be one of"),
         (["--engine", "llama.cpp", "--tasks", "demo"], "leave out --tasks"),
@@ -122,10 +122,10 @@ def test_models_take_turns_with_the_same_prompts_and_medians_are_kept(
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    options: list[str], said: str, converted: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, converted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_here("evaluate", converted / "gguf", *options) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_engine_that_is_not_there_is_told_before_any_work(

@@ -93,7 +93,7 @@ def test_a_diverged_trial_is_worth_nothing_whatever_it_was_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "history", "left"),
+    ("last", "history", "remaining"),
     [
         ({"relaxation_remaining": 0.19}, [], 0.19),
         ({"relaxation_remaining": 0.0}, [{"mean_mask": 1.0}], 0.0),
@@ -103,17 +103,19 @@ def test_a_diverged_trial_is_worth_nothing_whatever_it_was_before() -> None:
     ],
 )
 def test_a_relaxation_that_did_not_come_to_its_end_is_said_to(
-    last: dict[str, float], history: list[dict[str, float]], left: float | None
+    last: dict[str, float], history: list[dict[str, float]], remaining: float | None
 ) -> None:
     trial = trained("a", 2.2, 2.1)
     trial.rungs[-1] |= last
     trial.relaxation = history
-    unfinished = left is not None and left > 0.05
-    assert (trial.relaxation_remaining, trial.relaxation_unfinished) == (left, unfinished)
+    unfinished = remaining is not None and remaining > 0.05
+    assert (trial.relaxation_remaining, trial.relaxation_unfinished) == (remaining, unfinished)
     table = trial_table([trial], {"loss": 2.0})
     state = table.rows[0][table.columns.index("state")]
     assert state == ("done, relaxation unfinished" if unfinished else "done")
-    assert any(f"headfold · 50% ({left:.0%} left)" in note for note in table.notes) if unfinished else not table.notes
+    assert (
+        any(f"headfold · 50% ({remaining:.0%} left)" in note for note in table.notes) if unfinished else not table.notes
+    )
 
 
 def test_the_table_has_the_best_step_and_beside_it_the_last() -> None:

@@ -277,7 +277,7 @@ def test_the_progress_tells_done_running_stopped_best_and_what_is_to_come(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("Traceback:\n  raise x\nValueError: bad plan\n", "ValueError: bad plan"),
         ("trainers.loop.TrainingDiverged: loss is nan\nray.exceptions.RayTaskError: x\n", "loss is nan"),
@@ -286,8 +286,8 @@ def test_the_progress_tells_done_running_stopped_best_and_what_is_to_come(tmp_pa
         ("", "unknown error"),
     ],
 )
-def test_an_error_is_told_by_its_cause(text: str, said: str) -> None:
-    assert said in last_error(text)
+def test_an_error_is_told_by_its_cause(text: str, message: str) -> None:
+    assert message in last_error(text)
 
 
 @pytest.mark.slow
