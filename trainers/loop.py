@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainers.text.data import BatchStream
 
 LossFunction = Callable[[Any, Tensor], Tensor]
-"""`loss_fn(model, batch [B, T]) -> scalar`, the mean over the batch in nats a token."""
+"""`loss_fn(model, batch [B, T]) -> scalar`, the mean over the batch in nats per token."""
 
 
 class TrainingDiverged(RuntimeError):

@@ -58,7 +58,7 @@ class PolishWork:
 
 
 def polish_rows(length: int, sequences: int) -> int:
-    """Return how many of `sequences` of `length` tokens a step uses."""
+    """Return how many of `sequences` of `length` tokens each step uses."""
     return min(sequences, max(1, POLISH_TOKENS // length))
 
 

@@ -273,7 +273,7 @@ class TrainSettings(StrictModel):
         return self
 
     def __hash__(self) -> int:
-        # A mapping in it has none of its own.
+        # A mapping in it is not hashable
         return hash(json.dumps(self.model_dump(), sort_keys=True))
 
     def identity(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def _print(line: str) -> None:
 
 
 class _Screen:
-    """Where the stages of a verb are shown: the newest that is open.
+    """The stages of a verb that are shown: the newest that is open.
 
     Args:
         say: Takes its line every so many seconds.

@@ -36,7 +36,7 @@ SENSITIVITY_BATCH = 2  # sequences at once, at most
 def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) -> list[Tensor]:
     """F of each layer, `[D, D]` in float32, from the tokens of `sequences` `[N, T]`.
 
-    Nats a token over squared outputs.
+    Nats per token over squared outputs.
 
     The counted predictions are those of T - 1 tokens of each sequence. Only the input of each layer
     is stored for the backward pass, which recomputes the rest.

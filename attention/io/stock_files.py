@@ -1,4 +1,4 @@
-"""What lies beside the weights, so that a folder is read elsewhere as the original's is.
+"""Files next to the weights that make a folder load elsewhere as the original's does.
 
 transformers 5 keeps the rotary embedding in `rope_parameters`. Older ones, and tools that read
 config.json themselves, look for `rope_theta`, `rope_scaling` and `torch_dtype`, and silently take

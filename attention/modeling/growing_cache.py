@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 """Names of the cache among an attention module's keywords in transformers: since 5.24, before, and
 in GPT-NeoX."""
-# Free positions after a copy. With S cached tokens a step copies S / ROOM of them on average.
+# Free positions after a copy. With S cached tokens each step copies S / ROOM of them on average.
 ROOM = 64
 
 

@@ -755,7 +755,7 @@ class RecipesOptions:
 class ExportOptions:
     """Write a checkpoint in a format that engines load.
 
-    Tells whether it is exact, and KV bytes before and after.
+    Reports whether it is exact, and KV bytes before and after.
     """
 
     checkpoint: Annotated[

@@ -242,7 +242,7 @@ class Conversion:
         return bytes_to_keep(g.num_layers, self.used_tokens, g.hidden_size, self.working.itemsize)
 
     def refining(self, size: Size, layers_at_once: int = 1) -> int:
-        """Return the bytes of local fits of `beside` layers at once, or of a larger ridge refit."""
+        """Return the bytes of local fits of `layers_at_once` layers, or of a larger ridge refit."""
         g = self.geometry
         features = self.features
         if "heal" not in self.recipe.refinement:
@@ -258,7 +258,7 @@ class Conversion:
         )
 
     def fitting(self, size: Size, layers_at_once: int, tokens: int = FIT_TOKENS) -> int:
-        """Return the bytes of the local fits of `beside` layers at once."""
+        """Return the bytes of the local fits of `layers_at_once` layers."""
         # What enters the layer and what left the last attention, for all of them; of each layer
         # what enters and leaves it, for the newest twice, and what enters it before the norm.
         states = (

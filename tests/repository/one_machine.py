@@ -241,7 +241,7 @@ class OneMachine:
         end_tree(self.nodes()[node]["pid"], kill=True)
 
     def stop(self) -> list[psutil.Process]:
-        """End everything; what was left over is killed and returned."""
+        """End everything; the processes that had to be killed are returned."""
         for process in reversed(self.started):
             end_tree(process.pid)
         for node in self.nodes().values():

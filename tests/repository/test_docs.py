@@ -20,7 +20,7 @@ PAGES = sorted(
 VERBS = get_command(app).commands  # type: ignore[attr-defined]
 TOP = ["attention", "search_spaces", "trainers", "orchestrator", "tests", "docs", "configs", "examples", "benchmarks"]
 CODE = ["attention", "search_spaces", "trainers", "orchestrator", "examples", "benchmarks"]
-# Files that a page tells the reader to make.
+# Files that the reader of a page creates.
 MADE_BY_READER = {"attention/conversion/fusion/strongest.py", "search_spaces/grouping/strided.py"}
 page = pytest.mark.parametrize("page", PAGES, ids=lambda file: file.relative_to(REPOSITORY).as_posix())
 

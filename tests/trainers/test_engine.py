@@ -143,7 +143,7 @@ def test_the_betas_are_those_of_the_settings(engine: Any) -> None:
     ("stage", "family"), [(1, "qwen2"), (3, "gpt2"), extended(0, "gpt_oss"), extended(2, "opt"), extended(3, "gpt_oss")]
 )
 def test_weight_decay_is_on_matrices_alone(engine: Any, tiny_model: Any, ids: Tensor, stage: int, family: str) -> None:
-    """Where no gradient flows a step is the decay: of matrices, and not of norms, biases, embeddings and sinks."""
+    """If no gradient flows a step is the decay: of matrices, and not of norms, biases, embeddings and sinks."""
     model = tiny_model(family)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     embeddings = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, torch.nn.Embedding)}

@@ -193,7 +193,7 @@ class Relaxation(nn.Module, ABC):
 
 
 def coarser_groups(old: Sequence[int], new: Sequence[int], where: str) -> HeadGroups:
-    """Which kept heads of the map `old` each kept head of `new` is made of.
+    """Return the kept heads of the map `old` that each kept head of `new` consists of.
 
     (0,1,2,2), (0,0,1,1) -> ((0,1), (2,)).
 

@@ -175,7 +175,7 @@ class Lagrangian(Relaxation):
 
     `penalty` is the second term of Eq. 8. Nothing is random, so `generator` is not used.
 
-    The model may already share heads if the plan's groups consist of whole groups of its own
+    The model may already share heads if the plan's groups consist of whole groups of the model
     (stages 2x, 4x, 8x of App. B.2: relax, collapse, relax the result with the next plan). Raises
     PlanError for any other plan.
     """
