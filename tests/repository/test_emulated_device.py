@@ -193,7 +193,7 @@ def test_nothing_of_it_is_left_afterwards() -> None:
     assert weight.grad is not None and weight.grad.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_a_device_as_context_is_what_it_was_after_the_first_use_beside_it() -> None:
+def test_a_device_as_context_is_what_it_was_after_the_first_use_outside_of_it() -> None:
     """In a separate process: torch caches the functions that `with torch.device(...)` changes."""
     code = """
 import torch

@@ -76,7 +76,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     return requested
 
 
-def test_a_rerun_goes_on_with_what_is_missing_or_has_failed(
+def test_a_rerun_resumes_with_what_is_missing_or_has_failed(
     children: list[tuple[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--device", "cpu", "--records", str(tmp_path / "r.json")]
@@ -91,7 +91,7 @@ def test_a_rerun_goes_on_with_what_is_missing_or_has_failed(
     assert "out of memory" in capsys.readouterr().out
 
 
-def test_it_ends_in_time_and_says_that_it_goes_on(
+def test_it_ends_in_time_and_says_that_it_can_be_resumed(
     children: list[tuple[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 100_000, 100))

@@ -19,7 +19,7 @@ def misplaced(root: Path) -> list[str]:
     )
 
 
-def test_tests_lie_where_the_product_does() -> None:
+def test_tests_are_where_the_product_does() -> None:
     assert misplaced(REPOSITORY) == []
 
 

@@ -47,7 +47,7 @@ def llama(heads: int, stored: int, layers: int) -> tuple[Any, HeadGeometry]:
 @pytest.mark.heavy
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("name", sorted(set(targets()) - {"phi"}))
-def test_every_plan_is_held_at_its_own_bytes(name: str, counts: tuple[int, int, int]) -> None:
+def test_every_plan_is_stored_at_its_own_bytes(name: str, counts: tuple[int, int, int]) -> None:
     heads, stored, layers = counts
     config, geometry = llama(*counts)
     context = random_context(heads, stored, layers, dim=geometry.head_dim)

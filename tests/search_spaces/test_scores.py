@@ -85,7 +85,7 @@ def test_identity_scores_zero_and_is_best(demo_context) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_increments_agree_with_a_fresh_score_and_forget_when_told(seed: int, demo_context) -> None:
+def test_increments_agree_with_a_fresh_score_and_forget_on_request(seed: int, demo_context) -> None:
     """A walk's scores, with a cache so small that groups are forgotten, equal those of a score that knows nothing."""
     site = site_of(demo_context, 2, ("key",))
     small = LayerOutputScore.from_site(site, tokens=128)

@@ -208,7 +208,7 @@ def test_shared_heads_stay_shared_under_lora(engine: Any, tiny_model: Any, ids: 
     assert evaluate(model, ids).loss == pytest.approx(evaluate(built.model, ids).loss, abs=1e-5)
 
 
-def test_composition_trains_beside_the_adapters(engine: Any, tiny_model: Any, ids: Tensor) -> None:
+def test_composition_trains_with_the_adapters(engine: Any, tiny_model: Any, ids: Tensor) -> None:
     model = convert(tiny_model("llama"), replace(UNEVEN, composition=Composition()))
     built = engine(copy.deepcopy(model))
     run(built, BatchStream(ids, 8))

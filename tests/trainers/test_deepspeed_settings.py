@@ -112,7 +112,7 @@ def test_adam_is_fused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, extended(0), extended(3)])
-def test_a_fused_adam_trains_and_goes_on_alike(engine: Any, ids: Tensor, tmp_path: Path, stage: int) -> None:
+def test_a_fused_adam_trains_and_resumes_alike(engine: Any, ids: Tensor, tmp_path: Path, stage: int) -> None:
     """torch's fused kernel, which the CPU has too."""
     settings = {"optimizer": {"params": {"fused": True}}}
     fused = engine(zero_stage=stage, deepspeed=settings)
@@ -161,7 +161,7 @@ def test_what_there_is_not_is_refused(wrong: dict[str, Any], message: str) -> No
         ({"communication_data_type": "fp9"}, "train.deepspeed: .*fp9|Invalid communication_data_type"),
     ],
 )
-def test_what_deepspeed_refuses_is_told_before_anything_starts(wrong: dict[str, Any], message: str) -> None:
+def test_what_deepspeed_refuses_is_reported_before_anything_starts(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_training(TrainSettings(num_workers=4, deepspeed=wrong))
 

@@ -91,7 +91,7 @@ def test_positions_start_again_with_each_document() -> None:
     assert DocumentStarts(9, END).positions(ids).tolist() == [[0, 1, 2, 3, 4, 0, 1]]
 
 
-def test_conversations_that_cannot_be_told_apart_are_refused(
+def test_conversations_that_cannot_be_distinguished_are_refused(
     tmp_path: Path, chat_tokenizer: Any, demo_tokenizer: Any
 ) -> None:
     file = tmp_path / "chat.jsonl"

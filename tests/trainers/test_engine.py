@@ -119,7 +119,7 @@ def test_a_part_of_a_longer_training_takes_its_part_of_the_schedule(engine: Any,
         engine(schedule_offset=7)
 
 
-def test_a_schedule_of_its_own_warms_up_where_a_training_goes_on(engine: Any, ids: Tensor, tmp_path: Path) -> None:
+def test_a_separate_schedule_warms_up_where_a_training_resumes(engine: Any, ids: Tensor, tmp_path: Path) -> None:
     first = engine(total_steps=4)
     run(first, ids, 0, 4)
     first.save(tmp_path / "at-4")
@@ -163,7 +163,7 @@ def test_weight_decay_is_on_matrices_alone(engine: Any, tiny_model: Any, ids: Te
 
 
 @pytest.mark.parametrize("stage", [1, extended(0), extended(2), extended(3)])
-def test_a_checkpoint_from_before_goes_on_as_it_was_begun(engine: Any, ids: Tensor, tmp_path: Path, stage: int) -> None:
+def test_a_checkpoint_from_before_resumes_as_it_was_begun(engine: Any, ids: Tensor, tmp_path: Path, stage: int) -> None:
     def former(**settings: Any) -> TrainEngine:
         return engine(zero_stage=stage, weight_decay=0.5, decay_everything=True, **settings)
 

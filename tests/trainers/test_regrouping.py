@@ -130,7 +130,7 @@ def test_stages_that_are_grouped_anew_end_at_the_same_plan(job: TrainJob) -> Non
     assert checkpoint.plan_of(checkpoint.load(root / "stage-0" / "collapsed")) == HALVED
 
 
-def test_a_fusion_stage_with_batch_rate_and_schedule_of_its_own(job: TrainJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fusion_stage_with_separate_batch_rate_and_schedule(job: TrainJob, monkeypatch: pytest.MonkeyPatch) -> None:
     rates: list[float] = []
 
     class Recorded(relaxing.TrainEngine):

@@ -67,7 +67,7 @@ def difference(one: list[float], other: list[float]) -> float:
         extended(3, "float32", {"tuning": "lora"}, False),
     ],
 )
-def test_training_goes_on_with_another_number_of_workers(
+def test_training_continues_with_another_number_of_workers(
     on_all: Any, model: Path, tmp_path: Path, stage: int, dtype: str, options: dict[str, Any], own_rate: bool
 ) -> None:
     def run(workers: int, name: str, until: int, load: Path | None = None, save: Path | None = None) -> Any:
@@ -115,7 +115,7 @@ def forget(file: Path) -> None:
     torch.save(record, file)
 
 
-def test_a_checkpoint_that_cannot_be_read_is_told_by_all_workers(on_all: Any, model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_read_is_reported_by_all_workers(on_all: Any, model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "checkpoint"
     on_all(2, tmp_path / "first", work, model, settings_of(2), 1, None, saved, False)
     broken = next((saved / "engine").glob("*optim_states.pt"))

@@ -135,7 +135,7 @@ def test_one_schedule_spans_relaxation_and_recovery() -> None:
     assert job().after_relaxation("other") == job()
 
 
-def test_gpus_are_computed_on_unless_the_cpu_is_asked_for() -> None:
+def test_gpus_are_used_unless_the_cpu_is_requested() -> None:
     assert TrainSettings(gpus_per_worker=1).shape.device == "cuda"
     assert TrainSettings(gpus_per_worker=1, device="cpu").shape.device == "cpu"
     assert TrainSettings().shape.device == TrainSettings(device="cpu").shape.device == "cpu"

@@ -38,7 +38,7 @@ def test_how_long_something_takes_in_words(seconds: float, message: str) -> None
     assert duration(seconds) == message
 
 
-def test_nothing_is_shown_unless_it_is_asked_for(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_shown_unless_it_is_requested(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with stage("fitting layers", 4, "layers") as counter:
         at.now += 60
         counter.step()
@@ -182,7 +182,7 @@ def test_clock(seconds: float, words: str) -> None:
     assert clock(seconds) == words
 
 
-def test_in_a_log_details_beside_a_count_wait_for_half_a_minute(
+def test_in_a_log_details_of_a_count_wait_for_half_a_minute(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "SAY_SECONDS", 0.0)

@@ -116,7 +116,7 @@ def test_moments_are_those_of_the_stock_model(case: str, tiny_model: Tiny, tiny_
 
 
 @pytest.mark.parametrize("held", [3 * 24 * 24, 24 * 5])
-def test_attention_weights_are_held_a_slice_at_a_time(
+def test_attention_weights_are_in_memory_a_slice_at_a_time(
     held: int, tiny_model: Tiny, tiny_tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some sequences of a head, or five tokens of one sequence: the same statistics and the same layers above."""

@@ -41,7 +41,7 @@ def test_a_moment_on_an_accelerator_is_unpacked_the_same(width: int, fgpu: torch
 
 
 @pytest.mark.parametrize("layer", [0, 3])
-def test_pooled_estimates_lie_between_the_eigenvalues_and_the_energy(
+def test_pooled_estimates_are_between_the_eigenvalues_and_the_energy(
     layer: int, demo_model: PreTrainedModel, demo_calibration: Calibration
 ) -> None:
     """Never below what the eigenvalues of the pooled Gram hold beyond the largest, and the closer the more steps."""

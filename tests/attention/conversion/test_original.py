@@ -39,7 +39,7 @@ def test_records_are_those_of_a_run_of_their_own(family: str, most: int, tiny_mo
     assert not any("forward" in module.__dict__ for module in model.modules()), "all as it was"
 
 
-def test_a_kept_text_runs_once_and_is_the_same_for_all_who_ask(
+def test_a_kept_text_runs_once_and_is_the_same_for_all_callers(
     tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama").requires_grad_(False)

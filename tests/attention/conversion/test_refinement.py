@@ -254,7 +254,7 @@ def test_the_task_holds_what_the_layer_sees_and_gives(tiny_model: Tiny, tokens: 
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *map(extended, MORE_FAMILIES)])
-def test_a_refit_goes_on_with_what_the_healed_layer_does(family: str, tiny_model: Tiny, tokens: Tensor) -> None:
+def test_a_refit_continues_with_what_the_healed_layer_does(family: str, tiny_model: Tiny, tokens: Tensor) -> None:
     """It knows the layer's output without a run: its streams are those of the converted model as it is then."""
     original, converted = pair(tiny_model, tokens, family)
     modules = family_of(converted.config).attention_modules(converted)
@@ -300,7 +300,7 @@ def test_layers_side_by_side_are_those_one_after_the_other(tiny_model: Tiny, tok
         torch.testing.assert_close(weights(other)[name], tensor, atol=1e-5, rtol=1e-4)
 
 
-def test_an_error_in_one_layer_is_told() -> None:
+def test_an_error_in_one_layer_is_reported() -> None:
     threads = torch.get_num_threads()
     seen: list[int] = []
 

@@ -161,7 +161,7 @@ def _with_tables(tensors: dict[str, Tensor], names: tuple[str, ...], table: Tens
     return others | {name: table.clone() for name in names}
 
 
-def test_surplus_tensors_are_told_once(saved: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_surplus_tensors_are_reported_once(saved: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
     folder = saved()
     edit(folder, lambda t: t | {f"extra.{i}.weight": torch.zeros(2) for i in range(5)})
     checkpoint.load(folder)
@@ -179,7 +179,7 @@ def test_surplus_tensors_are_told_once(saved: Callable[..., Path], caplog: pytes
         ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
     ],
 )
-def test_known_leftovers_are_not_told(
+def test_known_leftovers_are_not_reported(
     family: str, name: str, saved: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = saved(family)
@@ -355,7 +355,7 @@ def test_a_hub_name_without_network_fails_at_once(monkeypatch: pytest.MonkeyPatc
     assert time.monotonic() - started < 5
 
 
-def test_files_and_folders_without_config_are_told(tmp_path: Path) -> None:
+def test_files_and_folders_without_config_are_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"the folder has no config.json"):
         checkpoint.load_config(tmp_path)
     (tmp_path / "model.safetensors").touch()

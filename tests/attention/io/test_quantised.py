@@ -431,7 +431,7 @@ def test_settings_of_single_layers_are_refused(tmp_path: Path) -> None:
     assert geometry_of(checkpoint.load_config(same)).num_kv_heads == 4
 
 
-def test_code_beside_a_checkpoint_is_told_of_in_own_words(tmp_path: Path) -> None:
+def test_code_next_to_a_checkpoint_is_reported_in_our_words(tmp_path: Path) -> None:
     code = {"AutoConfig": "configuration_mine.MyConfig", "AutoModelForCausalLM": "modeling_mine.MyModel"}
     with pytest.raises(CheckpointError, match="which Headfold does not run") as caught:
         checkpoint.load_config(configured(tmp_path / "mine", model_type="mymodel", auto_map=code))

@@ -230,7 +230,7 @@ def test_a_gguf_file_has_the_counts_of_each_layer(saved: Callable[..., Path], tm
     assert fields["deci.attention.head_count"].contents() == [6, 4]
 
 
-def test_a_truncated_gguf_file_is_told(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_truncated_gguf_file_is_reported(saved: Callable[..., Path], tmp_path: Path) -> None:
     folder = saved("llama", PLANS["uniform"])
     export(folder, "gguf", tmp_path / "out")
     file = tmp_path / "out" / "model.gguf"

@@ -53,7 +53,7 @@ def test_it_is_the_same_model(tiny_model: Any, family: str, plan: AttentionPlan)
 
 
 @torch.no_grad()
-def test_a_plain_form_beside_its_model(tiny_model: Any) -> None:
+def test_a_plain_form_shares_weights_with_its_model(tiny_model: Any) -> None:
     converted = convert(tiny_model("llama"), UNIFORM)
     plain = to_plain(converted)
     assert torch.allclose(plain(IDS).logits, converted(IDS).logits, atol=1e-5)

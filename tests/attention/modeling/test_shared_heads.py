@@ -271,7 +271,7 @@ def test_export_writes_shared_heads_out(name: str, target: str, tiny_model, tmp_
     assert report.max_logit_difference < 1e-4 * max(report.max_logit, 1)
 
 
-def test_adapters_are_told_which_projections_share(tiny_model) -> None:
+def test_adapters_know_which_projections_share(tiny_model) -> None:
     shared = convert(four(tiny_model, "llama"), AttentionPlan(LAYERS, 8, (HeadShare(2, 1, 1, 0),)))
     expected = {f"model.layers.{i}.self_attn.{p}_proj" for i in (1, 2) for p in "qkv"}
     assert sharing_modules(shared) == expected and sharing_modules(unshare(shared)) == set()

@@ -59,7 +59,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_it_tells_and_writes_nothing(place: Path, command: list[str], message: str) -> None:
+def test_it_reports_and_writes_nothing(place: Path, command: list[str], message: str) -> None:
     before = digest(place)
     ran = run_in(place, [*command, "--dry-run"])
     assert ran.code == 0, ran.err
@@ -120,7 +120,7 @@ def test_it_refuses_what_the_verb_refuses(place: Path, command: list[str], messa
     assert digest(place) == before
 
 
-def test_more_than_there_are_is_said(place: Path) -> None:
+def test_more_than_there_are_is_reported(place: Path) -> None:
     ran = run_in(place, ["promote", "runs/mine", "--top", "99", "--dry-run"])
     assert ran.code == 0 and "note: --top 99 takes every trial that has a result: there are 2 at 50%" in ran.err
 
@@ -132,7 +132,7 @@ def test_a_relaxation_that_cannot_end_is_warned_of(place: Path) -> None:
     assert re.search(r"warning: align: \d+ steps are too few for relaxation hard_concrete at rate 0\.01", ran.err)
 
 
-def test_a_model_beside_the_file_is_not_looked_for_on_the_hub(
+def test_a_model_next_to_the_file_is_not_searched_on_the_hub(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

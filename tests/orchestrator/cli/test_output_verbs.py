@@ -113,7 +113,7 @@ def test_convert_and_export_refuse_before_any_weight_is_read(
 
 
 @pytest.mark.heavy
-def test_convert_replaces_its_own_result_only_if_asked_to(
+def test_convert_replaces_its_own_result_only_on_request(
     converting: Command, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--out", place / "deep" / "half", "--json", place / "half.json"]

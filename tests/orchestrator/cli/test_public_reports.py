@@ -132,7 +132,7 @@ LATER = {
 COVERED = {  # by tests that need workers or a store, elsewhere
     14: (
         ("tests/trainers/test_resharding.py", "def test_"),
-        ("tests/orchestrator/tracking/test_sync.py", "def test_a_trial_that_goes_on_is_taken_up_in_its_run"),
+        ("tests/orchestrator/tracking/test_sync.py", "def test_a_trial_that_resumes_is_taken_up_in_its_run"),
         ("tests/orchestrator/tracking/test_tracking.py", "def test_an_interrupted_search_is_taken_up_in_the_same_runs"),
     ),
 }
@@ -327,7 +327,7 @@ def test_a_missing_output_matrix_is_named(number: int, folder: Path, tiny_model:
 
 
 @of_report(9)
-def test_a_missing_output_matrix_is_told_with_the_key_that_ties_it(number: int, folder: Path, tiny_model: Tiny) -> None:
+def test_a_missing_output_matrix_is_refused_with_the_tying_key(number: int, folder: Path, tiny_model: Tiny) -> None:
     without_output_matrix(tiny_model, folder)
     assert "tie_word_embeddings" in convert(folder, "--kv-ratio", "0.5").err
 

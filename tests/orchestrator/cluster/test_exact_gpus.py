@@ -30,7 +30,7 @@ def run(folder: Path, gpus: int, *fan_outs: str, seconds: float = 400) -> tuple[
 
 
 @pytest.mark.extended
-def test_a_large_calibration_needs_no_gpu_beside_those_of_its_workers(tmp_path: Path) -> None:
+def test_a_large_calibration_needs_no_gpu_besides_those_of_its_workers(tmp_path: Path) -> None:
     """It used to be shared by as many tasks as there are GPUs, one of which its own parent had reserved."""
     report, printed = run(tmp_path, 2, "calibration")
     assert "up to 2 workers share 32 sequences" in printed
@@ -53,7 +53,7 @@ def test_every_fan_out_before_the_trials_ends(gpus: int, tmp_path: Path) -> None
 
 
 @pytest.mark.extended
-def test_what_can_never_go_on_ends_and_says_what_waits_for_what(tmp_path: Path) -> None:
+def test_what_can_never_continue_ends_and_says_what_waits_for_what(tmp_path: Path) -> None:
     report, _ = run(tmp_path, 1, "stalled")
     reason = report["stalled"]
     assert re.match(r"no progress for \d+ s, nothing else uses", reason), reason

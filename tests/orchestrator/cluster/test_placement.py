@@ -88,7 +88,7 @@ def happened(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.mark.extended
-def test_every_process_lands_on_the_kind_of_node_that_it_asked_for(happened: dict[str, Any]) -> None:
+def test_every_process_lands_on_the_requested_kind_of_node(happened: dict[str, Any]) -> None:
     assert happened["planned_on"] == "A10G"
     assert happened["trained_on"] == ["A100", "A100"]
     assert happened["workers_lie_on"] == ["A100"] * 8

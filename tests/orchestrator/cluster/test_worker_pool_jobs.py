@@ -106,7 +106,7 @@ def test_one_group_carries_out_job_after_job(pool: str, job: TrainJob, whole: di
     }
 
 
-def test_a_job_ends_where_its_holder_leaves_it_and_goes_on_later(
+def test_a_job_ends_where_its_holder_leaves_it_and_resumes_later(
     pool: str, job: TrainJob, whole: dict[str, Any]
 ) -> None:
     ours, (worker,) = other(job, "left"), actors("RayTrainWorker")["RayTrainWorker"]
@@ -127,7 +127,7 @@ def test_a_job_ends_where_its_holder_leaves_it_and_goes_on_later(
 
 
 @pytest.mark.extended
-def test_a_job_that_fails_tells_why_and_the_next_one_runs(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
+def test_a_job_that_fails_reports_why_and_the_next_one_runs(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
     broken = other(job, "broken", model_dir=str(Path(job.model_dir).parent / "gone"))
     with pytest.raises(GroupError, match="gone"):
         train_on_pool(pool, broken, print)
@@ -135,7 +135,7 @@ def test_a_job_that_fails_tells_why_and_the_next_one_runs(pool: str, job: TrainJ
     assert outcome["weights_digest"] == whole["weights_digest"]
 
 
-def test_a_killed_worker_is_replaced_and_its_job_goes_on(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
+def test_a_killed_worker_is_replaced_and_its_job_resumes(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
     again = other(job, "killed", max_failures=1)
     (before,) = actors("RayTrainWorker")["RayTrainWorker"]
     steps: list[int] = []
@@ -235,7 +235,7 @@ def test_a_crowded_cluster_and_the_end_of_a_pool(job: TrainJob, pool: str, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_holder_whose_lease_was_taken_away_is_told_why(tmp_path: Path) -> None:
+def test_a_holder_whose_lease_was_taken_away_gets_the_reason(tmp_path: Path) -> None:
     """Its heartbeat may come too late on a machine that is overloaded."""
     event = asyncio.run(Pool("pool", str(tmp_path), lost_seconds=60.0).wait(7, 0.1))
     assert event is not None and event.error is not None

@@ -94,7 +94,7 @@ def test_budgets_or_kv_heads_must_be_there() -> None:
     assert parse_config(record | {"search": {"kv_heads": [4, 2]}}).search.kv_heads == [4, 2]
 
 
-def test_all_errors_are_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     record = with_value("search.kv_ratios", [2])
     record["nmae"] = 1
     with pytest.raises(ConfigError) as caught:

@@ -47,7 +47,7 @@ def stored(folder: Path) -> set[str]:
     ],
 )
 @pytest.mark.parametrize("layerwise", [False, True], ids=["memory", "layerwise"])
-def test_what_is_told_of_a_conversion_is_true_of_its_file(
+def test_the_report_of_a_conversion_is_true_of_its_file(
     layerwise: bool,
     dtype: torch.dtype,
     requested: str,
@@ -78,7 +78,7 @@ def test_what_is_told_of_a_conversion_is_true_of_its_file(
         assert report[name] == pytest.approx(result[name], rel=2e-6, abs=2e-6)
 
 
-def test_the_dtype_asked_for(tiny_model: Tiny, tmp_path: Path) -> None:
+def test_the_requested_dtype(tiny_model: Tiny, tmp_path: Path) -> None:
     source = checkpoint.save(tiny_model("llama", dtype=torch.bfloat16), tmp_path / "model")
     for requested, result in (("auto", "bfloat16"), ("bf16", "bfloat16"), ("fp16", "float16"), ("float32", "float32")):
         assert checkpoints.written_dtype(source, requested) == result

@@ -41,7 +41,7 @@ def texts(little_text: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_told_of_the_demo_checkpoint(
+def test_the_report_of_the_demo_checkpoint(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = SMALL["recipe_settings"] | {"refinement.fit_steps": 24}
@@ -172,7 +172,7 @@ def test_the_page_stands_alone_at_any_size(layers: int, heads: int) -> None:
     assert ("8 of 32 layers are drawn" in parser.text) == (layers == 32)
 
 
-def test_the_headline_tells_how_long_layers_were_fitted() -> None:
+def test_the_headline_reports_how_long_layers_were_fitted() -> None:
     record = made_up_inspection(4, 8)
     assert "-0.001 ± 0.002 by headfold, refined in 720 steps per layer." in lead(record)
     record["recipes"][1]["fit_steps"] = 120  # by refinement.fit_steps

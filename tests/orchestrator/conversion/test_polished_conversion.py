@@ -26,7 +26,7 @@ def texts(little_text: str) -> dict[str, Any]:
     return {"calibration_data": little_text, "eval_data": little_text, **SIZES}
 
 
-def test_a_polish_lowers_the_held_out_divergence_and_is_told_as_training(
+def test_a_polish_lowers_the_held_out_divergence_and_is_reported_as_training(
     texts: dict[str, Any], demo_dir: Path, tmp_path: Path
 ) -> None:
     plain = convert_checkpoint(demo_dir, "least_squares", 0.5, **texts)

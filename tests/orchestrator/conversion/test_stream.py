@@ -212,7 +212,7 @@ def test_the_layer_and_what_is_done_with_it_are_shown(
     assert planned | {f"layer {layer} of 4, running both models" for layer in range(1, 5)} <= output
 
 
-def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
+def test_a_killed_conversion_resumes_at_the_layer_it_reached(
     tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama", vocab_size=2048, num_hidden_layers=4)
@@ -253,7 +253,7 @@ def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
 
 
 @pytest.mark.parametrize("recipe", [extended("headfold"), "headfold_layers"])
-def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_goes_on_after_a_kill(
+def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_resumes_after_a_kill(
     recipe: str, tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: Any
 ) -> None:
     source = stored(tiny_model("qwen3", vocab_size=2048, num_hidden_layers=4), tmp_path / "source", demo_tokenizer)

@@ -58,13 +58,13 @@ def test_gpus_that_ray_counts_are_there(counted: int, shown: Any, device: str | 
     assert all(one.remedy for one in result if one.status != "ok")
 
 
-def test_different_drivers_are_said() -> None:
+def test_different_drivers_are_reported() -> None:
     two = {"a": facts(gpus=[H100]), "b": facts(gpus=[H100 | {"driver": "570.9"}])}
     result = judgement.judge_devices([node("a", 1), node("b", 1)], two, "cuda")
     assert worst(result) == "warning" and "570.9: b" in result[-1].result
 
 
-def test_a_version_of_its_own_is_a_red_line_with_the_node() -> None:
+def test_a_separate_version_is_a_red_line_with_the_node() -> None:
     other = {"torch": "2.12.0", "ray": "2.60.0"}
     result = judgement.judge_versions({"a": facts(), "b": facts(), "c": facts(versions=other)})
     assert [one.status for one in result] == ["failed"]
@@ -92,7 +92,7 @@ def test_full_disks() -> None:
     assert worst(judgement.judge_disks({"a": facts()}, 9 * GB, config(shortage="too little"))) == "failed"
 
 
-def test_a_node_with_a_folder_of_its_own() -> None:
+def test_a_node_with_a_separate_folder() -> None:
     seen = {"a": ["driver", "1"], "b": ["2"]}
     result = judgement.judge_visibility("/mnt/headfold", seen, ["a"])
     assert worst(result) == "failed" and "on b is another folder" in result[0].result

@@ -20,7 +20,7 @@ def changed(record: dict[str, Any], *changes: str) -> list[str]:
     return _changed_sections(folder, read_search_config(DEMO, list(changes)))
 
 
-def test_a_search_from_before_some_keys_goes_on() -> None:
+def test_a_search_from_before_some_keys_is_resumed() -> None:
     record = _config_record(read_search_config(DEMO, []))
     for name in ("document_mask", "compile"):
         del record["train"][name]

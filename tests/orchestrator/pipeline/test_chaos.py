@@ -142,7 +142,7 @@ def test_a_search_runs_as_a_job(calm: dict[str, Any]) -> None:
     assert calm["leftovers"] == []
 
 
-def test_a_token_in_the_tracking_address_is_told_nowhere(calm: dict[str, Any]) -> None:
+def test_a_token_in_the_tracking_address_is_reported_nowhere(calm: dict[str, Any]) -> None:
     """Not in the log, the search's folder, the MLflow server's, or Ray's."""
     place: Arena = calm["place"]
     assert "***@" in calm["job"]["log"], "the address is told, without its token"
@@ -155,7 +155,7 @@ def test_a_token_in_the_tracking_address_is_told_nowhere(calm: dict[str, Any]) -
     assert calm["told"] == []
 
 
-def test_a_failing_trial_is_told_and_the_others_go_on(calm: dict[str, Any]) -> None:
+def test_a_failing_trial_is_reported_and_the_others_continue(calm: dict[str, Any]) -> None:
     place: Arena = calm["place"]
     trials = load_trials(place.search)
     failed = {t.trial_id: t.error or "" for t in trials if t.status == FAILED}

@@ -54,7 +54,7 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     return [{"trial": e["trial"], "step": e["result"]["step"], "loss": e["result"]["loss"]} for e in events]
 
 
-def test_a_search_that_the_former_checkout_began_goes_on(tmp_path: Path) -> None:
+def test_a_search_that_the_former_checkout_began_is_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "former"
     first = start_search(tmp_path, SETTINGS, repository=Path(FORMER))
     deadline = time.monotonic() + 900

@@ -71,7 +71,7 @@ def test_optuna_proposes_what_can_be(problem: SearchProblem) -> None:
     assert {candidate.recipe.relaxation for candidate in result} > {"none"}
 
 
-def test_a_variation_is_a_valid_point_beside_another(problem: SearchProblem) -> None:
+def test_a_variation_is_a_valid_point_next_to_another(problem: SearchProblem) -> None:
     space, generator = problem.space, np.random.default_rng(3)
     for _ in range(30):
         point = space.sample(generator)

@@ -74,7 +74,7 @@ def test_a_relaxation_takes_its_share_of_the_steps(
         assert job.settings.rate(100, 100) == 0  # sec. 4.1: the cosine ends at 0
 
 
-def test_a_fusion_stage_of_its_own(context: TrialContext, tmp_path: Path, demo_model) -> None:
+def test_a_separate_fusion_stage(context: TrialContext, tmp_path: Path, demo_model) -> None:
     """DHA, sec. 5.1 and Table 4: steps, batch, rate and schedule of the fusion stage, not the recovery's."""
     own = {"steps": 40, "batch_size": 2, "learning_rate": 2e-4, "own_schedule": True, "rate": 0.05}
     chosen = recipe("dha", **{f"relaxation.{name}": value for name, value in own.items()})
@@ -95,7 +95,7 @@ def test_a_fusion_stage_of_its_own(context: TrialContext, tmp_path: Path, demo_m
         context.relaxation_steps(recipe("dha", **{"relaxation.steps": 100}))
 
 
-def test_stages_are_grouped_anew_if_asked(context: TrialContext, tmp_path: Path, demo_model) -> None:
+def test_stages_are_grouped_anew_if_requested(context: TrialContext, tmp_path: Path, demo_model) -> None:
     chosen = recipe("dha", **{"relaxation.halving": True, "relaxation.regroup_steps": 7})
     spec = relaxation_spec(chosen, planned("dha", demo_model), 20)
     assert (len(spec.plans), spec.steps, spec.regroup_steps) == (2, 10, 7)  # groups of four: 2x, 4x
@@ -142,7 +142,7 @@ def test_a_relaxation_starts_from_the_checkpoint(family: str, alignment: str, ti
         torch.testing.assert_close(start(tokens).logits, model(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_search_phases_are_told_apart_by_all_that_they_rest_on(context: TrialContext, tmp_path: Path) -> None:
+def test_search_phases_are_distinguished_by_all_that_they_rest_on(context: TrialContext, tmp_path: Path) -> None:
     candidate = Candidate(recipe("dha"), 0.25, 1e-3)
     first = context.search_phase(candidate)
     assert first is not None and first == context.search_phase(candidate)

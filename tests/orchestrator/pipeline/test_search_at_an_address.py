@@ -21,7 +21,7 @@ from trainers.jobs.curve import read_curve
 
 
 @pytest.mark.extended
-def test_checkpoints_lie_in_the_bucket_alone(tmp_path: Path, demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_in_the_bucket_alone(tmp_path: Path, demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADFOLD_HOME", str(tmp_path / "home"))
     ray.shutdown()  # workers of a Ray that is there would not know the credentials
     with bucket(monkeypatch) as address:

@@ -96,7 +96,7 @@ def test_what_is_worse_than_its_own_untrained_conversion_is_refused(
     assert "above the 2.0500 of the untrained conversion" in reason
 
 
-def test_of_a_relaxation_it_is_said_which_model_is_shipped(folder: SearchFolder) -> None:
+def test_of_a_relaxation_it_is_reported_which_model_is_shipped(folder: SearchFolder) -> None:
     trial_folder = folder.trial("head")
     shutil.copytree(trial_folder / "trained", trial_folder / "converted")
     shutil.copytree(trial_folder / "trained", folder.root / "collapsed")

@@ -52,7 +52,7 @@ def examined(
     return examine(entry, config, folder, context)
 
 
-def test_counts_of_each_layer_s_own_are_held_by_llama_cpp(
+def test_counts_of_each_layer_s_own_are_supported_by_llama_cpp(
     demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path
 ) -> None:
     result = examined(demo_dir, demo_model, tmp_path, "llama.cpp", *map(layer, COUNTS))
@@ -67,7 +67,7 @@ def test_counts_of_each_layer_s_own_are_held_by_llama_cpp(
     assert (served / "model.gguf").is_file() and not seen.plain
 
 
-def test_an_engine_that_is_not_there_is_told_and_its_folder_written(
+def test_an_engine_that_is_not_there_is_reported_and_its_folder_written(
     demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.delenv("HEADFOLD_VLLM_PYTHON", raising=False)

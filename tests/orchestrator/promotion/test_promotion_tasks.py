@@ -155,7 +155,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(tasks: Path, 
         check_tasks(parsed(tasks, demo_dir, max_task_drop=0.05), model)
 
 
-def test_text_and_long_contexts_of_a_finalist_stand_beside_the_others(
+def test_text_and_long_contexts_of_a_finalist_are_shown_with_the_others(
     tasks: Path, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, empty_store: Path
 ) -> None:
     more: dict[str, Any] = {"tasks": [], "prompts": ["def read_lines(path):"], "context_lengths": [64, 72]}

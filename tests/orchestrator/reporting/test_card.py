@@ -117,7 +117,7 @@ def test_engines_that_have_checked_it_are_a_table(half: Path, tmp_path: Path) ->
     assert "AutoModelForCausalLM" not in card
 
 
-def test_a_folder_with_code_of_its_own_says_so_and_our_own_format_too(
+def test_a_folder_with_bundled_code_says_so_and_our_own_format_too(
     tmp_path: Path,
     demo_model: PreTrainedModel,
     demo_dir: Path,
@@ -265,7 +265,7 @@ def test_an_upload_carries_the_folder_without_what_names_this_machine(
     assert TOKEN not in ran.stdout + ran.stderr
 
 
-def test_a_refusal_is_told_without_the_token_and_the_export_stays(pushed: Any, tmp_path: Path, hub: FakeHub) -> None:
+def test_a_refusal_does_not_show_the_token_and_the_export_stays(pushed: Any, tmp_path: Path, hub: FakeHub) -> None:
     hub.forget(refuses=403)
     ran = pushed(tmp_path / "out", "--no-dry-run")
     assert ran.returncode == 1

@@ -58,7 +58,7 @@ def test_a_pause_is_a_gap_in_the_timeline() -> None:
     assert course.timeline_figure([trial(i, [3.0, 2.5]) for i in range(100)]) is not None
 
 
-def test_time_is_told_by_phase() -> None:
+def test_time_is_reported_by_phase() -> None:
     result = seconds_by_phase(trial(0, [3.0, 2.5, 2.2], seconds={"evaluate": 2.0, "plan": 3.0, "odd": 1.0}))
     assert result == {"plan": 3.0, "evaluate": 2.0, "odd": 1.0, "train": 10.0}
     assert list(result)[:2] == ["plan", "evaluate"]
@@ -105,7 +105,7 @@ def test_a_plan_of_the_searchers_own_has_no_command(folder: SearchFolder) -> Non
     assert command_of(calibration, str(folder.snapshot)) is None
 
 
-def test_the_page_tells_the_course_and_how_to_repeat(folder: SearchFolder) -> None:
+def test_the_page_reports_the_course_and_how_to_repeat(folder: SearchFolder) -> None:
     trials = [trial(i, [3.0 + i, 2.0 + i / 10], choices=recipe("gqa").to_dict(), seed=0) for i in range(6)]
     trials[0].rungs[-1]["weights_digest"] = "feedbeef"
     trials[0].plan_digest = "0123abcd"

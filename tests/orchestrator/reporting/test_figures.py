@@ -66,7 +66,7 @@ def test_an_arm_below_the_original_model_has_a_place_too() -> None:
     assert ticks[0.0] == "0" and ticks[-0.2] == "-0.2" and ticks[0.5] == "+0.5"
 
 
-def test_an_arm_that_stopped_early_is_hollow_and_said_to_be() -> None:
+def test_an_arm_that_stopped_early_is_hollow_and_labelled() -> None:
     trials = [*two_arms(), *(trial("mqa", s, {0: 9.0, 10: 8.0}, status=records.STOPPED) for s in range(3))]
     figure = comparison.bytes_figure(compare_arms(trials, BASE), BASE)
     hollow = [
@@ -178,7 +178,7 @@ def test_counts_in_short(count: float, message: str) -> None:
     assert compact(count) == message
 
 
-def test_what_is_no_increase_has_a_place_of_its_own_and_its_number() -> None:
+def test_what_is_no_increase_has_a_separate_place_and_its_number() -> None:
     trials = [trial("gqa", 0, {0: 7.0, 40: 2.4}), trial("dha", 0, {0: 3.0, 40: 1.99}, 0.5)]
     promoted = [{"loss": 2.05, "kv_bytes_per_token": 2048, "recipe": "gqa"}]
     figure = search.front_figure(trials, BASE, promoted)

@@ -47,7 +47,7 @@ def saved(
     ("kind", "servers"),
     [("uniform", {"vLLM", "llama.cpp"}), ("layers", {"vLLM", "llama.cpp"}), ("apart", set()), ("composed", set())],
 )
-def test_the_commands_that_are_told_can_be_run(saved: Saved, kind: str, servers: set[str]) -> None:
+def test_the_reported_commands_can_be_run(saved: Saved, kind: str, servers: set[str]) -> None:
     model = saved(kind)
     ways = {way["engine"]: way for way in engine_services(model)}
     assert {name for name, way in ways.items() if "commands" in way} == servers | {"transformers"}
@@ -121,7 +121,7 @@ def test_the_smallest_cache_comes_first_on_screen_page_and_in_json(
         assert shown in page[first:second]
 
 
-def test_sequences_that_fit_are_whole_and_beside_the_weights() -> None:
+def test_sequences_that_fit_are_whole_and_leave_room_for_the_weights() -> None:
     assert sequences_that_fit(10_000, 1_000, 2, 500) == 9
     assert sequences_that_fit(10_000, 1_001, 2, 500) == 8
     assert sequences_that_fit(1_000, 2_000, 2, 500) == 0

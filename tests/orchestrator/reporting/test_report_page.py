@@ -67,7 +67,7 @@ class Balanced(HTMLParser):
         self.text.append(data)
 
 
-def test_the_page_tells_front_trials_promotion_and_how_it_was_made(folder: SearchFolder) -> None:
+def test_the_page_reports_front_trials_promotion_and_how_it_was_made(folder: SearchFolder) -> None:
     fill(
         folder,
         [

@@ -135,7 +135,7 @@ def test_a_search_does_not_start(model: Path, monkeypatch: pytest.MonkeyPatch) -
         validate_search(config_of(model, "resources.accelerator_type=A10G"))
 
 
-def test_the_verb_tells_the_parts_and_ends_with_an_error(model: Path, tmp_path: Path) -> None:
+def test_the_verb_reports_the_parts_and_ends_with_an_error(model: Path, tmp_path: Path) -> None:
     record = tmp_path / "estimate.json"
     same = [
         "estimate",

@@ -164,7 +164,7 @@ def test_conversions_for_trials_to_come_count_where_trials_leave_none(demo_dir: 
     assert converted(resources=planned | {"plan_ahead": 0}) == 8 * one
 
 
-def test_what_would_do_is_said_and_does(demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_do_is_reported_and_does(demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(demo_dir, tmp_path)
     two, three = (storage_of(config).disk(parallel).most for parallel in (2, 3))
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=(two + three) // 2))

@@ -50,7 +50,7 @@ def test_the_streamed_peak_does_not_grow_with_depth_and_the_other_does() -> None
     assert deep.layerwise == shallow.layerwise
 
 
-def test_what_is_asked_for_makes_it_larger_or_smaller() -> None:
+def test_requests_make_it_larger_or_smaller() -> None:
     config = llama(4, SEVEN_B)
     base = of(config)
     assert of(config, "gqa").layerwise < base.layerwise
@@ -90,7 +90,7 @@ def test_a_model_that_does_not_fit_is_streamed_by_itself(
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
 
 
-def test_it_is_said_first_and_what_does_not_fit_is_refused(
+def test_it_is_reported_first_and_what_does_not_fit_is_refused(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -110,7 +110,7 @@ def test_it_is_said_first_and_what_does_not_fit_is_refused(
     announce(demo_dir, "gqa", [0.5], None, layerwise=None, **SMALL)  # nothing is written
 
 
-def test_where_memory_is_not_known_what_is_said_is_what_is_done(
+def test_where_memory_is_not_known_what_is_reported_is_what_is_done(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on systems without /proc: the conversion runs in memory, so that is what the estimate is of."""

@@ -178,7 +178,7 @@ def test_the_conversion_of_a_trial_with_another_rate_is_not_ahead(session: Any, 
     assert tasks.started == [both[2]]
 
 
-def test_none_is_ahead_beside_workers_that_need_all_gpus(session: Any, tasks: Tasks) -> None:
+def test_none_is_ahead_while_workers_run_that_need_all_gpus(session: Any, tasks: Tasks) -> None:
     plan_ahead, journal = searching(session)
     report(journal, "t0000", 0)
     plan_ahead.on_step_end(0, [])
@@ -227,7 +227,7 @@ def test_nothing_is_ahead_without_gpus_or_with_zero(session: Any, tasks: Tasks) 
     assert PlanAhead(session, plan_ahead._searcher, plan_ahead._history, NAMED).limit == 0
 
 
-def test_nodes_are_held_for_trials_to_come_and_no_longer(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_are_reserved_for_later_trials_and_no_longer(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     four = Nodes(4, {"CPU": 8.0, "GPU": 2.0})
     monkeypatch.setattr(ahead, "live_nodes", lambda: [four])
     _, journal = searching(session)

@@ -127,7 +127,7 @@ def test_the_best_plan_is_trained_with_every_seed_and_probed_with_one(demo_dir: 
     assert len({config["plan"] for config in finals(configs)}) == 2
 
 
-def test_each_chain_decides_the_same_whatever_the_order_of_results(demo_dir: Path) -> None:
+def test_each_chain_decides_the_same_in_any_order_of_results(demo_dir: Path) -> None:
     searchers = [searcher_of(problem(demo_dir)) for _ in range(3)]
     runs = [run(searcher, *how) for searcher, how in zip(searchers, ((1, 0), (4, 1), (3, 2)), strict=True)]
     histories = [[(site, walk.trace) for c in chains(s) for site, walk in c.history] for s in searchers]
@@ -137,7 +137,7 @@ def test_each_chain_decides_the_same_whatever_the_order_of_results(demo_dir: Pat
     assert results[0] == results[1] == results[2]
 
 
-def test_a_chain_has_one_probe_under_way_and_the_others_go_on(demo_dir: Path) -> None:
+def test_a_chain_has_one_probe_under_way_and_the_others_continue(demo_dir: Path) -> None:
     searcher = searcher_of(problem(demo_dir, recipes=["gqa"]))
     named = [searcher.suggest(f"n{i}") for i in range(4)]
     assert all("plan" not in config for config in named)
@@ -169,7 +169,7 @@ def test_failed_and_diverged_probes_are_rejected(demo_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
-def test_resumed_at_every_call_it_goes_on_with_the_same_decisions(demo_dir: Path, parallel: int) -> None:
+def test_resumed_at_every_call_it_makes_the_same_decisions(demo_dir: Path, parallel: int) -> None:
     """Trials that were under way when the driver was killed report to the searcher of the next one."""
 
     class Interrupted:
@@ -266,7 +266,7 @@ def test_settings_and_choices_reach_the_walk(demo_dir: Path) -> None:
         ({"search_space": {"grouping": ["neighbour"]}}, 64, "choose walk_asymmetric or walk_symmetric"),
     ],
 )
-def test_what_cannot_be_walked_is_told(demo_dir: Path, search: dict[str, Any], samples: int, message: str) -> None:
+def test_what_cannot_be_walked_is_reported(demo_dir: Path, search: dict[str, Any], samples: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         searcher_of(problem(demo_dir, samples, **search))
 

@@ -95,7 +95,7 @@ def clean(folder: SearchFolder, config: SearchConfig = CONFIG) -> None:
     remove_leftovers(config, folder, read_history(folder.journal))
 
 
-def test_optimisers_stay_where_a_promotion_or_a_resumption_goes_on(folder: SearchFolder) -> None:
+def test_optimisers_stay_where_a_promotion_or_a_resumption_continues(folder: SearchFolder) -> None:
     before = {name: files(folder, name) for name in LOSSES}
     clean(folder)
     assert {name for name in LOSSES if optimiser(folder, name)} == UNTOUCHED | {"best", "base"}
@@ -120,7 +120,7 @@ def test_optimisers_stay_where_a_promotion_or_a_resumption_goes_on(folder: Searc
     assert {name: files(folder, name) for name in LOSSES} == again
 
 
-def test_a_finalist_goes_on_from_what_is_left(trained: tuple[TrainJob, Path], folder: SearchFolder) -> None:
+def test_a_finalist_resumes_from_the_remaining_files(trained: tuple[TrainJob, Path], folder: SearchFolder) -> None:
     job, _ = trained
     clean(folder)
     last = read_history(folder.journal).records["best"].last
@@ -137,7 +137,7 @@ def test_more_finalists_keep_more(folder: SearchFolder) -> None:
     assert optimiser(folder, "worse") and not optimiser(folder, "stopped")
 
 
-def test_only_what_a_promotion_takes_keeps_its_weights_where_that_is_asked_for(folder: SearchFolder) -> None:
+def test_only_what_a_promotion_takes_keeps_its_weights_where_that_is_requested(folder: SearchFolder) -> None:
     section = CONFIG.promotion.model_copy(update={"keep_weights": "finalists"})
     clean(folder, CONFIG.model_copy(update={"promotion": section}))
     for name in LOSSES:

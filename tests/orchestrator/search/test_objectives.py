@@ -32,7 +32,7 @@ def trained(settings: SearchConfig, candidate: Candidate) -> tuple[str, float]:
     return result["distillation"], result["distillation_weight"]
 
 
-def test_a_trial_and_a_promotion_learn_the_original_s_predictions_unless_they_are_told_otherwise(
+def test_a_trial_and_a_promotion_learn_the_original_s_predictions_by_default(
     geometry: HeadGeometry,
 ) -> None:
     settings = config("gqa", "align")
@@ -62,7 +62,7 @@ def test_every_arm_runs_with_each_objective_but_those_that_have_one(geometry: He
     assert trials[1].name == "gqa · 25% · lr 0.0001 · distillation kl" and len({t.name for t in trials}) == 6
 
 
-def test_an_arm_runs_with_rates_of_its_own(geometry: HeadGeometry) -> None:
+def test_an_arm_runs_with_separate_rates(geometry: HeadGeometry) -> None:
     arm = {"recipe": "gqa", "label": "gqa_lora", "changes": {"recovery": "lora"}, "learning_rates": [1e-3, 3e-3]}
     settings = config("gqa", arm, learning_rates=[1e-4, 1e-3], seeds=[0, 1])
     runs = [(c.recipe.name, c.learning_rate, c.seed) for c in named_candidates(settings, geometry)]

@@ -69,7 +69,7 @@ def test_a_trial_that_trains_nothing_plans_itself(context: TrialContext) -> None
     assert tasks() == before
 
 
-def test_what_went_wrong_in_a_task_is_told_as_of_the_trial(context: TrialContext) -> None:
+def test_what_went_wrong_in_a_task_is_reported_as_of_the_trial(context: TrialContext) -> None:
     result, facts = run(context, "broken", task=TASK, calibration_file="/nowhere/calibration.safetensors")
     assert not facts
     output = last_error(Path(result.path, "error.txt").read_text())

@@ -135,7 +135,7 @@ def test_the_rate_is_measured_where_it_can_be(tmp_path: Path) -> None:
     assert result.rate and result.rate > 0
 
 
-def test_the_verb_tells_either_way_and_refuses_half(tmp_path: Path) -> None:
+def test_the_verb_reports_either_way_and_refuses_half(tmp_path: Path) -> None:
     changes = [f"model.path={REPOSITORY / 'examples' / 'stdlib-llama'}", "resources.tokens_per_second=1000"]
     record = tmp_path / "estimate.json"
     for first in ([str(CONFIGS / "demo.yaml")], ["--config", str(CONFIGS / "demo.yaml")]):

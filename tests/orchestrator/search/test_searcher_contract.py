@@ -97,7 +97,7 @@ def test_named_candidates_come_first_then_samples_then_the_end(demo_dir: Path, n
     assert [Candidate.from_config(c).key for c in configs[: len(task.named)]] == [c.key for c in task.named]
 
 
-def test_what_is_upcoming_comes_whatever_is_reported(demo_dir: Path, name: str) -> None:
+def test_what_is_upcoming_does_not_depend_on_reports(demo_dir: Path, name: str) -> None:
     """And the request changes nothing."""
     requested, silent = (SEARCHERS.get(name)(problem(demo_dir, name)) for _ in range(2))
     named = len(problem(demo_dir, name).named)
@@ -211,7 +211,7 @@ def test_several_trials_may_run_at_a_time(demo_dir: Path, name: str) -> None:
     assert most >= min(created, len(task.named) + 4)
 
 
-def test_told_of_the_recorded_trials_it_goes_on_as_if_nothing_had_happened(demo_dir: Path, name: str) -> None:
+def test_given_the_recorded_trials_it_resumes_as_if_nothing_had_happened(demo_dir: Path, name: str) -> None:
     task = problem(demo_dir, name)
     whole = drive(SEARCHERS.get(name)(task))
     for half in (3, len(task.named), len(whole) - 1, len(whole)):

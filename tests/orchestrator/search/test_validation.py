@@ -139,7 +139,7 @@ def test_a_sound_configuration_gives_candidates_and_token_files(
     )
 
 
-def test_a_text_is_trained_on_once_unless_more_is_asked_for(demo_dir: Path, tmp_path: Path) -> None:
+def test_a_text_is_trained_on_once_unless_more_is_requested(demo_dir: Path, tmp_path: Path) -> None:
     def check(steps: int, promoted: int, **data: Any) -> None:
         sections = {"rungs": {"steps": [0, steps]}, "promotion": {"steps": promoted}, "data": SMALL | data}
         check_epochs(parse_config(record(demo_dir, tmp_path, **sections)))
@@ -198,7 +198,7 @@ def test_relative_storage_of_a_ray_job_goes_home(monkeypatch: pytest.MonkeyPatch
     assert storage_path("file:///data/runs") == Path("/data/runs")
 
 
-def test_a_second_search_of_one_name_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_a_second_search_of_one_name_gets_a_separate_folder(tmp_path: Path) -> None:
     first, second = SearchFolder.fresh(tmp_path, "demo"), SearchFolder.fresh(tmp_path, "demo")
     SearchFolder.fresh(tmp_path, "demo-x")
     assert (first.root.name, second.root.name) == ("demo", "demo-2")
@@ -238,7 +238,7 @@ def test_any_search_of_a_storage_can_be_resumed_by_name_or_folder(
         (["demo-2"], False, (["demo-2"], None)),  # refused as an override
     ],
 )
-def test_the_name_after_resume_is_told_from_overrides(
+def test_the_name_after_resume_is_distinguished_from_overrides(
     words: list[str], resume: bool, expected: tuple[list[str], str | None]
 ) -> None:
     assert split_overrides(words, resume) == expected

@@ -59,7 +59,7 @@ def test_the_verb_checks_and_keeps_what_it_found(
     assert "8 of 8 prompts" in printed and "2560 bytes per token by the engine's report, 2560 promised" in printed
 
 
-def test_an_engine_that_is_not_there_is_told_before_any_work(
+def test_an_engine_that_is_not_there_is_reported_before_any_work(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEADFOLD_VLLM_PYTHON", raising=False)
@@ -127,7 +127,7 @@ def test_other_weights_and_another_cache_are_found(
         ("import time; time.sleep(60)", "did not answer within 2 seconds"),
     ],
 )
-def test_an_engine_that_ends_badly_is_told(script: str, message: str) -> None:
+def test_an_engine_that_ends_badly_is_reported(script: str, message: str) -> None:
     with pytest.raises(EngineError, match=f"the engine {message}"):
         run_child("the engine", [sys.executable, "-c", script], {}, {}, seconds=2 if "sleep" in script else 60)
 
@@ -144,7 +144,7 @@ def test_a_crash_in_the_middle_of_an_export_leaves_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"llama_cpp_child.py"}
 
 
-def test_transformers_is_asked_where_headfold_cannot_be_imported(exported: Path) -> None:
+def test_transformers_runs_where_headfold_cannot_be_imported(exported: Path) -> None:
     child = (CHILDREN / "transformers_child.py").read_text()
     probe = child.replace("def main():", "def main():\n    import attention.plan\n\n\ndef _():")
     with pytest.MonkeyPatch.context() as patch:

@@ -128,7 +128,7 @@ def test_what_cannot_be_measured_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_an_engine_that_is_not_there_is_told_before_any_work(
+def test_an_engine_that_is_not_there_is_reported_before_any_work(
     demo_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEADFOLD_VLLM_PYTHON", raising=False)
@@ -137,7 +137,7 @@ def test_an_engine_that_is_not_there_is_told_before_any_work(
     assert "vLLM is not installed for" in (output := capsys.readouterr().err) and "`make engines`" in output
 
 
-def test_python_files_in_an_export_run_only_if_asked(
+def test_python_files_in_an_export_run_only_if_requested(
     converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export(converted / "source", "transformers", tmp_path / "out", converted / "source")

@@ -156,7 +156,7 @@ def test_the_copy_is_kept_up_to_date_while_the_search_runs(work: Path, tmp_path:
         memory.rm("/headfold", recursive=True)
 
 
-def test_an_address_that_goes_away_is_told_once_and_the_search_goes_on(
+def test_an_address_that_goes_away_is_reported_once_and_the_search_continues(
     work: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage, address = f"memory://headfold{work}-away", Recording()

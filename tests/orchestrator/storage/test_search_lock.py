@@ -33,7 +33,7 @@ def hold(file: Path, host: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_the_second_driver_is_refused_and_told_who_holds_the_search(tmp_path: Path) -> None:
+def test_the_second_driver_is_refused_with_the_holder_of_the_search(tmp_path: Path) -> None:
     first = SearchLock(tmp_path / "lock", host="here").acquire()
     with pytest.raises(ConfigError, match=rf"search 'x' is being run by process {os.getpid()} on here, since 20"):
         SearchLock(tmp_path / "lock", host="here").acquire("search 'x'")
@@ -128,7 +128,7 @@ def test_events_of_another_writer_are_never_cut_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ['{"pid": 1}', '{"host": "here", "pi', "[1]", "\x00\x00mine"])
-def test_a_file_that_is_no_lock_is_told_apart(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_no_lock_is_distinguished(tmp_path: Path, content: str) -> None:
     (tmp_path / "lock").write_text(content)
     with pytest.raises(ConfigError, match="is no lock of a search: expected a JSON object with host, pid, since"):
         SearchLock(tmp_path / "lock").acquire()

@@ -145,7 +145,7 @@ def test_what_was_not_sent_before_a_kill_is_sent_by_the_next_start(address: str,
         assert trials_in(tmp_path / "b") == ["t0", "t1"]
 
 
-def test_a_second_driver_with_a_folder_of_its_own_is_refused(address: str, tmp_path: Path) -> None:
+def test_a_second_driver_with_a_separate_folder_is_refused(address: str, tmp_path: Path) -> None:
     with driver(address, tmp_path / "a", seconds=1.0) as mirror:
         search_in(tmp_path / "a", 1)
         with (
@@ -298,7 +298,7 @@ def test_weights_are_fetched_for_what_is_open(tmp_path: Path) -> None:
     assert other.fetch_search("demo", ["t0", "t1"]) == 1
 
 
-def test_an_address_of_a_former_version_goes_on(tmp_path: Path) -> None:
+def test_an_address_of_a_former_version_is_resumed(tmp_path: Path) -> None:
     """A folder without a manifest: its additional files are sent, missing ones are fetched."""
     search_in(tmp_path / "bucket", 1)
     shutil.copytree(tmp_path / "bucket", tmp_path / "ahead")
@@ -316,7 +316,7 @@ def test_an_address_of_a_former_version_goes_on(tmp_path: Path) -> None:
     assert trials_in(tmp_path / "behind") == ["t0", "t1"]
 
 
-def test_a_manifest_that_is_none_is_told(tmp_path: Path) -> None:
+def test_a_manifest_that_is_none_is_reported(tmp_path: Path) -> None:
     (tmp_path / "bucket" / ".headfold").mkdir(parents=True)
     (tmp_path / "bucket" / ".headfold" / "manifest.json").write_text('{"format": 1, "gen')
     mirror = Mirror(fs.LocalFileSystem(), str(tmp_path / "bucket"), tmp_path / "a")

@@ -87,7 +87,7 @@ def test_what_no_training_starts_from_is_not_a_trials_best_step() -> None:
     assert trained("b", 2.2, pooled=True).loss == 2.2
 
 
-def test_a_diverged_trial_is_worth_nothing_whatever_it_was_before() -> None:
+def test_a_diverged_trial_is_worth_nothing_despite_earlier_results() -> None:
     assert trained("a", 2.2, math.nan).loss == math.inf
     assert trained("a", 2.2, math.nan).best["loss"] == 2.2
 
@@ -102,7 +102,7 @@ def test_a_diverged_trial_is_worth_nothing_whatever_it_was_before() -> None:
         ({}, [], None),
     ],
 )
-def test_a_relaxation_that_did_not_come_to_its_end_is_said_to(
+def test_an_unfinished_relaxation_is_labelled(
     last: dict[str, float], history: list[dict[str, float]], remaining: float | None
 ) -> None:
     trial = trained("a", 2.2, 2.1)
@@ -118,7 +118,7 @@ def test_a_relaxation_that_did_not_come_to_its_end_is_said_to(
     )
 
 
-def test_the_table_has_the_best_step_and_beside_it_the_last() -> None:
+def test_the_table_has_the_best_step_and_the_last() -> None:
     table = trial_table([trained("a", 2.233, 2.248, 2.245)], {"loss": 2.219})
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert (row["loss"], row["loss increase"], row["at step"], row["last"]) == ("2.233", "+0.014", "0", "2.245")
@@ -196,6 +196,6 @@ def test_probes_are_no_candidates_for_anything() -> None:
     assert best_per_budget(trials)[0.5].trial_id == "a"
 
 
-def test_the_progress_line_tells_of_trials_that_wait_at_their_rung() -> None:
+def test_the_progress_line_reports_trials_that_wait_at_their_rung() -> None:
     trials = [record("a", 0.5, 2.5, status=records.WAITING)]
     assert "0 running, 0 stopped, 1 waiting" in progress_note(trials, 2, 2.0)

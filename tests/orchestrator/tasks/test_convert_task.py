@@ -62,7 +62,7 @@ def test_a_conversion_is_checked_and_estimated_once(
     assert calls == {"config.json": 1, "check": 1, "estimate": 1}
 
 
-def test_what_is_printed_is_what_is_done_where_the_system_does_not_tell_its_memory(
+def test_what_is_printed_is_what_is_done_where_the_system_does_not_report_its_memory(
     demo_dir: Path, tmp_path: Path, little_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimate, "available_bytes", lambda device=None: 0)

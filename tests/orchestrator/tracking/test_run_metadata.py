@@ -155,7 +155,7 @@ def test_every_run_has_params_texts_and_where_it_comes_from(
     assert report.tags["mlflow.note.content"].endswith("fusion mean") and "`t1`" in report.tags["mlflow.note.content"]
 
 
-def test_the_description_of_a_search_tells_recipes_and_sizes(config: SearchConfig, folder: SearchFolder) -> None:
+def test_the_description_of_a_search_reports_recipes_and_sizes(config: SearchConfig, folder: SearchFolder) -> None:
     report = search_note(config, folder)
     assert all(arm.name in report for arm in config.search.recipes) and "on `m`" in report
     assert f"`headfold ui {folder.root}`" in report

@@ -190,7 +190,7 @@ def test_a_version_is_registered_once_and_read_back_by_its_alias(tracker: Tracke
     assert str(tracker.client.get_model_version_by_alias("demo", "kv25").version) == "2"
 
 
-def test_the_default_store_lies_in_the_storage_folder(tracker: Tracker, tmp_path: Path) -> None:
+def test_the_default_store_is_in_the_storage_folder(tracker: Tracker, tmp_path: Path) -> None:
     assert tracker.uri == default_uri(tmp_path)
     run = tracker.start("x")
     tracker.log_text(run, "hello", "note.txt")
@@ -261,7 +261,7 @@ def test_long_values_are_cut_to_what_mlflow_takes(tracker: Tracker) -> None:
     assert len(run_of(tracker, run).data.params) == 150
 
 
-def test_the_progress_tells_done_running_stopped_best_and_what_is_to_come(tmp_path: Path) -> None:
+def test_the_progress_shows_done_running_stopped_best_and_what_is_to_come(tmp_path: Path) -> None:
     log = log_of(None, tmp_path, None, expected=4)
     for number, budget in ((1, 0.5), (2, 0.25), (3, 0.25)):
         log.on_trial_start(0, [], trial(number, budget=budget))
@@ -286,7 +286,7 @@ def test_the_progress_tells_done_running_stopped_best_and_what_is_to_come(tmp_pa
         ("", "unknown error"),
     ],
 )
-def test_an_error_is_told_by_its_cause(text: str, message: str) -> None:
+def test_an_error_is_reported_by_its_cause(text: str, message: str) -> None:
     assert message in last_error(text)
 
 
@@ -345,7 +345,7 @@ def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path, empty_store:
         server.wait(timeout=30)
 
 
-def test_probes_end_as_done_and_are_not_told_as_the_best(tmp_path: Path) -> None:
+def test_probes_end_as_done_and_are_not_reported_as_the_best(tmp_path: Path) -> None:
     log = log_of(None, tmp_path, None)
     probe, one = trial(1), trial(2)
     probe.config |= {"plan": "{}", "probe": True}

@@ -38,7 +38,7 @@ def folder(tmp_path: Path, empty_store: Path) -> SearchFolder:
     return folder
 
 
-def test_a_storage_that_was_moved_has_its_store_beside_the_search(folder: SearchFolder) -> None:
+def test_a_storage_that_was_moved_has_its_store_next_to_the_search(folder: SearchFolder) -> None:
     write_json(folder.state, {"tracking": "sqlite:////before/mlflow.db"})
     assert store_of(folder) == f"sqlite:///{folder.storage}/mlflow.db"
 
@@ -61,7 +61,7 @@ def test_a_port_that_is_taken_is_refused(folder: SearchFolder) -> None:
             serve_page(folder, other.getsockname()[1])
 
 
-def test_a_search_without_a_run_is_told(folder: SearchFolder) -> None:
+def test_a_search_without_a_run_is_reported(folder: SearchFolder) -> None:
     with pytest.raises(ConfigError, match="has no runs in MLflow yet"):
         serve_page(folder, free_port())
 

@@ -142,7 +142,7 @@ def test_mistakes_are_refused_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
-def test_with_an_original_the_loss_is_its_divergence_at_a_rate_of_its_own(
+def test_with_an_original_the_loss_is_its_divergence_at_a_separate_rate(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     options = {name: value for name, value in ASKED.items() if name != "learning_rate"}
@@ -157,7 +157,7 @@ def test_with_an_original_the_loss_is_its_divergence_at_a_rate_of_its_own(
         check_finetuning(models["converted"], out, **options)
 
 
-def test_a_training_that_was_begun_with_half_of_the_divergence_goes_on_with_it(
+def test_a_training_that_was_begun_with_half_of_the_divergence_resumes_with_it(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     out, given = tmp_path / "out", {**ASKED, "original": models["stock"]}

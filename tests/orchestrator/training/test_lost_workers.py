@@ -67,7 +67,7 @@ def check(killer: WorkerKiller, times: int, result: Any, expected: Any) -> None:
     assert {name: result[name] for name in SAME} == {name: expected[name] for name in SAME}
 
 
-def test_a_trial_goes_on_from_a_checkpoint_between_its_rungs(tiny_job: Any, on_group: Any, tmp_path: Path) -> None:
+def test_a_trial_resumes_from_a_checkpoint_between_its_rungs(tiny_job: Any, on_group: Any, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     train, held_out = (torch.randint(0, 64, (rows, 16), generator=generator) for rows in (100, 9))
     settings = TrainSettings(learning_rate=1e-3, cpus_per_worker=0.4)

@@ -137,7 +137,7 @@ def test_milestones_end_with_the_last_step(like: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_killed_command_goes_on_to_the_same_numbers(whole: dict[str, Any], like: Path, tmp_path: Path) -> None:
+def test_a_killed_command_resumes_to_the_same_numbers(whole: dict[str, Any], like: Path, tmp_path: Path) -> None:
     """The command with its Ray is killed after its first milestone, and called again."""
     options = ["--steps", "60", "--eval-every", "6", "--learning-rate", "3e-3", "--eval-tokens", "1024"]
     options += ["--sequence-length", "32", "--device", "cpu", "--recipe", "dcformer"]

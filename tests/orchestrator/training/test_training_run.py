@@ -66,7 +66,7 @@ def test_a_training_that_has_lost_its_machines_starts_again(monkeypatch: pytest.
     assert len(output) == 2 and "machines were lost; it starts again from step 0" in output[0]
 
 
-def test_it_does_not_after_an_error_of_its_own_nor_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_does_not_after_another_error_nor_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run, output = losing(monkeypatch, tmp_path, WorkersFailed(ValueError("wrong")))
     with pytest.raises(WorkersFailed):
         run.train_through_losses(output.append)

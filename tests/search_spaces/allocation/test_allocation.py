@@ -63,7 +63,7 @@ def test_dha_without_room_for_a_large_one() -> None:
     assert dha_greedy([1.0, 3.0], 16) == (4, 12)  # 8 left: less than the 12 that a large one takes
 
 
-def test_dha_caps_and_tells_of_a_remainder() -> None:
+def test_dha_caps_and_reports_a_remainder() -> None:
     assert dha_greedy([1.0, 100.0], 24, cap=16) == (8, 16)
     with pytest.raises(ValueError, match="8 of 40 heads left"):
         dha_greedy([1.0, 2.0], 40, cap=16)

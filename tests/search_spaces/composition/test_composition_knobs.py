@@ -21,7 +21,7 @@ PLAN = AttentionPlan.identity(4, 4, 8)
         ({"gate": False}, Composition(gate=False)),
     ],
 )
-def test_a_window_is_256_tokens_in_every_second_layer_if_one_is_asked_for(
+def test_a_window_is_256_tokens_in_every_second_layer_if_one_is_requested(
     knobs: dict[str, object], expected: Composition
 ) -> None:
     part = COMPOSITION.get("dcmha")

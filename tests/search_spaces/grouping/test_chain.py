@@ -188,7 +188,7 @@ def test_a_chain_decides_as_make_plan_does() -> None:
 
 
 @pytest.mark.parametrize("save_at", [1, 5, 6, 11, 15])
-def test_saved_and_restored_a_chain_goes_on_with_the_same_decisions(save_at: int) -> None:
+def test_saved_and_restored_a_chain_resumes_with_the_same_decisions(save_at: int) -> None:
     geometry = tiny_geometry()
     near = similarities(geometry)
     whole, plans = run(chain_of(geometry, ((3, 2), (2, 3)), 4, seed=3, accept=0.4, reset=0.3), near)

@@ -131,7 +131,7 @@ def test_best_starts_at_none_so_that_negative_scores_work() -> None:
     assert result.score == max(step.score for step in result.trace)
 
 
-def test_the_trace_tells_the_rule() -> None:
+def test_the_trace_reports_the_rule() -> None:
     """Accepted whenever better than the best; with accept=0 never else; with accept=1 always."""
     values = np.random.default_rng(1)
     for accept in (0.0, 1.0):

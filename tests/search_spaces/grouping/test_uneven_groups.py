@@ -66,7 +66,7 @@ def test_a_walk_starts_at_full_groups(symmetric: bool) -> None:
 
 @pytest.mark.parametrize("walk", [False, True])
 @pytest.mark.parametrize(("kept", "sizes"), [(3, [3, 3, 2]), (5, [2, 2, 2, 1, 1])])
-def test_plans_of_such_sizes(walk: bool, kept: int, sizes: list[int]) -> None:
+def test_plans_of_these_sizes(walk: bool, kept: int, sizes: list[int]) -> None:
     """`gqa` and the symmetric walk at 3 and 5 of 8 heads; not for a family whose groups must be of one size."""
     context = random_context(8, 8, 2)
     changes = {"grouping": "walk_symmetric", "objective": "pairs"} if walk else {}

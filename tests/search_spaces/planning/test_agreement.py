@@ -61,7 +61,7 @@ def test_every_site_is_measured_both_ways(
     assert first.to_dict()["moves"] == 8
 
 
-def test_nothing_to_swap_is_said(make_context) -> None:
+def test_nothing_to_swap_is_reported(make_context) -> None:
     with pytest.raises(ValueError, match="leave nothing to swap"):
         agreement(make_context("llama", num_key_value_heads=2), np.random.default_rng(0))
     with pytest.raises(ValueError, match="calibrate"):

@@ -113,7 +113,7 @@ def test_one_count_a_layer(make_context) -> None:
 
 
 @pytest.mark.parametrize(("counts", "allowed"), [("powers_of_two", {1, 2, 4, 6}), ("divisors", {1, 2, 3, 6})])
-def test_counts_are_those_asked_for(counts: str, allowed: set[int], make_context) -> None:
+def test_counts_are_the_requested_ones(counts: str, allowed: set[int], make_context) -> None:
     context = make_context("llama", num_attention_heads=6, num_key_value_heads=6, hidden_size=48)
     knobs = {"grouping.equal_sizes": False, "allocation.counts": counts}
     chosen = recipe("least_squares", together=False, allocation="knapsack", refinement="none", **knobs)
@@ -180,7 +180,7 @@ def test_an_estimate_foresees_a_longer_refinement(demo_context: PlanningContext)
 
 
 @pytest.mark.heavy
-def test_layers_beside_each_other_are_those_one_after_the_other(
+def test_parallel_layers_are_those_one_after_the_other(
     make_context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two threads two layers are requested together, and their results are stored before the next requests."""

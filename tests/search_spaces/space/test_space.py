@@ -65,7 +65,7 @@ def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
         assert set(AXES[name].names()) - {"single", "direct", "post", "fusion_loss", "brute_force"} <= seen[name], name
 
 
-def test_refinement_is_searched_when_asked_for(geometry) -> None:
+def test_refinement_is_searched_when_requested(geometry) -> None:
     space = JointSpace([0.5], geometry, choices={"refinement": ["none", "heal"], "grouping": ["neighbour"]})
     drawn = [space.to_recipe(point)[0] for point in points(space)]
     assert {chosen.refinement for chosen in drawn} == {"none", "heal"}

@@ -64,7 +64,7 @@ def killed_before_step(job: TrainJob, step: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("step", range(1, 9))
-def test_killed_at_any_step_it_loses_as_many_as_lie_between_two_checkpoints_at_most(
+def test_killed_at_any_step_it_loses_the_steps_between_two_checkpoints_at_most(
     make: Callable[..., TrainJob], whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     job = make(f"killed-{step}", checkpoint_steps=2)
@@ -74,7 +74,7 @@ def test_killed_at_any_step_it_loses_as_many_as_lie_between_two_checkpoints_at_m
     assert {name: metrics[name] for name in SAME} == {name: whole[name] for name in SAME}
 
 
-def test_a_job_from_before_goes_on_with_its_weight_decay(
+def test_a_job_from_before_resumes_with_its_weight_decay(
     make: Callable[..., TrainJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that was started when weight decay was on all parameters ends with the weights of that version."""

@@ -80,7 +80,7 @@ def other(job: TrainJob, request: pytest.FixtureRequest) -> TrainJob:
     return replace(job, run_name=name, out_dir=str(Path(job.out_dir).parent.parent / name / "out"))
 
 
-def test_a_stopped_job_goes_on_and_repeats_its_reports(other: TrainJob, whole: dict[str, Any]) -> None:
+def test_a_stopped_job_resumes_and_repeats_its_reports(other: TrainJob, whole: dict[str, Any]) -> None:
     first, second = Alone(until=2), Alone()
     assert run_job(other, first) == {"stopped": 4}
     assert not Path(other.out_dir).exists()
@@ -91,7 +91,7 @@ def test_a_stopped_job_goes_on_and_repeats_its_reports(other: TrainJob, whole: d
     assert {name: ended["metrics"][name] for name in SAME} == {name: whole[name] for name in SAME}
 
 
-def test_an_ended_job_is_told_and_not_done_again(
+def test_an_ended_job_is_reported_and_not_done_again(
     job: TrainJob, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "load", None)
@@ -176,7 +176,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield limit
 
 
-def test_out_of_memory_goes_on_with_half_the_micro_batch(
+def test_out_of_memory_continues_with_half_the_micro_batch(
     other: TrainJob, whole: dict[str, Any], small_memory: list[int]
 ) -> None:
     link = Alone()
@@ -254,7 +254,7 @@ def test_which_micro_batch_is_tried(job: TrainJob, tmp_path: Path) -> None:
     assert as_it_fits(single) == (single, [])  # the note is of other settings
 
 
-def test_divergence_tells_step_and_loss(other: TrainJob) -> None:
+def test_divergence_reports_step_and_loss(other: TrainJob) -> None:
     broken = checkpoint.load(other.model_dir)
     with torch.no_grad():
         broken.get_output_embeddings().weight[5] = torch.inf

@@ -47,7 +47,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate.set()
 
 
-def test_training_goes_on_while_a_checkpoint_is_copied_to_its_folder(
+def test_training_continues_while_a_checkpoint_is_copied_to_its_folder(
     store: CheckpointStore, gate: threading.Event, scratch: Path
 ) -> None:
     store.save(1, writing("one"))  # returns at once

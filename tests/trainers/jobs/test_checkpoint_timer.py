@@ -37,7 +37,7 @@ class Looked(Alone):
 
 
 @pytest.mark.parametrize(("a_step", "looks"), [(0.01, (9, 13)), (0.5, (9, 12)), (3.0, (4, 4))])
-def test_short_steps_are_not_held_up_by_looking(
+def test_short_steps_are_not_delayed_by_looking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a_step: float, looks: tuple[int, int]
 ) -> None:
     """About once per second, or after each step that takes longer; over ten seconds."""

@@ -71,7 +71,7 @@ def until(message: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_training_goes_on_while_a_checkpoint_is_on_its_way(store: CheckpointStore, link: Link, scratch: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_being_sent(store: CheckpointStore, link: Link, scratch: Path) -> None:
     store.save(1, writing("one"))  # returns at once
     store.advance()
     assert steps(store) == []
@@ -114,7 +114,7 @@ def test_a_report_waits_for_the_checkpoint_that_it_names(store: CheckpointStore,
     assert is_saved(path, address) and not is_saved(path.replace("03", "04"), address) and not is_saved(path, None)
 
 
-def test_what_does_not_come_is_told_and_leaves_those_before(
+def test_what_does_not_come_is_reported_and_leaves_those_before(
     store: CheckpointStore, link: Link, caplog: pytest.LogCaptureFixture
 ) -> None:
     link.open.set()
@@ -236,7 +236,7 @@ def whole(job: TrainJob) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_job_goes_on_from_what_lies_at_the_address(
+def test_a_job_resumes_from_the_files_at_the_address(
     job: TrainJob, whole: dict[str, Any], bucket: Path, scratch: Path, tmp_path: Path, damaged: bool
 ) -> None:
     there = replace(

@@ -27,7 +27,7 @@ STEPS = 2500
 
 @pytest.mark.extended
 @pytest.mark.timeout(900)
-def test_a_training_goes_on_with_the_workers_that_there_are(tiny_job: Any, tmp_path: Path) -> None:
+def test_a_training_continues_with_the_available_workers(tiny_job: Any, tmp_path: Path) -> None:
     sequences = torch.randint(0, 64, (60, 16), generator=torch.Generator().manual_seed(0))
     settings: Any = {"num_workers": [1, 2], "micro_batch_size": 1, "zero_stage": 2, "learning_rate": 1e-4}
     settings = TrainSettings(**settings, gpus_per_worker=1, cpus_per_worker=0.4, device="cpu")

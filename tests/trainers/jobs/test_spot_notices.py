@@ -104,7 +104,7 @@ def test_the_hook_of_a_container_waits_only_while_something_trains(
 @pytest.mark.extended
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cloud", ["EC2", "GCE"])
-def test_a_training_saves_a_checkpoint_before_its_node_goes_and_goes_on_elsewhere(
+def test_a_training_saves_a_checkpoint_before_its_node_goes_and_resumes_elsewhere(
     tiny_job: Any, tmp_path: Path, cloud: str
 ) -> None:
     import torch

@@ -107,7 +107,7 @@ def test_one_worker_trains_measures_and_writes_its_weights(job: TrainJob, whole:
     assert metrics["weights_digest"] == checkpoint.weights_digest(job.out_dir)
 
 
-def test_ray_train_knows_where_the_newest_checkpoint_lies(job: TrainJob, whole: dict[str, Any]) -> None:
+def test_ray_train_knows_where_the_newest_checkpoint_is(job: TrainJob, whole: dict[str, Any]) -> None:
     (pointer,) = Path(job.storage_path, job.run_name).glob("reported_*/checkpoint.json")
     assert json.loads(pointer.read_text()) == {"checkpoint_path": whole["checkpoint_path"], "step": STEPS}
 

@@ -39,7 +39,7 @@ ALL = [(part.name, *split) for part in RELAXATION_TRAINING for split in SPLITS]
 
 @pytest.mark.extended
 @pytest.mark.parametrize("cases", [ALL[::2], ALL[1::2]], ids=["one_worker", "two_workers"])
-def test_a_killed_relaxation_goes_on_to_the_same_numbers(
+def test_a_killed_relaxation_resumes_to_the_same_numbers(
     cases: list[tuple[str, int, int]], tiny_model: Any, tmp_path: Path
 ) -> None:
     ends = run_all(cases, tiny_model, tmp_path)

@@ -94,7 +94,7 @@ def test_the_rate_follows_the_steps_unless_it_is_a_number(name: str, steps: int,
     assert rate_of(name, 0.25, steps) == 0.25
 
 
-def test_the_constraint_weighs_as_in_the_paper_beside_a_rate_that_is_a_number() -> None:
+def test_the_constraint_weighs_as_in_the_paper_with_a_rate_that_is_a_number() -> None:
     assert constraint_weight(AUTO_KNOB, 0.01, 19) == constraint_weight(AUTO_KNOB, AUTO_KNOB, 10**6) == 1.0
     assert constraint_weight(AUTO_KNOB, AUTO_KNOB, 19) > 1000
     assert constraint_weight(7.0, AUTO_KNOB, 19) == 7.0

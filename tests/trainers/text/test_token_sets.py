@@ -53,7 +53,7 @@ def test_any_rows_of_any_set_are_those_that_were_written(
     steps=st.integers(0, 4),
     seed=st.integers(0, 3),
 )
-def test_every_world_size_sees_one_order_and_goes_on_where_another_stopped(
+def test_every_world_size_sees_one_order_and_resumes_where_another_stopped(
     seven_shards: Path, world: int, later: int, steps: int, seed: int
 ) -> None:
     def workers(count: int) -> list[BatchStream]:

@@ -101,7 +101,7 @@ def test_a_block_is_bounded_in_documents_and_in_characters() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 20, 21, 70, 110])
-def test_a_killed_run_goes_on_without_tokenising_what_is_written(
+def test_a_killed_run_resumes_without_tokenising_what_is_written(
     limit: int, cut: TextCut, calm: Path, demo_tokenizer: Any, tmp_path: Path
 ) -> None:
     def run(counting: Counting) -> Path:
@@ -140,7 +140,7 @@ def test_a_damaged_set_is_mended_where_it_is_damaged(
     ]
 
 
-def test_too_little_text_is_told_with_what_there_is_also_after_a_kill(
+def test_too_little_text_is_reported_with_what_there_is_also_after_a_kill(
     cut: TextCut, demo_tokenizer: Any, tmp_path: Path
 ) -> None:
     more = TextCut(cut.source, "train", 200_000, LENGTH, seed=5)
@@ -172,7 +172,7 @@ token_set(TextCut(source, "train", {tokens}, {length}, seed=5), read_tokenizer(m
 
 
 @pytest.mark.extended
-def test_a_process_that_is_killed_leaves_what_another_goes_on_with(
+def test_a_process_that_is_killed_leaves_what_another_resumes_from(
     cut: TextCut, calm: Path, demo_tokenizer: Any, demo_dir: Path, tmp_path: Path
 ) -> None:
     code = KILLABLE.format(tokens=cut.tokens, length=LENGTH, shard=SHARD_TOKENS)
